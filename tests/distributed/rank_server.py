@@ -1,0 +1,191 @@
+"""Forks the ranks of distributed tests from one process that has imported torch already.
+
+Run as a program by `conftest.py` beside it: it reads one request (a line of JSON) after another from stdin, forks the
+ranks, waits for them and answers with a line of JSON. A fork costs milliseconds where a fresh interpreter spends seconds
+on `import torch`. The server itself starts no thread, so forking is safe.
+
+A request: {"folder": str, "environments": [{...}, ...], "timeout": seconds}
+A reply:   {"codes": [exit code or null, ...], "first": index of the first rank that failed or null, "expired": bool,
+            "strays": [[pid, ...], ...]}
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim.lr_scheduler", "pytest")
+TICK = 0.01
+GRACE = 5.0  # seconds the other ranks get to end after one has failed
+STACK_SIGNAL = signal.SIGUSR1
+
+
+class Watched:
+    """One forked rank: its process, and how it ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> None:
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.code = os.waitstatus_to_exitcode(status)
+
+    def write_stack(self) -> None:
+        os.kill(self.pid, STACK_SIGNAL)
+
+    def kill(self) -> None:
+        kill_group(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        self.code = os.waitstatus_to_exitcode(status)
+
+
+def kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:  # its last member has just ended
+        return
+
+
+def living_members(leader: int) -> list[int]:
+    """Return the pids of a process group that still run (a rank's own children)."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == leader:
+                found.append(process.pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def wait_for_strays(leader: int, seconds: float = 3.0) -> list[int]:
+    """Give what a rank started a moment to end, then kill it and return its pids."""
+    deadline = time.monotonic() + seconds
+    while strays := living_members(leader):
+        if time.monotonic() > deadline:
+            kill_group(leader)
+            return strays
+        time.sleep(TICK)
+    return []
+
+
+def parent_gone() -> bool:
+    """Wait one tick; true when stdin was closed, because the tests ended or gave this server up."""
+    readable, _, _ = select.select([0], [], [], TICK)
+    return bool(readable)
+
+
+def watch(ranks: list[Watched], timeout: float) -> tuple[int | None, bool]:
+    """Wait until every rank has ended, or time is up, or one has failed and the others do not follow."""
+    deadline, first = time.monotonic() + timeout, None
+    while True:
+        for index, rank in enumerate(ranks):
+            rank.poll()
+            if rank.code and first is None:
+                first, deadline = index, min(deadline, time.monotonic() + GRACE)
+        running = [rank for rank in ranks if rank.code is None]
+        if not running:
+            return first, False
+        if parent_gone():
+            for rank in running:
+                rank.kill()
+            raise SystemExit("the tests ended while ranks were running")
+        if time.monotonic() > deadline:
+            for rank in running:
+                rank.write_stack()
+            time.sleep(0.5)
+            for rank in running:
+                rank.kill()
+            return first, first is None
+
+
+def load_module(name: str, path: str) -> Any:
+    """Import a test module under the name that pytest gave it, so that pickles travel both ways."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def become_rank(folder: Path, index: int, environment: dict[str, str]) -> None:
+    """Turn a fresh fork into one rank: own process group, environment, output file, stack dump on a signal."""
+    os.setpgid(0, 0)
+    output = os.open(folder / f"{index}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, 256)  # the server's pipes: the tests must see them end when the server ends
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    faulthandler.enable()
+    stack = open(folder / f"{index}.stack", "w")  # noqa: SIM115 (open as long as the rank lives)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    warnings.simplefilter("error")
+
+
+def call(folder: Path, index: int) -> None:
+    """Call the test's function and leave its return value, or the traceback, in the folder.
+
+    Raises:
+        SystemExit: always, with 0 or 1: the interpreter ends as in a script, with everything registered for exit.
+    """
+    try:
+        name, path, function, arguments = pickle.loads((folder / "call").read_bytes())
+        target: Any = load_module(name, path)
+        for part in function.split("."):
+            target = getattr(target, part)
+        value = pickle.dumps(target(*pickle.loads(arguments)))
+    except BaseException:
+        (folder / f"{index}.error").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+    (folder / f"{index}.result").write_bytes(value)
+    raise SystemExit(0)
+
+
+def serve_one(request: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(request["folder"])
+    ranks = []
+    for index, environment in enumerate(request["environments"]):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(folder, index, environment)
+            call(folder, index)
+        ranks.append(Watched(pid))
+    first, expired = watch(ranks, request["timeout"])
+    strays = [wait_for_strays(rank.pid) for rank in ranks]
+    return {"codes": [rank.code for rank in ranks], "first": first, "expired": expired, "strays": strays}
+
+
+def main() -> None:
+    reply = os.dup(1)
+    os.dup2(2, 1)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    while line := requests.readline():
+        os.write(reply, json.dumps(serve_one(json.loads(line))).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The fixture `run` itself: what it gives, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+Run = Callable[..., list[Any]]
+
+
+def join() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+
+
+def sum_over_ranks(offset: int) -> int:
+    join()
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total)
+
+
+def variables(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def fail_on_rank_one() -> None:
+    join()
+    if dist.get_rank() == 1:
+        raise LookupError("rank one has lost its way")
+    dist.barrier()
+
+
+def sleep_on_rank_zero() -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(60)
+
+
+def leave_a_process() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+
+
+def end_badly() -> None:
+    os._exit(7)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_returns_the_value_of_each_rank(run: Run, processes: int) -> None:
+    expected = sum(rank + 10 for rank in range(processes))
+    assert run(sum_over_ranks, 10, processes=processes) == [expected] * processes
+
+
+def test_sets_the_variables_of_torchrun(run: Run) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_USE_CPU")
+    expected = [[str(rank), str(rank), "2", "2", "127.0.0.1", "true"] for rank in range(2)]
+    assert run(variables, *names) == expected
+
+
+def test_takes_variables_from_the_test(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_THE_TEST", "here")
+    env = {"MINE": "yes", "ACCELERATE_USE_CPU": None}
+    assert run(variables, "MINE", "ACCELERATE_USE_CPU", "FROM_THE_TEST", env=env) == [["yes", None, "here"]] * 2
+
+
+def test_shows_the_traceback_of_the_first_rank_that_fails(run: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank one has lost its way") as caught:
+        run(fail_on_rank_one)
+    text = str(caught.value)
+    assert text.index("rank 1:") < text.index("rank 0:"), "the cause comes before what followed from it"
+    assert "fail_on_rank_one" in text
+
+
+def test_shows_where_a_rank_stands_that_does_not_end(run: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.5 s") as caught:
+        run(sleep_on_rank_zero, timeout=0.5)
+    assert "in sleep_on_rank_zero" in str(caught.value)
+    assert "rank 1:" not in str(caught.value)
+
+
+def test_refuses_processes_left_behind(run: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="left processes running") as caught:
+        run(leave_a_process, processes=1)
+    pid = int(str(caught.value).split("[")[1].split("]")[0])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_tells_of_a_rank_that_ends_without_a_word(run: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="exit code 7 before its function returned"):
+        run(end_badly, processes=1)
+
+
+def test_refuses_a_function_that_other_processes_cannot_find(run: Run) -> None:
+    with pytest.raises(ValueError, match="at the top of a test file"):
+        run(lambda: None)
