@@ -1,0 +1,1 @@
+"""One PyTorch training loop on one CPU, many GPUs or many machines."""

@@ -1,0 +1,1 @@
+"""Vocabulary of the package: imports nothing of ours and no torch."""

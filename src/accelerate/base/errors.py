@@ -1,0 +1,54 @@
+"""The errors this package raises.
+
+```
+AccelerateError
+├── ConfigurationError (ValueError)      a wrong flag, key, variable or argument
+│   └── PreparationError                 an object given to prepare() that cannot work
+├── MissingPackageError (ImportError)    an optional package is needed
+├── StateError (RuntimeError)            called too early, too late, or twice
+└── LaunchError (RuntimeError)           processes could not be started or failed
+```
+
+Each also derives from the built-in exception that callers of such a function expect, so that
+`except ValueError` keeps working.
+"""
+
+
+class AccelerateError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigurationError(AccelerateError, ValueError):
+    """A flag, file key, environment variable or argument has a value that cannot work."""
+
+
+class PreparationError(ConfigurationError):
+    """An object given to `prepare()` cannot be trained the way it was asked for."""
+
+
+class MissingPackageError(AccelerateError, ImportError):
+    """A feature needs an optional package that is not installed."""
+
+
+class StateError(AccelerateError, RuntimeError):
+    """Something was called too early, too late, or twice."""
+
+
+class LaunchError(AccelerateError, RuntimeError):
+    """Processes could not be started, or failed once started."""
+
+
+def wrong_value(name: str, value: object, reason: str, mend: str) -> ConfigurationError:
+    """Build the error for one wrong value; the caller raises it.
+
+    Args:
+        name: What holds the value, as the user wrote it: a flag, a file key, a variable, an argument.
+        value: The value found.
+        reason: Why it cannot work, without a full stop.
+        mend: What to do instead, without a full stop.
+
+    Returns:
+        A `ConfigurationError` whose text is `NAME=VALUE: reason. Mend.`
+    """
+    mend = mend[:1].upper() + mend[1:]
+    return ConfigurationError(f"{name}={value!r}: {reason.rstrip('.')}. {mend.rstrip('.')}.")

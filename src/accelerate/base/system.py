@@ -1,0 +1,34 @@
+"""Checks on the machine that are not about a device."""
+
+import logging
+import platform
+import re
+
+# Processes that use many threads were seen to hang on kernels older than this one.
+MINIMUM_LINUX_KERNEL = (5, 5, 0)
+
+_logger = logging.getLogger(__name__)
+
+
+def check_os_kernel() -> None:
+    """Warn, in the log, when the Linux kernel is older than 5.5; say nothing on other systems.
+
+    To be called on one process of a machine: each process would say the same.
+    """
+    if platform.system() != "Linux":
+        return
+    release = platform.release()
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    if match is None:
+        return
+    version = tuple(int(part or 0) for part in match.groups())
+    if version >= MINIMUM_LINUX_KERNEL:
+        return
+    wanted = ".".join(map(str, MINIMUM_LINUX_KERNEL))
+    _logger.warning(
+        "Linux kernel %s is older than %s, the oldest that is recommended: processes may hang. "
+        "Upgrade the kernel to %s or newer.",
+        release,
+        wanted,
+        wanted,
+    )

@@ -1,0 +1,75 @@
+"""Sizes, names and dictionaries as text: pure functions without torch."""
+
+import re
+from functools import reduce
+from typing import Any
+
+from accelerate.base.errors import wrong_value
+
+BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
+SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE)
+PREFIX_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def convert_bytes(size: float) -> str:
+    """Write a number of bytes for people: `convert_bytes(1536)` is `"1.5 KB"` (1 KB = 1024 bytes)."""
+    for unit in BYTE_UNITS[:-1]:
+        if abs(size) < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} {BYTE_UNITS[-1]}"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Read a size in bytes.
+
+    Args:
+        size: A number of bytes, or a number and a unit: `"5GB"` is 5 * 10^9 bytes, `"5GiB"` is
+            5 * 2^30 bytes, and a small `b` means bits, so that `"5Gb"` is an eighth of `"5GB"`.
+
+    Returns:
+        The number of bytes, rounded down.
+
+    Raises:
+        ConfigurationError: If the text is not of that form, or the number is negative.
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise wrong_value("size", size, "negative", "give a number of bytes of at least 0")
+        return size
+    match = SIZE_PATTERN.fullmatch(size) if isinstance(size, str) else None
+    if match is None or (match[3] and not match[2]) or (match[2] and not match[4]):
+        raise wrong_value("size", size, "not a size", "write a number and a unit, like '5GB' or '5GiB'")
+    number, prefix, binary, letter = match.groups()
+    bytes_ = float(number) * (1024 if binary else 1000) ** PREFIX_POWER[prefix.upper()]
+    return int(bytes_ / 8) if letter == "b" and prefix else int(bytes_)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, or of the class of any other object, for messages."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Lay one dictionary over another, in place and through nested dictionaries.
+
+    Args:
+        source: Its values win.
+        destination: The dictionary that is changed.
+
+    Returns:
+        `destination`.
+    """
+    for key, value in source.items():
+        below = destination.get(key)
+        if isinstance(value, dict):
+            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by its dotted path: `recursive_getattr(model, "encoder.layer")`."""
+    return reduce(getattr, attr.split("."), obj)
