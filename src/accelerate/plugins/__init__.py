@@ -1,0 +1,1 @@
+"""The objects that users pass to the constructor of `Accelerator`."""

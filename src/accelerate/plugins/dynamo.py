@@ -1,0 +1,79 @@
+"""Arguments of torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.base.constants import TORCH_DYNAMO_MODES
+from accelerate.base.enums import DynamoBackend
+from accelerate.base.environ import parse_flag_from_env
+from accelerate.plugins.checks import member, one_of
+from accelerate.plugins.handlers import KwargsHandler
+
+_PREFIX = "ACCELERATE_DYNAMO_"
+_MODES = (*TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs")
+_TORCH_DEFAULTS: dict[str, Any] = {
+    "mode": "default",
+    "fullgraph": False,
+    "dynamic": None,
+    "options": None,
+    "disable": False,
+}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled with `torch.compile`.
+
+    What is not given is read from the environment when the object is built.
+
+    Args:
+        backend: compiler; a member or its name in any case. From ACCELERATE_DYNAMO_BACKEND, otherwise none.
+        mode: what the compiler optimises for. From ACCELERATE_DYNAMO_MODE, otherwise "default".
+        fullgraph: whether a model that breaks into several graphs is an error. From
+            ACCELERATE_DYNAMO_USE_FULLGRAPH.
+        dynamic: whether shapes may change; None lets torch find out. From ACCELERATE_DYNAMO_USE_DYNAMIC.
+        options: arguments of the compiler; torch takes either these or a mode.
+        disable: whether compiling is switched off although a backend is set.
+        use_regional_compilation: whether repeated blocks are compiled, once each kind, instead of the whole
+            model. From ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION.
+
+    Raises:
+        ConfigurationError: an unknown backend or mode.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        variables = environ.current()
+        if self.backend is None:
+            self.backend = variables.get(f"{_PREFIX}BACKEND", "NO")
+        self.backend = member("dynamo backend", self.backend.upper(), DynamoBackend)
+        if self.mode is None:
+            self.mode = variables.get(f"{_PREFIX}MODE", "default")
+        one_of("dynamo mode", self.mode, _MODES)
+        if self.fullgraph is None:
+            self.fullgraph = parse_flag_from_env(f"{_PREFIX}USE_FULLGRAPH")
+        if self.dynamic is None and f"{_PREFIX}USE_DYNAMIC" in variables:
+            self.dynamic = parse_flag_from_env(f"{_PREFIX}USE_DYNAMIC")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = parse_flag_from_env(f"{_PREFIX}USE_REGIONAL_COMPILATION")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, the backend as torch spells it."""
+        fields = super().to_dict()
+        return {**fields, "backend": fields["backend"].value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from its defaults, always with the backend."""
+        fields = self.to_dict()
+        changed = {name: fields[name] for name, usual in _TORCH_DEFAULTS.items() if fields[name] != usual}
+        return {"backend": fields["backend"], **changed}
