@@ -80,11 +80,12 @@ def rank_server() -> Iterator[RankServer]:
 def run(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """Call a module-level function of a test file in several processes.
 
-    `run(function, *args, processes=2, env=None, timeout=60)` starts `processes` ranks on the CPU with the variables
-    that torchrun would set (and `ACCELERATE_USE_CPU=true`), calls `function(*args)` in each, and returns what they
-    returned, in the order of the ranks. `env` adds variables; a value of None takes one away. Warnings are errors.
-    The working directory of the ranks is an empty folder which they share. A rank that raises, ends badly, leaves
-    processes behind or does not end in time fails the test, with its traceback or its stack.
+    `run(function, *args, processes=2, env=None, timeout=60)` starts `processes` ranks on the CPU with the
+    variables that torchrun would set (and `ACCELERATE_USE_CPU=true`), calls `function(*args)` in each, and
+    returns what they returned, in the order of the ranks. `env` adds variables; a value of None takes one away.
+    Warnings are errors. The working directory of the ranks is an empty folder which they share. A rank that
+    raises, ends badly, leaves processes behind or does not end in time fails the test, with its traceback or
+    its stack.
     """
 
     def run(
@@ -107,7 +108,7 @@ def run(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 def describe_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, str, str, bytes]:
-    """Name a function so that another process finds it; the arguments stay pickled until its module is loaded."""
+    """Name a function so that another process finds it; arguments stay pickled until its module is loaded."""
     path = sys.modules[function.__module__].__file__
     if "<" in function.__qualname__ or path is None:
         raise ValueError(f"{function.__qualname__}: run() needs a function at the top of a test file")
@@ -116,7 +117,7 @@ def describe_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[
 
 @contextmanager
 def hold_port() -> Iterator[int]:
-    """Bind a free port without listening: rank 0 can still listen on it (SO_REUSEADDR), nobody else is given it."""
+    """Bind a free port without listening on it: rank 0 still can (SO_REUSEADDR), nobody else is given it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
@@ -158,7 +159,7 @@ def failing_order(reply: Mapping[str, Any]) -> list[int]:
 
 
 def describe_rank(folder: Path, rank: int, reply: Mapping[str, Any]) -> str:
-    """What went wrong on one rank: its error, or where it stood when it was stopped, and the end of its output."""
+    """What went wrong on one rank: its error, or where it stood when it was stopped, and its last output."""
     code, strays = reply["codes"][rank], reply["strays"][rank]
     answered = (folder / f"{rank}.result").exists()
     if code == 0 and answered and not strays:
@@ -168,7 +169,10 @@ def describe_rank(folder: Path, rank: int, reply: Mapping[str, Any]) -> str:
         (strays, f"left processes running: {strays}"),
         (stack, f"was stopped; it stood here:\n{stack}"),
         (error, error),
-        (not answered and not error and not stack, f"ended with exit code {code} before its function returned"),
+        (
+            not answered and not error and not stack,
+            f"ended with exit code {code} before its function returned",
+        ),
         (code and answered and not stack, f"ended with exit code {code} after its function had returned"),
         (output, "its output ends with:\n" + "\n".join(output.splitlines()[-OUTPUT_LINES:])),
     )

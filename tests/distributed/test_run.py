@@ -69,7 +69,9 @@ def test_sets_the_variables_of_torchrun(run: Run) -> None:
 def test_takes_variables_from_the_test(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_THE_TEST", "here")
     env = {"MINE": "yes", "ACCELERATE_USE_CPU": None}
-    assert run(variables, "MINE", "ACCELERATE_USE_CPU", "FROM_THE_TEST", env=env) == [["yes", None, "here"]] * 2
+    assert (
+        run(variables, "MINE", "ACCELERATE_USE_CPU", "FROM_THE_TEST", env=env) == [["yes", None, "here"]] * 2
+    )
 
 
 def test_shows_the_traceback_of_the_first_rank_that_fails(run: Run) -> None:
@@ -81,8 +83,8 @@ def test_shows_the_traceback_of_the_first_rank_that_fails(run: Run) -> None:
 
 
 def test_shows_where_a_rank_stands_that_does_not_end(run: Run) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.5 s") as caught:
-        run(sleep_on_rank_zero, timeout=0.5)
+    with pytest.raises(pytest.fail.Exception, match="did not end within 3 s") as caught:
+        run(sleep_on_rank_zero, timeout=3)
     assert "in sleep_on_rank_zero" in str(caught.value)
     assert "rank 1:" not in str(caught.value)
 

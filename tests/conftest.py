@@ -1,0 +1,136 @@
+"""Every test starts clean and leaves nothing behind: what it leaks fails it.
+
+A test that builds a state, directly or through an `Accelerator`, asks for the fixture `states`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "TORCHELASTIC_")
+STARTER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+FIXED_VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+STATES = ("AcceleratorState", "PartialState", "GradientState")
+PATIENCE = 2.0  # seconds that threads and processes get to end after their test
+
+
+class Watch(NamedTuple):
+    """One kind of thing that a test may leak."""
+
+    kind: str
+    list_all: Callable[[], set[Hashable]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the tests one known environment, whatever the shell or the home folder of the developer holds."""
+    for name in list(os.environ):
+        if name.startswith(PREFIXES) or name in STARTER_VARIABLES:
+            del os.environ[name]
+    os.environ.update(FIXED_VARIABLES)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the developer's own default config file out of the tests."""
+    before = os.environ.get("HF_HOME")
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
+    yield
+    os.environ.pop("HF_HOME")
+    if before is not None:
+        os.environ["HF_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(empty_home: None) -> Iterator[None]:
+    """Fail a test that leaks an environment variable, thread, process, port, process group or state."""
+    before = [(watch, watch.list_all()) for watch in WATCHES]
+    yield
+    leaks = [describe(watch, left) for watch, known in before if (left := list_left(watch, known))]
+    reset_states()
+    if leaks:
+        pytest.fail("this test left behind\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def states() -> Iterator[None]:
+    """Let a test build one of the states, or an `Accelerator`; they are reset after it."""
+    yield
+    reset_states()
+
+
+def list_left(watch: Watch, known: set[Hashable]) -> list[Hashable]:
+    """What is there now and was not before; things that are about to end get a moment to do so."""
+    deadline = time.monotonic() + PATIENCE
+    if watch.list_all() - known:
+        gc.collect()  # loaders with workers end with their last reference
+    while (left := watch.list_all() - known) and watch.kind in ENDING_KINDS and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(left, key=str)
+
+
+def describe(watch: Watch, left: list[Hashable]) -> str:
+    return f"{watch.kind}: {', '.join(map(str, left))}"
+
+
+def list_variables() -> set[Hashable]:
+    return {f"{name}={value}" for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def list_threads() -> set[Hashable]:
+    """All but tqdm's monitor, which lives as long as the interpreter."""
+    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
+
+
+def list_processes() -> set[Hashable]:
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    lasting = tracker._resource_tracker._pid if tracker else None  # Python keeps one for good
+    return {child for child in psutil.Process().children() if child.pid != lasting}
+
+
+def list_ports() -> set[Hashable]:
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def list_process_groups() -> set[Hashable]:
+    distributed = sys.modules.get("torch.distributed")
+    opened = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return {"torch.distributed"} if opened else set()
+
+
+def list_states() -> set[Hashable]:
+    return {name for name, cls in find_states() if cls._shared_state}
+
+
+def find_states() -> list[tuple[str, Any]]:
+    """The state classes, when a test has imported them."""
+    module = sys.modules.get("accelerate.state")
+    return [(name, getattr(module, name)) for name in STATES] if module else []
+
+
+def reset_states() -> None:
+    """Bring the states and the process group back to where a fresh interpreter has them."""
+    for _, cls in find_states():
+        cls._reset_state()
+    if list_process_groups():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+WATCHES = (
+    Watch("environment variables", list_variables),
+    Watch("threads", list_threads),
+    Watch("child processes", list_processes),
+    Watch("listening ports", list_ports),
+    Watch("process groups", list_process_groups),
+    Watch("states (a test that builds one asks for the fixture `states`)", list_states),
+)
+ENDING_KINDS = ("threads", "child processes", "listening ports")
