@@ -1,0 +1,186 @@
+"""The one ordered table of backends, and look-up in it: the only place that chooses hardware."""
+
+import platform
+from collections.abc import Mapping
+from functools import cache
+
+from accelerate.base.enums import DistributedType, RNGType
+from accelerate.base.environ import current
+from accelerate.base.errors import wrong_value
+from accelerate.base.versions import installed_version
+from accelerate.devices import nvidia
+from accelerate.devices.backend import CpuBackend, DeviceBackend, MpsBackend
+from accelerate.devices.xla import XlaBackend
+
+CUDA = DeviceBackend(
+    name="cuda",
+    label="GPU (NVIDIA or AMD)",
+    distributed_type=DistributedType.MULTI_GPU,
+    comm="nccl",
+    visible_env="CUDA_VISIBLE_DEVICES",
+    module="torch.cuda",
+    rng_type=RNGType.CUDA,
+    probe_variables=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
+)
+XPU = DeviceBackend(
+    name="xpu",
+    label="Intel XPU",
+    distributed_type=DistributedType.MULTI_XPU,
+    comm="xccl",
+    visible_env="ZE_AFFINITY_MASK",
+    module="torch.xpu",
+    rng_type=RNGType.XPU,
+)
+NPU = DeviceBackend(
+    name="npu",
+    label="Ascend NPU",
+    distributed_type=DistributedType.MULTI_NPU,
+    comm="hccl",
+    visible_env="ASCEND_RT_VISIBLE_DEVICES",
+    module="torch.npu",
+    rng_type=RNGType.NPU,
+    extension="torch_npu",
+    own_scaler=True,
+)
+MLU = DeviceBackend(
+    name="mlu",
+    label="Cambricon MLU",
+    distributed_type=DistributedType.MULTI_MLU,
+    comm="cncl",
+    visible_env="MLU_VISIBLE_DEVICES",
+    module="torch.mlu",
+    rng_type=RNGType.MLU,
+    extension="torch_mlu",
+    own_scaler=True,
+    probe_variables=(("PYTORCH_CNDEV_BASED_MLU_CHECK", "1"),),
+)
+SDAA = DeviceBackend(
+    name="sdaa",
+    label="Tecorigin SDAA",
+    distributed_type=DistributedType.MULTI_SDAA,
+    comm="tccl",
+    visible_env="SDAA_VISIBLE_DEVICES",
+    module="torch.sdaa",
+    rng_type=RNGType.SDAA,
+    extension="torch_sdaa",
+    own_scaler=True,
+)
+MUSA = DeviceBackend(
+    name="musa",
+    label="Moore Threads MUSA",
+    distributed_type=DistributedType.MULTI_MUSA,
+    comm="mccl",
+    visible_env="MUSA_VISIBLE_DEVICES",
+    module="torch.musa",
+    rng_type=RNGType.MUSA,
+    extension="torch_musa",
+    own_scaler=True,
+)
+HPU = DeviceBackend(
+    name="hpu",
+    label="Intel Gaudi HPU",
+    distributed_type=DistributedType.MULTI_HPU,
+    comm="hccl",
+    visible_env="HABANA_VISIBLE_MODULES",
+    module="torch.hpu",
+    rng_type=RNGType.HPU,
+    extension="habana_frameworks.torch",
+)
+NEURON = DeviceBackend(
+    name="neuron",
+    label="AWS Neuron",
+    distributed_type=DistributedType.MULTI_NEURON,
+    comm="neuron",
+    visible_env="NEURON_RT_VISIBLE_CORES",
+    module="torch.neuron",
+    rng_type=RNGType.NEURON,
+    extension="torch_neuronx",
+)
+MPS = MpsBackend(
+    name="mps",
+    label="Apple GPU (MPS)",
+    distributed_type=DistributedType.NO,
+    comm=None,
+    visible_env=None,
+    module="torch.mps",
+    lacks=frozenset({"float64", "complex128"}),
+)
+XLA = XlaBackend(
+    name="xla",
+    label="TPU (XLA)",
+    distributed_type=DistributedType.XLA,
+    comm="xla",
+    visible_env=None,
+    module="torch_xla.core.xla_model",
+    rng_type=RNGType.XLA,
+    extension="torch_xla",
+)
+CPU = CpuBackend(
+    name="cpu",
+    label="CPU",
+    distributed_type=DistributedType.MULTI_CPU,
+    comm="gloo",
+    visible_env=None,
+    module="torch.cpu",
+    rng_type=RNGType.TORCH,
+)
+
+# In the order in which they are asked; the CPU always answers.
+BACKENDS: tuple[DeviceBackend, ...] = (CUDA, XPU, NPU, MLU, SDAA, MUSA, HPU, NEURON, MPS, XLA, CPU)
+
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+
+@cache
+def detect() -> DeviceBackend:
+    """Return the backend of the hardware this process uses: the first of the table that is available.
+
+    The answer is kept; `detect.cache_clear()` asks again.
+    """
+    return next(backend for backend in BACKENDS if backend.available())
+
+
+def named(name: str) -> DeviceBackend:
+    """Return the backend of a torch device type.
+
+    Raises:
+        ConfigurationError: If the table has no such row.
+    """
+    if name not in _BY_NAME:
+        raise wrong_value("device", name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the kind of hardware and the label of data-parallel training on it, without starting a device.
+
+    Returns:
+        A pair such as `("cuda", "MULTI_GPU")` or `("cpu", "MULTI_CPU")`.
+    """
+    backend = detect()
+    return backend.name, backend.distributed_type.value
+
+
+def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBackend, int]:
+    """Return the hardware a launched process would find and how many; imports torch only where it must.
+
+    Args:
+        environ: The variables the process would see; default: those of this process.
+    """
+    environ = current() if environ is None else environ
+    build = (installed_version("torch").local or "").partition(".")[0]
+    if any(backend.extension and backend.installed() for backend in BACKENDS):
+        return _ask_torch()
+    if platform.system() == "Darwin":
+        return (MPS, 1) if platform.machine() == "arm64" else (CPU, 1)
+    if build.startswith(("rocm", "xpu")):
+        return _ask_torch()
+    if build == "cpu" or not nvidia.driver_present():
+        return CPU, 1
+    count = nvidia.count_visible(environ)
+    return (CUDA, count) if count else (CPU, 1)
+
+
+def _ask_torch() -> tuple[DeviceBackend, int]:
+    backend = detect()
+    return backend, backend.count()

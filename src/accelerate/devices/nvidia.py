@@ -1,0 +1,143 @@
+"""Ask nvidia-smi, without starting CUDA and without torch: names, driver, what the machine's GPUs can do."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from packaging.version import parse
+
+from accelerate.base.errors import StateError
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# GPUs whose drivers offered peer-to-peer copies that do not work, until this driver.
+WITHOUT_PEER_TO_PEER = ("RTX 40",)
+PEER_TO_PEER_DRIVER = "550.40.07"
+FP8_CAPABILITY = (8, 9)
+# Where the installer of the Windows driver puts it, off the PATH.
+WINDOWS_NVIDIA_SMI = Path("C:/Program Files/NVIDIA Corporation/NVSMI/nvidia-smi.exe")
+
+
+def executable() -> str | None:
+    """Return the path of nvidia-smi, or None when there is none."""
+    found = shutil.which("nvidia-smi")
+    if found is None and WINDOWS_NVIDIA_SMI.exists():
+        return str(WINDOWS_NVIDIA_SMI)
+    return found
+
+
+def driver_present() -> bool:
+    """Return whether the machine seems to have an NVIDIA driver."""
+    return executable() is not None
+
+
+@cache
+def query(*fields: str) -> tuple[tuple[str, ...], ...]:
+    """Ask nvidia-smi about every GPU of the machine; the answer is kept.
+
+    Args:
+        *fields: What to ask, by the names of `nvidia-smi --help-query-gpu`.
+
+    Returns:
+        A row for each GPU, in the order of their numbers, with a text for each field.
+
+    Raises:
+        StateError: If there is no nvidia-smi, or it fails.
+    """
+    command = executable()
+    if command is None:
+        raise StateError(
+            "nvidia-smi was not found: install the NVIDIA driver, or put nvidia-smi on the PATH."
+        )
+    answer = subprocess.run(
+        [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode != 0:
+        reason = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
+        raise StateError(f"nvidia-smi failed: {reason}. Check that the NVIDIA driver is loaded.")
+    return tuple(
+        tuple(cell.strip() for cell in line.split(",")) for line in answer.stdout.splitlines() if line.strip()
+    )
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the machine's NVIDIA GPUs and how many there are.
+
+    Raises:
+        StateError: If nvidia-smi cannot be asked.
+    """
+    names = [row[0] for row in query("name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver.
+
+    Raises:
+        StateError: If nvidia-smi cannot be asked or knows no GPU.
+    """
+    rows = query("driver_version")
+    if not rows:
+        raise StateError("nvidia-smi lists no GPU: check that the NVIDIA driver sees one.")
+    return rows[0][0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether peer-to-peer and InfiniBand may stay on: not with several GPUs that only claim them.
+
+    A machine without nvidia-smi has nothing that has to be turned off.
+    """
+    if not driver_present():
+        return True
+    names, count = get_gpu_info()
+    affected = any(model in name for model in WITHOUT_PEER_TO_PEER for name in names)
+    if count < 2 or not affected:
+        return True
+    return parse(get_driver_version()) >= parse(PEER_TO_PEER_DRIVER)
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the GPUs of this machine compute in FP8 (compute capability of at least 8.9)."""
+    if not driver_present():
+        return False
+    capabilities = [tuple(map(int, row[0].split("."))) for row in query("compute_cap")]
+    return bool(capabilities) and min(capabilities) >= FP8_CAPABILITY
+
+
+def visible_indices(environ: Mapping[str, str]) -> list[int]:
+    """Return the machine's numbers of the GPUs a process sees, in the order in which it numbers them.
+
+    Args:
+        environ: The process's variables; `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or the
+            beginnings of UUIDs, and nothing after the first entry that names no GPU. An entry for a part of a
+            GPU (MIG) counts as the GPU 0, since its parent is not in its name.
+    """
+    gpus = query("index", "uuid")
+    entries = environ.get(VISIBLE_DEVICES)
+    if entries is None:
+        return [int(index) for index, _ in gpus]
+    found: list[int] = []
+    for entry in (part.strip() for part in entries.split(",")):
+        index = _find(entry, gpus)
+        if index is None:
+            break
+        found.append(index)
+    return found
+
+
+def count_visible(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs a process with these variables sees."""
+    return len(visible_indices(environ))
+
+
+def _find(entry: str, gpus: tuple[tuple[str, ...], ...]) -> int | None:
+    if entry.startswith("MIG-"):
+        return 0
+    for index, uuid in gpus:
+        if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)):
+            return int(index)
+    return None
