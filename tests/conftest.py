@@ -21,13 +21,16 @@ STARTER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MA
 FIXED_VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 STATES = ("AcceleratorState", "PartialState", "GradientState")
 PATIENCE = 2.0  # seconds that threads and processes get to end after their test
+POLL = 0.02
 
 
 class Watch(NamedTuple):
-    """One kind of thing that a test may leak."""
+    """One kind of thing that a test may leak, and how long it may take to go away."""
 
     kind: str
     list_all: Callable[[], set[Hashable]]
+    patience: float = 0.0
+    compare: Callable[[set[Hashable], set[Hashable]], set[Hashable]] = set.difference
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,9 +56,12 @@ def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def leaves_nothing_behind(empty_home: None) -> Iterator[None]:
     """Fail a test that leaks an environment variable, thread, process, port, process group or state."""
     before = [(watch, watch.list_all()) for watch in WATCHES]
+    variables, processes = dict(os.environ), list_processes()
     yield
     leaks = [describe(watch, left) for watch, known in before if (left := list_left(watch, known))]
     reset_states()
+    restore_variables(variables)
+    kill_processes(list_processes() - processes)
     if leaks:
         pytest.fail("this test left behind\n  " + "\n  ".join(leaks), pytrace=False)
 
@@ -68,12 +74,12 @@ def states() -> Iterator[None]:
 
 
 def list_left(watch: Watch, known: set[Hashable]) -> list[Hashable]:
-    """What is there now and was not before; things that are about to end get a moment to do so."""
-    deadline = time.monotonic() + PATIENCE
-    if watch.list_all() - known:
-        gc.collect()  # loaders with workers end with their last reference
-    while (left := watch.list_all() - known) and watch.kind in ENDING_KINDS and time.monotonic() < deadline:
-        time.sleep(0.02)
+    """What differs from before the test, after a moment in which things may end by themselves."""
+    deadline = time.monotonic() + watch.patience
+    if watch.compare(watch.list_all(), known):
+        gc.collect()  # a loader's workers end with the last reference to it
+    while (left := watch.compare(watch.list_all(), known)) and time.monotonic() < deadline:
+        time.sleep(POLL)
     return sorted(left, key=str)
 
 
@@ -111,6 +117,18 @@ def list_states() -> set[Hashable]:
     return {name for name, cls in find_states() if cls._shared_state}
 
 
+def restore_variables(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def kill_processes(processes: set[Any]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
 def find_states() -> list[tuple[str, Any]]:
     """The state classes, when a test has imported them."""
     module = sys.modules.get("accelerate.state")
@@ -126,11 +144,10 @@ def reset_states() -> None:
 
 
 WATCHES = (
-    Watch("environment variables", list_variables),
-    Watch("threads", list_threads),
-    Watch("child processes", list_processes),
-    Watch("listening ports", list_ports),
+    Watch("environment variables", list_variables, compare=set.symmetric_difference),
+    Watch("threads", list_threads, PATIENCE),
+    Watch("child processes", list_processes, PATIENCE),
+    Watch("listening ports", list_ports, PATIENCE),
     Watch("process groups", list_process_groups),
     Watch("states (a test that builds one asks for the fixture `states`)", list_states),
 )
-ENDING_KINDS = ("threads", "child processes", "listening ports")

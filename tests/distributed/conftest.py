@@ -82,7 +82,7 @@ def run(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     `run(function, *args, processes=2, env=None, timeout=60)` starts `processes` ranks on the CPU with the
     variables that torchrun would set (and `ACCELERATE_USE_CPU=true`), calls `function(*args)` in each, and
-    returns what they returned, in the order of the ranks. `env` adds variables; a value of None takes one away.
+    returns what they returned, in the order of the ranks. `env` adds variables; None takes one away.
     Warnings are errors. The working directory of the ranks is an empty folder which they share. A rank that
     raises, ends badly, leaves processes behind or does not end in time fails the test, with its traceback or
     its stack.

@@ -1,0 +1,133 @@
+"""The layer line: a file imports only from entries to its left, or from its own package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import pytest
+
+LAUNCH_HALF = ("base", "settings", "devices", "launch")
+USER_OBJECTS = ("nested", "plugins", "parallelism_config")
+WHO_AM_I = ("state", "logging", "display")
+DATA_IN_HAND = ("ops", "rng", "weights")
+BUILDING_BLOCKS = (
+    "compilation",
+    "precision",
+    "unwrapping",
+    "optimizer",
+    "scheduler",
+    "data_loader",
+    "checkpointing",
+    "hooks",
+    "tracking",
+    "diagnostics",
+)
+WHOLE_MODELS = ("big_modeling", "quantization")
+METHODS = ("strategies",)
+PUBLIC_CLASS = ("accelerator",)
+AROUND_IT = ("local_sgd", "inference", "launchers")
+PROGRAMS = ("commands", "test_utils")
+OLD_PATHS = ("utils", "memory_utils")
+TOP = ("__init__",)
+
+LINE = (
+    *LAUNCH_HALF,
+    *USER_OBJECTS,
+    *WHO_AM_I,
+    *DATA_IN_HAND,
+    *BUILDING_BLOCKS,
+    *WHOLE_MODELS,
+    *METHODS,
+    *PUBLIC_CLASS,
+    *AROUND_IT,
+    *PROGRAMS,
+    *OLD_PATHS,
+    *TOP,
+)
+PLACE = {entry: place for place, entry in enumerate(LINE)}
+
+
+def resolve_module(target: str, modules: frozenset[str]) -> str:
+    """The module that an import reaches: itself, or the one that holds the imported name."""
+    while target not in modules and "." in target:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def entry_of(target: str) -> str:
+    """The entry of the line that a dotted name belongs to; names of the package itself are the last entry's."""
+    part = target.split(".")[1] if "." in target else "__init__"
+    return part if part in PLACE else "__init__"
+
+
+def own_imports(source: Any) -> Iterator[tuple[str, int]]:
+    """What a file imports from the package, by statement or by `import_module("...")`, and on which line."""
+    for each in source.imports:
+        if each.target.split(".")[0] == "accelerate":
+            yield each.target, each.line
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            name = node.args[0] if node.args else None
+            if isinstance(name, ast.Constant) and str(name.value).startswith("accelerate"):
+                yield str(name.value), node.lineno
+
+
+def reach(source: Any, modules: frozenset[str]) -> set[str]:
+    """The modules of the package that a file imports, itself left out."""
+    return {resolve_module(target, modules) for target, _ in own_imports(source)} - {source.module}
+
+
+def test_every_file_has_its_place(sources: list[Any]) -> None:
+    homeless = [source for source in sources if source.parts[1] not in PLACE]
+    assert not homeless, f"not on the layer line of this test: {homeless}"
+
+
+def test_imports_point_left(sources: list[Any]) -> None:
+    wrong = []
+    for source in sources:
+        here = source.parts[1]
+        for target, line in own_imports(source):
+            there = entry_of(target)
+            if PLACE[there] > PLACE[here]:
+                wrong.append(f"{source}:{line} ({here}) imports {target} ({there}), which is to its right")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_no_import_cycle(sources: list[Any], modules: frozenset[str]) -> None:
+    graph: dict[str, set[str]] = {}
+    for source in sources:
+        first = (each for each in source.imports if not each.inside_function and not each.for_types)
+        targets = {
+            resolve_module(each.target, modules) for each in first if each.target.startswith("accelerate.")
+        }
+        graph[source.module] = targets - {source.module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("import cycle: " + " <- ".join(error.args[1]), pytrace=False)
+
+
+def test_an_interface_does_not_know_what_implements_it(sources: list[Any], modules: frozenset[str]) -> None:
+    """`base.py` may import the words it is written in, never a sibling that builds on it."""
+    reached = {source.module: reach(source, modules) for source in sources}
+    wrong = []
+    for interface in (source.module for source in sources if source.path.name == "base.py"):
+        package = interface.rpartition(".")[0]
+        siblings = {module for module in reached[interface] if module.startswith(package + ".")} - {interface}
+        wrong += [f"{interface} imports {sibling}" for sibling in siblings if interface in reached[sibling]]
+        wrong += [f"{interface} imports {package}" for module in reached[interface] if module == package]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_only_users_of_a_package_import_its_resolver(sources: list[Any], modules: frozenset[str]) -> None:
+    resolvers = {source.module for source in sources if source.path.name == "resolve.py"}
+    wrong = []
+    for source in (source for source in sources if source.path.name != "__init__.py"):
+        for resolver in reach(source, modules) & resolvers:
+            if source.module.startswith(resolver.rpartition(".")[0] + "."):
+                wrong.append(f"{source} imports {resolver}, the resolver of its own package")
+    assert resolvers
+    assert not wrong, "\n" + "\n".join(wrong)
