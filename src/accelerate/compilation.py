@@ -1,0 +1,133 @@
+"""torch.compile, over a whole model or over its repeated blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from accelerate.base.enums import DynamoBackend
+
+if TYPE_CHECKING:
+    from accelerate.plugins.dynamo import TorchDynamoPlugin
+
+Compiler = Callable[[nn.Module], nn.Module]
+
+
+def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
+    """Return what compiles a model the way a plugin says; without a backend it returns the model as it is.
+
+    Args:
+        plugin: The arguments of torch.compile.
+    """
+    if plugin.backend == DynamoBackend.NO:
+        return _leave
+    compiler = compile_regions if plugin.use_regional_compilation else _compile_whole
+    return partial(compiler, **plugin.to_kwargs())
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(module)` returns.
+
+    Args:
+        module: Any module; one that `module.compile()` compiled in place is no wrapper and does not count.
+    """
+    # No module is compiled before dynamo is imported, and importing it takes a second.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether a module or any module inside it is compiled, as a wrapper or in place.
+
+    Args:
+        module: Any module.
+    """
+    return any(is_compiled_module(inner) or _is_compiled_in_place(inner) for inner in module.modules())
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a list of blocks that are all of one class.
+
+    Args:
+        module: Any module.
+    """
+    return isinstance(module, nn.ModuleList) and len({_block_class(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether a module is or holds a list of blocks of one class.
+
+    Args:
+        module: Any module.
+    """
+    return any(is_repeated_blocks(inner) for inner in module.modules())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile a model by region: blocks of one class share one compilation, so the first step starts sooner.
+
+    The regions are compiled in place, as by `nn.Module.compile`: the model stays the same object, and the
+    names in its state dict stay as they are.
+
+    Args:
+        module: The model; without repeated blocks it is one region.
+        **compile_kwargs: Arguments of torch.compile.
+
+    Returns:
+        The same model.
+    """
+    if is_repeated_blocks(module):
+        for block in module.children():
+            _compile_once(block, compile_kwargs)
+    elif has_repeated_blocks(module):
+        for child in module.children():
+            compile_regions(child, **compile_kwargs)
+    else:
+        _compile_once(module, compile_kwargs)
+    return module
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile by region the model inside a DeepSpeed engine, which must keep its own modules.
+
+    Args:
+        module: The engine or its model.
+        **compile_kwargs: Arguments of torch.compile.
+    """
+    compile_regions(module, **compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile by region a model that `fully_shard` shards in place.
+
+    Args:
+        module: The model.
+        **compile_kwargs: Arguments of torch.compile.
+    """
+    compile_regions(module, **compile_kwargs)
+
+
+def _leave(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _compile_whole(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    return module if is_compiled_module(module) else cast(nn.Module, torch.compile(module, **compile_kwargs))
+
+
+def _compile_once(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:
+    if not is_compiled_module(module) and not _is_compiled_in_place(module):
+        module.compile(**compile_kwargs)
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _block_class(block: nn.Module) -> type:
+    return type(block._orig_mod if is_compiled_module(block) else block)

@@ -1,0 +1,111 @@
+"""Take every wrapper off a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from accelerate.compilation import is_compiled_module
+
+# Module and class of what wraps a model and keeps it as `.module`; one that was never imported wraps nothing.
+PARALLEL_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.nn.parallel", "DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("deepspeed", "DeepSpeedEngine"),
+)
+
+
+@runtime_checkable
+class WrappedForward(Protocol):
+    """A callable that stands in a model's `__dict__` as `forward`, and can be taken away again."""
+
+    def restore(self, module: nn.Module) -> None:
+        """Give the module the forward back that it had.
+
+        Args:
+            module: The module whose `forward` this is.
+        """
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the model inside its wrappers: the very same object when there are none.
+
+    Args:
+        model: A model as `prepare` returns it, or any other.
+        keep_fp32_wrapper: Whether its forward still runs under mixed precision; False takes that off the
+            model itself, also for those who hold it wrapped.
+        keep_torch_compile: Whether what was compiled is returned compiled.
+        recursive: Whether the modules inside the model are unwrapped too, and put in the place of their
+            wrappers.
+
+    Returns:
+        The model. Only where torch.compile stands outside another wrapper, and is kept, it is a new compiled
+        module around the model, which shares its parameters.
+    """
+    bare, compiled = _peel(model)
+    if not keep_fp32_wrapper:
+        _restore_forward(bare)
+    if recursive:
+        bare = _unwrap_inside(bare, keep_fp32_wrapper, keep_torch_compile)
+    if compiled is None or not keep_torch_compile:
+        return bare
+    return compiled if compiled._orig_mod is bare else _compiled_like(compiled, bare)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether the model inside all wrappers is one of the peft package.
+
+    Args:
+        model: Any model.
+    """
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(
+        extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
+    )
+
+
+def _wrapper_classes() -> tuple[type[nn.Module], ...]:
+    return tuple(getattr(sys.modules[name], kind) for name, kind in PARALLEL_WRAPPERS if name in sys.modules)
+
+
+def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """Return the bare model and the innermost compiled module around it."""
+    wrappers = _wrapper_classes()
+    compiled = None
+    while True:
+        if is_compiled_module(model):
+            compiled, model = model, model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, wrappers):
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model, compiled
+
+
+def _restore_forward(model: nn.Module) -> None:
+    forward = vars(model).get("forward")
+    if isinstance(forward, WrappedForward):
+        forward.restore(model)
+
+
+def _unwrap_inside(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
+    while _only_wraps(model):
+        model = model.module  # type: ignore[assignment]
+    for name, child in list(model.named_children()):
+        inner = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive=True)
+        if inner is not child:
+            setattr(model, name, inner)
+    return model
+
+
+def _only_wraps(model: nn.Module) -> bool:
+    """Return whether all a module holds is another one called `module`, as wrappers of any library do."""
+    return list(model._modules) == ["module"] and not model._parameters and not model._buffers
+
+
+def _compiled_like(compiled: nn.Module, model: nn.Module) -> nn.Module:
+    return type(compiled)(model, compiled.dynamo_ctx)
