@@ -1,0 +1,58 @@
+# The developer interface. Every target sets itself up in .venv; a second run does not install again.
+# `make PYTHON=python3.12 test` chooses the interpreter that .venv is made with.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+TORCH := $(VENV)/.torch-installed
+# Test suites leave the cores to their processes.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench docs clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU processes (about a minute)
+	$(BIN)/accelerate launch --cpu --num_processes 2 examples/digits.py
+
+test: $(VENV)/.test-installed ## run the test suite, but for the slow part
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-slow: $(VENV)/.test-installed ## run the slow part of the test suite
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+
+check: $(VENV)/.check-installed ## lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+clean: ## remove .venv and what the other targets wrote
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
+$(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)
+	$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(TORCH): constraints.txt $(BIN)/python
+	@echo "installing torch (the largest download) and the rest into $(VENV) ..."
+	$(PIP) 'pip>=23' "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "Python 3.10 or newer is needed, and '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
