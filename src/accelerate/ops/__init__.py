@@ -1,0 +1,1 @@
+"""Collectives over nested data: the wire, and what is gathered, reduced, broadcast and padded over it."""

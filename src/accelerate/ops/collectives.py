@@ -1,0 +1,301 @@
+"""Gather, broadcast and reduce nested data over the current transport.
+
+Every function here is called on all processes. On one process the data comes back as it is, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
+from accelerate.ops.transport import Transport, current_transport
+from accelerate.ops.verify import must_verify, verify_operation, verify_shapes
+from accelerate.state import PartialState
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@verify_operation
+def gather(tensor: Any) -> Any:
+    """Join the tensors of all processes along their first dimension.
+
+    Args:
+        tensor: Tensors in any nesting of lists, tuples and dictionaries; equal shapes and dtypes on all
+            ranks. 0-d tensors count as `[1]`. Batches of different length: `gather_uneven`.
+
+    Returns:
+        The same nesting with tensors of `num_processes` times the length, in rank order, on every process.
+
+    Raises:
+        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        TypeError: A leaf is not a tensor.
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return tensor
+    return recursively_apply(transport.gather, tensor, error_on_other_type=True)
+
+
+def gather_object(object: Any) -> Any:
+    """Collect picklable objects of all processes.
+
+    Args:
+        object: A list or tuple of objects, of any length on each rank; or one object of another kind.
+
+    Returns:
+        On every process one list: the items of all lists in rank order, or one entry for each process. On one
+        process the argument itself.
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return object
+    parts = transport.gather_object(object)
+    if all(isinstance(part, (list, tuple)) for part in parts):
+        return [item for part in parts for item in part]
+    return parts
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every process the tensors of one of them.
+
+    Args:
+        tensor: Nested tensors of equal shapes and dtypes on all ranks; overwritten in place on the receiving
+            ones.
+        from_process: The rank to send from.
+
+    Returns:
+        The same nesting of tensors, on every process.
+
+    Raises:
+        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return tensor
+    source = _known_rank(from_process, transport)
+    return recursively_apply(transport.broadcast, tensor, source, error_on_other_type=True)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give every process the objects in the list of one of them.
+
+    Args:
+        object_list: Picklable objects; on the receiving ranks the list is overwritten, whatever its length.
+        from_process: The rank to send from.
+
+    Returns:
+        The list that was given, now with the objects of `from_process`.
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return object_list
+    source = _known_rank(from_process, transport)
+    arrived = transport.broadcast_object(object_list, source)
+    if arrived is not object_list:
+        object_list[:] = arrived
+    return object_list
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Combine the tensors of all processes element by element.
+
+    Args:
+        tensor: Nested tensors of equal shapes and dtypes on all ranks; not changed.
+        reduction: "mean", "sum", or "none" to leave each process its own.
+        scale: Factor for the result.
+
+    Returns:
+        The same nesting; on one process the tensors themselves when `scale` is 1. Between several processes
+        integers and booleans are summed in int64, and their mean has the default floating dtype.
+
+    Raises:
+        ConfigurationError: No such reduction.
+        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+    """
+    if reduction not in _REDUCTIONS:
+        raise wrong_value(
+            "reduction", reduction, "no such reduction", f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
+        )
+    transport = current_transport()
+    if reduction != "none" and transport.size > 1:
+        tensor = recursively_apply(transport.reduce, tensor, reduction, error_on_other_type=True)
+    return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+
+
+def gather_uneven(tensor: Any) -> Any:
+    """Join tensors whose first dimension differs between processes.
+
+    Args:
+        tensor: Nested tensors that agree on all ranks in everything but the length of the first dimension.
+
+    Returns:
+        The same nesting; along the first dimension the parts of all ranks in rank order, without any filling.
+
+    Raises:
+        DistributedOperationException: Something else than the first dimension differs (found on CPU, or in
+            debug mode).
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return tensor
+    tensor = recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
+    if must_verify(transport):
+        verify_shapes("accelerate.ops.collectives.gather_uneven", tensor, transport, lengths_differ=True)
+    lengths: list[int] = []
+    recursively_apply(lambda leaf: lengths.append(leaf.shape[0]), tensor)
+    table = transport.gather(torch.tensor([lengths], dtype=torch.int64)).tolist()
+    counts = iter(zip(*table, strict=True))
+    return recursively_apply(lambda leaf: _join_parts(leaf, next(counts), transport), tensor)
+
+
+def gather_valid(data: Any, counts: Sequence[int]) -> Any:
+    """Gather per-sample tensors and keep the first samples of each process only.
+
+    Args:
+        data: Nested tensors with one row for each sample; rank r has at least `counts[r]` of them, and ranks
+            may have different numbers.
+        counts: How many leading samples of each rank are real; the same on all ranks.
+
+    Returns:
+        The same nesting with `sum(counts)` rows in rank order, on every process.
+
+    Raises:
+        ConfigurationError: Not one count for each process, or a tensor with fewer rows than its count.
+    """
+    transport = current_transport()
+    _check_counts(counts, transport)
+    own = counts[transport.rank]
+    kept = recursively_apply(_first_rows, data, own, error_on_other_type=True)
+    if transport.size == 1:
+        return kept
+    if must_verify(transport):
+        verify_shapes("accelerate.ops.collectives.gather_valid", kept, transport, lengths_differ=True)
+    return recursively_apply(_join_parts, kept, tuple(counts), transport)
+
+
+def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Gather lists with one object for each sample and keep the first ones of each process only.
+
+    Args:
+        items: At least `counts[r]` picklable objects on rank r.
+        counts: How many leading items of each rank are real; the same on all ranks.
+
+    Returns:
+        The kept items of all ranks in rank order, on every process.
+
+    Raises:
+        ConfigurationError: Not one count for each process, or fewer items than their count.
+    """
+    transport = current_transport()
+    _check_counts(counts, transport)
+    own = counts[transport.rank]
+    if len(items) < own:
+        raise _too_few_rows(len(items), own)
+    return [item for part in transport.gather_object(list(items[:own])) for item in part]
+
+
+def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
+    """Tell every process the shape of a tensor that one of them has.
+
+    Args:
+        tensor: The tensor on the rank that has it, None on the others.
+
+    Returns:
+        The shape as a 1-d int64 tensor on the CPU.
+
+    Raises:
+        ConfigurationError: Not exactly one process has a tensor.
+    """
+    transport = current_transport()
+    shapes = transport.gather_object(None if tensor is None else tuple(tensor.shape))
+    return torch.tensor(shapes[_only_owner(shapes)], dtype=torch.int64)
+
+
+def copy_tensor_to_devices(tensor: Any = None) -> Any:
+    """Copy tensors that one process has to all others, which need not know their shapes.
+
+    Args:
+        tensor: Nested tensors on the rank that has them, None on the others.
+
+    Returns:
+        On the owner what it gave; on the others equal tensors on the device of the process.
+
+    Raises:
+        ConfigurationError: Not exactly one process has a tensor.
+    """
+    transport = current_transport()
+    structures = transport.gather_object(None if tensor is None else get_data_structure(tensor))
+    owner = _only_owner(structures)
+    if transport.rank != owner:
+        tensor = send_to_device(initialize_tensors(structures[owner]), PartialState().device)
+    return recursively_apply(transport.broadcast, tensor, owner, error_on_other_type=True)
+
+
+def _join_parts(part: Tensor, counts: tuple[int, ...], transport: Transport) -> Tensor:
+    """Gather tensors of `counts[r]` rows: filled up to the longest for the way, and cut again."""
+    longest = max(counts)
+    if longest == 0:
+        return part
+    if min(counts) == longest:
+        return transport.gather(part)
+    missing = longest - part.shape[0]
+    if missing:
+        part = torch.cat([part, part.new_zeros((missing, *part.shape[1:]))])
+    joined = transport.gather(part)
+    return torch.cat([joined[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
+
+
+def _at_least_1d(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _first_rows(tensor: Tensor, count: int) -> Tensor:
+    rows = 0 if tensor.ndim == 0 else tensor.shape[0]
+    if rows < count:
+        raise _too_few_rows(rows, count)
+    return tensor if rows == count and tensor.ndim else tensor[:count]
+
+
+def _too_few_rows(rows: int, count: int) -> ConfigurationError:
+    return wrong_value(
+        "counts",
+        count,
+        f"this process has {rows} samples and not {count}",
+        "Give one row for each sample of the batch; average only after gathering",
+    )
+
+
+def _check_counts(counts: Sequence[int], transport: Transport) -> None:
+    if len(counts) != transport.size:
+        raise wrong_value(
+            "counts",
+            tuple(counts),
+            f"there are {transport.size} processes",
+            "Give the number of samples of each",
+        )
+
+
+def _only_owner(entries: list[Any]) -> int:
+    owners = [rank for rank, entry in enumerate(entries) if entry is not None]
+    if len(owners) != 1:
+        found = f"processes {owners} have one" if owners else "no process has one"
+        raise ConfigurationError(f"tensor: {found}. Pass the tensor on one process and None on all others.")
+    return owners[0]
+
+
+def _known_rank(rank: int, transport: Transport) -> int:
+    if not 0 <= rank < transport.size:
+        raise wrong_value(
+            "from_process",
+            rank,
+            f"there are {transport.size} processes",
+            f"Use a rank from 0 to {transport.size - 1}",
+        )
+    return rank

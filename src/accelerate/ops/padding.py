@@ -1,0 +1,111 @@
+"""Make tensors of different length line up before they are gathered."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate.nested import recursively_apply
+from accelerate.ops.transport import current_transport
+from accelerate.ops.verify import all_agree, chained_operation, mismatch, must_verify, outline
+
+_OPERATION = "accelerate.utils.operations.pad_across_processes"
+
+# Stands in the table of sizes for a tensor that is left alone.
+_LEFT_ALONE = -1
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A `torch.nested` tensor was given to be padded; it comes back as it is."""
+
+
+@chained_operation
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Bring the tensors of all processes to the same length in one dimension.
+
+    Called on all ranks. All sizes travel in one collective, whatever the nesting.
+
+    Args:
+        tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
+            dimension comes back as it is.
+        dim: The dimension to pad; negative ones count from the end.
+        pad_index: The value to fill with.
+        pad_first: Fill at the beginning instead of the end.
+
+    Returns:
+        The same nesting; each tensor as long in `dim` as the longest of all processes, unchanged where it is.
+
+    Raises:
+        DistributedOperationException: The numbers of dimensions differ (on CPU always; elsewhere in debug
+            mode).
+    """
+    transport = current_transport()
+    if transport.size == 1:
+        return tensor
+    sizes: list[int] = []
+    recursively_apply(lambda leaf: sizes.append(_size_to_pad(leaf, dim)), tensor, error_on_other_type=True)
+    if must_verify(transport):
+        _verify_dims(tensor)
+    table = transport.gather(torch.tensor([sizes], dtype=torch.int64))
+    longest = iter(table.amax(dim=0).tolist())
+    return recursively_apply(
+        lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first), tensor, error_on_other_type=True
+    )
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last sample until the batch divides among the processes. Purely local.
+
+    Args:
+        tensor: Nested tensors; only those of size `batch_size` in `dim` are padded.
+        batch_size: Number of samples in the batch.
+        num_processes: Number of equal parts it will be cut in.
+        dim: The dimension that counts samples.
+
+    Returns:
+        The same nesting, `batch_size` rounded up to a multiple of `num_processes`.
+    """
+    missing = -batch_size % num_processes
+    if missing == 0 or batch_size == 0:
+        return tensor
+    return recursively_apply(_repeat_last, tensor, batch_size, missing, dim)
+
+
+def _size_to_pad(tensor: Tensor, dim: int) -> int:
+    if tensor.is_nested:
+        warnings.warn(
+            "A nested tensor has no common length and cannot be padded: it comes back as it is.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return _LEFT_ALONE
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else _LEFT_ALONE
+
+
+def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int, pad_first: bool) -> Tensor:
+    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == longest:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = longest - tensor.shape[dim]
+    filling = tensor.new_full(shape, pad_index)
+    return torch.cat([filling, tensor] if pad_first else [tensor, filling], dim=dim)
+
+
+def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Tensor:
+    if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] != batch_size:
+        return tensor
+    last = tensor.narrow(dim, batch_size - 1, 1)
+    return torch.cat([tensor, *[last] * missing], dim=dim)
+
+
+def _verify_dims(tensor: Any) -> None:
+    transport = current_transport()
+    if not all_agree(outline(tensor, Tensor.dim), transport):
+        raise mismatch(_OPERATION, "shapes", transport.gather_object(outline(tensor, _shape_of)))
+
+
+def _shape_of(tensor: Tensor) -> list[int] | str:
+    return "nested" if tensor.is_nested else list(tensor.shape)
