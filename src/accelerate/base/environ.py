@@ -4,12 +4,10 @@ Code that decides something takes a `Mapping[str, str]`; `current()` gives it th
 """
 
 import functools
-import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
 from accelerate.base.errors import wrong_value
@@ -20,8 +18,6 @@ UNSAFE_CHARACTERS = frozenset(";\n<> ")
 OWN_PREFIX = "ACCELERATE_"
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
-_logger = logging.getLogger(__name__)
 
 
 def current() -> Mapping[str, str]:
@@ -114,12 +110,14 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     Returns:
         One `NAME=value` line with its line break for each pair that is kept.
     """
+    import logging  # heavy, and few programs get here
+
     lines = []
     for key, value in current_env.items():
         if key and value and not UNSAFE_CHARACTERS & set(f"{key}{value}"):
             lines.append(f"{key}={value}\n")
         else:
-            _logger.warning(
+            logging.getLogger(__name__).warning(
                 "Left %s=%r out of the environment: it is empty or has one of ; < > or a space.", key, value
             )
     return lines
@@ -171,6 +169,8 @@ def _own_variables_kept() -> Iterator[None]:
 
 
 def _purged(function: Decorated) -> Decorated:
+    import inspect  # heavy, and few programs get here
+
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -189,7 +189,7 @@ def _purged(function: Decorated) -> Decorated:
 
 def _purge_tests(cls: type) -> None:
     for name, member in list(vars(cls).items()):
-        if name.startswith("test") and inspect.isfunction(member):
+        if name.startswith("test") and isinstance(member, FunctionType):
             setattr(cls, name, _purged(member))
 
 

@@ -1,7 +1,6 @@
 """Compare an installed version with a requirement."""
 
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version, parse
@@ -23,6 +22,8 @@ def installed_version(distribution: str) -> Version:
     Raises:
         MissingPackageError: If it is not installed.
     """
+    from importlib import metadata  # heavy: only for those who ask
+
     try:
         return parse(metadata.version(distribution))
     except metadata.PackageNotFoundError as error:
