@@ -5,9 +5,10 @@
     accelerate launch --mixed_precision bf16 examples/digits.py
     torchrun --nproc_per_node 2 examples/digits.py
 
-The five marked lines are all that a plain PyTorch loop needs for this. `set_seed`, `tqdm` and `accelerator.print` are
-conveniences: the same start everywhere, one progress bar and one line of output however many processes there are.
-The script ends with an error when fewer than 96 % of the held-out images are recognised.
+The five marked lines are all that a plain PyTorch loop needs for this. `set_seed`, `tqdm` and
+`accelerator.print` are conveniences: the same start everywhere, and one progress bar and one line of output
+however many processes there are. The script ends with an error when fewer than 96 % of the held-out images
+are recognised.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from accelerate import Accelerator  # (1)
@@ -25,7 +27,7 @@ HELD_OUT = 360  # of 1797 images
 
 
 def load_images() -> tuple[DataLoader, DataLoader]:
-    """Load the 8 x 8 grey images that scikit-learn brings along: one loader to train with, one to test with."""
+    """Load the 8 x 8 grey images that scikit-learn brings along: a loader to train with, one to test with."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
@@ -50,7 +52,7 @@ def build_model() -> nn.Module:
 
 
 def train(num_epochs: int) -> float:
-    """Train, then return the share of the held-out images that the net recognises: the same on every process."""
+    """Train; return the share of the held-out images that the net recognises, the same on every process."""
     accelerator = Accelerator()  # (2)
     set_seed(42)
 
@@ -58,7 +60,7 @@ def train(num_epochs: int) -> float:
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     num_steps = num_epochs * len(train_loader)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.02, total_iters=num_steps)
+    scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.02, total_iters=num_steps)
     model, optimizer, train_loader, test_loader, scheduler = accelerator.prepare(  # (3)
         model, optimizer, train_loader, test_loader, scheduler
     )
@@ -88,7 +90,7 @@ def train(num_epochs: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Recognise handwritten digits.")
-    parser.add_argument("--num_epochs", type=int, default=30, help="passes over the training images (default: 30)")
+    parser.add_argument("--num_epochs", type=int, default=30, help="passes over the images (default: 30)")
     accuracy = train(parser.parse_args().num_epochs)
     if accuracy < WANTED_ACCURACY:
         raise SystemExit(f"{accuracy:.2%} is under the {WANTED_ACCURACY:.0%} that this net should reach")
