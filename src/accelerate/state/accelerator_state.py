@@ -1,0 +1,306 @@
+"""AcceleratorState: the facts of `PartialState`, and with which number format and plugins this run trains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate.base import environ
+from accelerate.base.enums import DistributedType, PrecisionType
+from accelerate.base.environ import current, parse_flag_from_env
+from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.devices import catalogue
+from accelerate.devices.backend import DeviceBackend
+from accelerate.state import process_group
+from accelerate.state.partial import PartialState
+from accelerate.state.processes import ProcessControl
+from accelerate.state.shared import SharedDict, SharedState
+from accelerate.state.topology import Topology
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DTYPES = {PrecisionType.FP16.value: torch.float16, PrecisionType.BF16.value: torch.bfloat16}
+
+
+class AcceleratorState(SharedState, ProcessControl):
+    """The state of a run; made by `Accelerator`, read by everything it prepares.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes `ACCELERATE_MIXED_PRECISION`, or the bare
+            `MIXED_PRECISION` where that is absent, or "no".
+        cpu: as in `PartialState`.
+        dynamo_plugin: how models are compiled.
+        deepspeed_plugin: how DeepSpeed trains: one plugin, or several by name of which one is selected.
+        fsdp_plugin: how FSDP shards; the attribute of that name exists only when it is given.
+        torch_tp_plugin: how torch's tensor parallelism works.
+        megatron_lm_plugin: how Megatron-LM trains; the attribute of that name exists only when it is given.
+        parallelism_config: sizes of the mesh axes.
+        _from_accelerator: whether an `Accelerator` is building it.
+        **kwargs: as in `PartialState`.
+
+    Attributes:
+        distributed_type: label of how the processes work together; assigning it changes nothing else.
+        device_mesh: the device mesh of the run; None without one.
+
+    Raises:
+        ConfigurationError: no `Accelerator` was built yet, a value differs from the one the run has, or the
+            device cannot compute in the number format.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+
+    distributed_type: DistributedType | str
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    backend: str | None
+    debug: bool
+    topology: Topology
+    device_backend: DeviceBackend
+    deepspeed_plugins: Any
+    torch_tp_plugin: Any
+    parallelism_config: Any
+    device_mesh: Any
+    dynamo_plugin: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if self.initialized:
+            self._check_initialized(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ConfigurationError(
+                "AcceleratorState is empty, because no `Accelerator` was built yet. Build one first, "
+                "`accelerator = Accelerator()`; `PartialState()` alone tells processes and devices."
+            )
+        asked = _precision_asked_for(mixed_precision)
+        partial = PartialState(cpu, **kwargs)
+        _check_hardware(asked, partial.device_backend)
+        plugins = {"fsdp_plugin": fsdp_plugin, "megatron_lm_plugin": megatron_lm_plugin}
+        self.__dict__.update(
+            partial.__dict__,
+            deepspeed_plugins=deepspeed_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            device_mesh=None,
+            dynamo_plugin=dynamo_plugin,
+            _mixed_precision=asked,
+            distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
+            **{name: plugin for name, plugin in plugins.items() if plugin is not None},
+        )
+        if partial.device_backend == catalogue.XLA and asked == PrecisionType.BF16:
+            self.downcast_bfloat = _publish_xla_bf16()
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Refuse what the run cannot change any more.
+
+        Raises:
+            ConfigurationError: the number format differs, or the CPU is asked for on another device.
+        """
+        again = "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first"
+        if mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
+            raise wrong_value(
+                "mixed_precision",
+                str(mixed_precision),
+                f"this process already runs with mixed_precision={self._mixed_precision!r}",
+                again,
+            )
+        if cpu and self.device.type != "cpu":
+            raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", again)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            return self._mixed_precision
+        config = self.deepspeed_plugin.deepspeed_config
+        formats = ("fp16", "bf16")
+        return next((name for name in formats if config.get(name, {}).get("enabled") is True), "no")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes take part."""
+        return self.num_processes > 1
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a launcher forked this process out of a running one."""
+        return bool(self.__dict__["fork_launched"])
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP's second version."""
+        return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, the selected one of several; None without DeepSpeed.
+
+        Raises:
+            StateError: there are several, and none is selected.
+        """
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return plugins
+        selected = [plugin for plugin in plugins.values() if plugin.selected]
+        if len(selected) != 1:
+            raise StateError(
+                f"Of the DeepSpeed plugins {', '.join(plugins)} {len(selected)} are selected. "
+                "Select one with `state.select_deepspeed_plugin(name)`."
+            )
+        return selected[0]
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return one of several DeepSpeed plugins.
+
+        Args:
+            name: its key in the dictionary that was passed to `Accelerator`.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
+        if name not in plugins:
+            known = ", ".join(plugins) or "none"
+            raise wrong_value(
+                "name", name, f"the DeepSpeed plugins with a name are: {known}", "choose one of them"
+            )
+        return plugins[name]
+
+    @staticmethod
+    def _only_with_deepspeed(plugins: Any) -> dict[str, Any]:
+        if isinstance(plugins, dict):
+            return plugins
+        raise StateError(
+            "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dictionary."
+        )
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Select one of several DeepSpeed plugins for what is prepared next.
+
+        Args:
+            name: its key in the dictionary that was passed to `Accelerator`; None selects the first.
+
+        Raises:
+            StateError: there is only one plugin, or none.
+            ConfigurationError: there is none of that name.
+        """
+        plugins = self._only_with_deepspeed(self.deepspeed_plugins)
+        chosen = self.get_deepspeed_plugin(next(iter(plugins)) if name is None else name)
+        for plugin in plugins.values():
+            plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Close a process group; no process waits for another.
+
+        Args:
+            group: the group; None closes the default one with all others.
+        """
+        process_group.close_group(group)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget everything: the next `Accelerator` starts anew.
+
+        Args:
+            reset_partial_state: whether `PartialState` forgets too.
+        """
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __repr__(self) -> str:
+        return f"{PartialState()!r}Mixed precision: {self.mixed_precision}\n"
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator` has set up the state of this process."""
+    return bool(AcceleratorState._shared_state)
+
+
+def deepspeed_required(func: Function) -> Function:
+    """Make a function raise when it is called in a run that does not use DeepSpeed.
+
+    Args:
+        func: the function.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if AcceleratorState._shared_state.get("deepspeed_plugins") is None:
+            raise StateError(
+                f"`{func.__name__}` works with DeepSpeed only, and this run does not use it. "
+                "Pass `deepspeed_plugin=` to `Accelerator`."
+            )
+        return func(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps
+
+
+def _precision_asked_for(mixed_precision: str | None) -> str:
+    """Return the number format, from the argument or else the environment.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+    values = {
+        "mixed_precision": None if mixed_precision is None else str(mixed_precision),
+        "ACCELERATE_MIXED_PRECISION": current().get("ACCELERATE_MIXED_PRECISION"),
+        "MIXED_PRECISION": current().get("MIXED_PRECISION"),
+    }
+    source, value = next(
+        ((name, value) for name, value in values.items() if value), ("mixed_precision", "no")
+    )
+    asked = value.lower()
+    if asked not in PrecisionType:
+        formats = ", ".join(PrecisionType.list())
+        raise wrong_value(source, value, "no such number format", f"choose one of {formats}")
+    return asked
+
+
+def _check_hardware(mixed_precision: str, backend: DeviceBackend) -> None:
+    dtype = DTYPES.get(mixed_precision)
+    if dtype is not None and not backend.supports(dtype):
+        raise wrong_value(
+            "mixed_precision",
+            mixed_precision,
+            f"this {backend.label} does not compute in {str(dtype).removeprefix('torch.')}",
+            "choose another number format, or the CPU with cpu=True",
+        )
+
+
+def _label(
+    plain: DistributedType | str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any
+) -> DistributedType | str:
+    methods = (
+        (deepspeed_plugin, DistributedType.DEEPSPEED),
+        (fsdp_plugin, DistributedType.FSDP),
+        (megatron_lm_plugin, DistributedType.MEGATRON_LM),
+    )
+    return next((label for plugin, label in methods if plugin is not None), plain)
+
+
+def _publish_xla_bf16() -> bool:
+    """Tell torch_xla which floats become bfloat16: all (`ACCELERATE_DOWNCAST_BF16`), or float32 only."""
+    downcast = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
+    environ.assign({"XLA_USE_BF16": str(int(not downcast)), "XLA_DOWNCAST_BF16": str(int(downcast))})
+    return downcast

@@ -1,0 +1,337 @@
+"""Who started this process: one detector for each starter; the first that recognises the process answers.
+
+A detector reads variables, asks neither torch nor the machine, and returns a `Topology`, or None for "not
+mine". XLA alone keeps these facts to its runtime.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+from accelerate.base.enums import SageMakerDistributedType
+from accelerate.base.environ import current, str_to_bool
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.devices import catalogue
+from accelerate.state import slurm
+from accelerate.state.topology import Topology
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+Detector = Callable[[Mapping[str, str]], Topology | None]
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A starter that tells each process its place in variables; as a detector, it reads them.
+
+    Attributes:
+        name: what `Topology.started_by` becomes.
+        rank: variables that may hold the index of the process; the first that is set counts.
+        size: variables that may hold the number of processes.
+        local_rank: variables that may hold the index on the machine.
+        local_size: variables that may hold the number of processes on the machine.
+        node: variables that may hold the index of the machine.
+    """
+
+    name: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+
+    def __call__(self, environ: Mapping[str, str]) -> Topology | None:
+        """Return where this process stands, or None when this starter did not start it.
+
+        Raises:
+            ConfigurationError: its variables contradict each other or are not whole numbers.
+        """
+        rank, size = _number(environ, self.rank), _number(environ, self.size)
+        if rank is None or size is None:
+            return None
+        local_rank = _number(environ, self.local_rank, unset=-1)
+        local_size = _number(environ, self.local_size)
+        node = _number(environ, self.node)
+        if size == 1 and rank == 0:
+            return Topology(started_by=self.name, node=node or 0)
+        address = environ.get("MASTER_ADDR") or None
+        if address is None and (local_size is not None or local_rank is not None):
+            self._check_one_machine(rank, size, local_rank, local_size, node)
+        together = address is None or _is_loopback(address)
+        local_rank = self._local_rank(rank, local_rank, local_size, together)
+        local_size = local_size or (size if together else local_rank + 1)
+        self._check_below("rank", rank, size)
+        self._check_below("local_rank", local_rank, local_size)
+        self._check_sizes(size, local_size)
+        port = _port(environ, DEFAULT_PORT)
+        node = rank // local_size if node is None else node
+        return Topology(rank, size, local_rank, local_size, node, address or LOOPBACK, port, self.name)
+
+    def _local_rank(self, rank: int, local_rank: int | None, local_size: int | None, together: bool) -> int:
+        if local_rank is not None:
+            return local_rank
+        if local_size:
+            return rank % local_size
+        if together:
+            return rank
+        raise wrong_value(
+            self.local_rank[0],
+            None,
+            "several machines take part, and this process does not know its place on its own machine",
+            f"set {self.local_rank[0]}: 0 where each machine runs one process",
+        )
+
+    def _check_one_machine(
+        self, rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
+    ) -> None:
+        elsewhere = (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank)
+        if elsewhere:
+            raise wrong_value(
+                "MASTER_ADDR",
+                None,
+                f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
+                "where rank 0 runs",
+                "set MASTER_ADDR, on every machine, to the address of the machine of rank 0",
+            )
+
+    def _check_below(self, what: str, value: int, limit: int) -> None:
+        names = {"rank": (self.rank, self.size), "local_rank": (self.local_rank, self.local_size)}[what]
+        if not 0 <= value < limit:
+            raise wrong_value(
+                names[0][0],
+                value,
+                f"with {names[1][0]}={limit} it must be 0 to {limit - 1}",
+                f"correct {names[0][0]} or {names[1][0]}",
+            )
+
+    def _check_sizes(self, size: int, local_size: int) -> None:
+        if local_size > size:
+            raise wrong_value(
+                self.local_size[0],
+                local_size,
+                f"more processes on this machine than there are on all ({self.size[0]}={size})",
+                f"correct {self.local_size[0]} or {self.size[0]}",
+            )
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], unset: int | None = None) -> int | None:
+    """Return the first of these variables that is set, as a number; the value `unset` means "not set"."""
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    try:
+        number = int(environ[name])
+    except ValueError:
+        raise wrong_value(name, environ[name], "not a whole number", f"correct or unset {name}") from None
+    if number == unset:
+        return None
+    if number < 0:
+        raise wrong_value(name, number, "a negative number has no meaning here", f"correct or unset {name}")
+    return number
+
+
+def _port(environ: Mapping[str, str], default: int) -> int:
+    port = _number(environ, ("MASTER_PORT",))
+    if port is None:
+        return default
+    if not 0 < port < 65536:
+        raise wrong_value("MASTER_PORT", port, "there is no such port", "choose one from 1024 to 65535")
+    return port
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+from_torchrun = Starter(
+    "torchrun",
+    rank=("RANK",),
+    size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE",),
+    node=("GROUP_RANK", "NODE_RANK"),
+)
+from_open_mpi = Starter(
+    "openmpi",
+    rank=("OMPI_COMM_WORLD_RANK",),
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+_pmi = Starter(
+    "pmi",
+    rank=("PMI_RANK",),
+    size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID",),
+    local_size=("MPI_LOCALNRANKS",),
+)
+from_mvapich = Starter(
+    "mvapich",
+    rank=("MV2_COMM_WORLD_RANK",),
+    size=("MV2_COMM_WORLD_SIZE",),
+    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+    local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+)
+_sagemaker = Starter(
+    "sagemaker",
+    rank=("RANK", "OMPI_COMM_WORLD_RANK"),
+    size=("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    local_rank=("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    local_size=("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SM_NUM_GPUS"),
+)
+_slurm = Starter(
+    "slurm",
+    rank=("SLURM_PROCID",),
+    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_rank=("SLURM_LOCALID",),
+    local_size=("SLURM_TASKS_HERE",),
+    node=("SLURM_NODEID",),
+)
+
+
+def from_pmi(environ: Mapping[str, str]) -> Topology | None:
+    """Recognise Intel MPI and MPICH; srun speaks PMI too, and is left to SLURM."""
+    if slurm.is_step_of_tasks(environ) and not environ.get("MPI_LOCALRANKID"):
+        return None
+    return _pmi(environ)
+
+
+def from_slurm(environ: Mapping[str, str]) -> Topology | None:
+    """Recognise a task that srun started among others; node list and job tell the address and port."""
+    if not slurm.is_step_of_tasks(environ) or (_number(environ, _slurm.size) or 1) < 2:
+        return None
+    node = _number(environ, _slurm.node) or 0
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    known = dict(environ)
+    if tasks:
+        known["SLURM_TASKS_HERE"] = str(slurm.tasks_on_node(tasks, node))
+    if nodes and not environ.get("MASTER_ADDR"):
+        known["MASTER_ADDR"] = slurm.first_host(nodes)
+    if not environ.get("MASTER_PORT"):
+        known["MASTER_PORT"] = str(slurm.port_of_step(environ))
+    return _slurm(known)
+
+
+def uses_sagemaker(environ: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a data-parallel job of Amazon SageMaker."""
+    kind = environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE") or SageMakerDistributedType.NO.value
+    return _flag(environ, "ACCELERATE_USE_SAGEMAKER") and kind != SageMakerDistributedType.NO.value
+
+
+def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
+    """Recognise a data-parallel job of Amazon SageMaker; rank 0 is on the first of its hosts."""
+    if not uses_sagemaker(environ):
+        return None
+    hosts = json.loads(environ.get("SM_HOSTS") or "[]")
+    known = dict(environ)
+    if hosts:
+        known.setdefault("MASTER_ADDR", hosts[0])
+    topology = _sagemaker(known)
+    if topology is None:
+        raise ConfigurationError(
+            "ACCELERATE_USE_SAGEMAKER asks for a data-parallel job, but neither RANK nor "
+            "OMPI_COMM_WORLD_RANK says which process this is. Use SageMaker's distribution settings."
+        )
+    return topology
+
+
+def from_xla(environ: Mapping[str, str]) -> Topology | None:
+    """Recognise a process of the XLA runtime, which no variables describe: the runtime is asked."""
+    if (
+        not catalogue.XLA.installed()
+        or _flag(environ, "ACCELERATE_USE_CPU")
+        or catalogue.detect() != catalogue.XLA
+    ):
+        return None
+    runtime = import_module("torch_xla.runtime")
+    return Topology(
+        rank=runtime.global_ordinal(),
+        size=runtime.world_size(),
+        local_rank=runtime.local_ordinal(),
+        local_size=runtime.local_device_count(),
+        node=runtime.host_index(),
+        started_by="xla",
+    )
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    return str_to_bool(environ.get(name) or "false", to_bool=True)
+
+
+def alone(environ: Mapping[str, str]) -> Topology:
+    """Answer for a process that nobody started among others.
+
+    Raises:
+        ConfigurationError: variables speak of several processes, but do not say which one this is.
+    """
+    size, rank = _number(environ, from_torchrun.size), _number(environ, from_torchrun.rank)
+    if (size or 1) > 1:
+        raise wrong_value(
+            "WORLD_SIZE",
+            size,
+            "RANK is not set, so this process does not know which one it is",
+            "start the script with `accelerate launch` or torchrun, or unset WORLD_SIZE",
+        )
+    if (rank or 0) > 0:
+        raise wrong_value(
+            "RANK",
+            rank,
+            "WORLD_SIZE is not set, so this process does not know how many there are",
+            "start the script with `accelerate launch` or torchrun, or unset RANK",
+        )
+    return Topology()
+
+
+DETECTORS: tuple[Detector, ...] = (
+    from_xla,
+    from_sagemaker,
+    from_torchrun,
+    from_open_mpi,
+    from_pmi,
+    from_mvapich,
+    from_slurm,
+    alone,
+)
+
+
+def detect(environ: Mapping[str, str]) -> Topology:
+    """Return where this process stands among the others.
+
+    Args:
+        environ: variables of the process.
+
+    Raises:
+        ConfigurationError: the variables contradict each other or cannot be read.
+    """
+    return next(topology for detector in DETECTORS if (topology := detector(environ)) is not None)
+
+
+@dataclass
+class CPUInformation:
+    """Where this process stands, as the environment says it; no process group is needed.
+
+    Attributes:
+        rank: index among all processes.
+        world_size: number of processes.
+        local_rank: index on this machine.
+        local_world_size: number of processes on this machine.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return where this process stands according to its environment variables.
+
+    Raises:
+        ConfigurationError: the variables contradict each other or cannot be read.
+    """
+    topology = detect(current())
+    return CPUInformation(topology.rank, topology.size, topology.local_rank, topology.local_size)

@@ -1,0 +1,224 @@
+"""PartialState: which process this is, on which device, joined to the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from accelerate.base.enums import DistributedType, SageMakerDistributedType
+from accelerate.base.environ import current, parse_flag_from_env
+from accelerate.devices import catalogue
+from accelerate.devices.affinity import set_numa_affinity
+from accelerate.devices.backend import DeviceBackend
+from accelerate.state import environments, process_group
+from accelerate.state.processes import ProcessControl
+from accelerate.state.shared import SharedDict, SharedState
+from accelerate.state.topology import Topology
+
+_logger = logging.getLogger(__name__)
+
+
+class PartialState(SharedState, ProcessControl):
+    """The facts of this process and the way to its peers; the first instance finds them out, all share them.
+
+    Called on every rank: the first instance opens the process group and returns when all ranks have come.
+
+    Args:
+        cpu: compute on the CPU whatever hardware there is; also asked for by `ACCELERATE_USE_CPU`.
+        **kwargs: arguments of `torch.distributed.init_process_group` (`backend`, `timeout`, ...);
+            one that is None counts as not given. `_use_sagemaker_dp` says whether this is a data-parallel
+            SageMaker job.
+
+    Attributes:
+        distributed_type: label of how the processes work together; assigning it changes nothing else.
+        num_processes: number of processes on all machines.
+        process_index: index of this process among all.
+        local_process_index: index of this process on its machine.
+        device: where this process computes.
+        backend: name of the communication library; None for a single process.
+        debug: whether shapes are compared before each collective (`ACCELERATE_DEBUG_MODE`).
+        fork_launched: whether a launcher forked this process out of a running one (`FORK_LAUNCHED`).
+        topology: all facts about this process among the others.
+        device_backend: the row of the hardware table that `device` belongs to.
+
+    Raises:
+        ConfigurationError: the environment variables of the starter contradict each other, a device or a
+            communication library does not exist, or an argument is unknown.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+
+    distributed_type: DistributedType | str
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+    topology: Topology
+    device_backend: DeviceBackend
+    _cpu: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        super().__init__()
+        if self.initialized:
+            return
+        sagemaker = kwargs.pop("_use_sagemaker_dp", None)
+        process_group.check_arguments(kwargs)
+        environ = _with_sagemaker(current(), sagemaker)
+        use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        device_backend, wanted = _choose_hardware(use_cpu, environ)
+        topology = _adopt_group(environments.detect(environ))
+        device = wanted or _own_device(device_backend, topology)
+        _prepare_process(device_backend, device, topology, environ)
+        comm = _join_group(topology, device_backend, device, kwargs)
+        self.__dict__.update(
+            _cpu=use_cpu,
+            backend=comm,
+            device=device,
+            debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
+            distributed_type=_label(device_backend, topology),
+            num_processes=topology.size,
+            process_index=topology.rank,
+            local_process_index=topology.local_rank,
+            fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
+            topology=topology,
+            device_backend=device_backend,
+        )
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes take part."""
+        return self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device this machine computes on when nothing else is asked for, without a number."""
+        return catalogue.detect().device()
+
+    def set_device(self) -> None:
+        """Make the device of this process the current one of its kind."""
+        if self.device.index is not None:
+            self.device_backend.set_current(self.device.index)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Close a process group; no process waits for another.
+
+        Args:
+            group: the group; None closes the default one with all others.
+        """
+        process_group.close_group(group)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; an open process group stays open, and the next instance uses it."""
+        PartialState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        rows = {
+            "Distributed environment": getattr(self.distributed_type, "value", self.distributed_type),
+            "Backend": self.backend,
+            "Started by": self.topology.started_by,
+            "Number of processes": self.num_processes,
+            "Process index": self.process_index,
+            "Local process index": self.local_process_index,
+            "Device": self.device,
+        }
+        return "".join(f"{name}: {value}\n" for name, value in rows.items())
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes have come here. Called on every rank."""
+    PartialState().wait_for_everyone()
+
+
+def _with_sagemaker(environ: Mapping[str, str], wanted: bool | None) -> Mapping[str, str]:
+    if wanted is None:
+        return environ
+    kind = SageMakerDistributedType.DATA_PARALLEL if wanted else SageMakerDistributedType.NO
+    answers = {
+        "ACCELERATE_USE_SAGEMAKER": str(wanted),
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
+    }
+    return {**environ, **answers}
+
+
+def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceBackend, torch.device | None]:
+    """Return the hardware, and the very device where `ACCELERATE_TORCH_DEVICE` names one with its number."""
+    name = environ.get("ACCELERATE_TORCH_DEVICE")
+    if not name:
+        return (catalogue.CPU if use_cpu else catalogue.detect()), None
+    kind, _, number = name.partition(":")
+    backend = catalogue.named(kind)
+    if use_cpu and backend != catalogue.CPU:
+        _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
+        return catalogue.CPU, None
+    return backend, torch.device(name) if number else None
+
+
+def _own_device(backend: DeviceBackend, topology: Topology) -> torch.device:
+    if topology.size == 1:
+        return backend.device()  # the current one, which the user may have set
+    return backend.device(topology.local_rank % max(backend.count(), 1))
+
+
+def _prepare_process(
+    backend: DeviceBackend, device: torch.device, topology: Topology, environ: Mapping[str, str]
+) -> None:
+    """Bind this process to its device, its cores and its share of threads, before the group is opened."""
+    if device.index is not None:
+        backend.set_current(device.index)
+    if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(topology.local_rank)
+    if backend == catalogue.CPU and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, _cores() // topology.local_size))
+
+
+def _cores() -> int:
+    """Number of cores this process may use: more threads than these slow each other down."""
+    physical = psutil.cpu_count(logical=False) or 1
+    process = psutil.Process()
+    allowed = len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else 0
+    return min(physical, allowed) if allowed else physical
+
+
+def _adopt_group(topology: Topology) -> Topology:
+    """Return the place in the group that is open already, or else the one that the starter told."""
+    if not process_group.is_open():
+        return topology
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (topology.rank, topology.size):
+        return topology
+    if topology.size == 1:
+        return Topology(rank, size, rank, size, started_by="process group")
+    return Topology(
+        rank, size, topology.local_rank, topology.local_size, topology.node, started_by="process group"
+    )
+
+
+def _join_group(
+    topology: Topology, backend: DeviceBackend, device: torch.device, kwargs: dict[str, Any]
+) -> str | None:
+    if process_group.is_open():
+        process_group.own_group()
+        return str(dist.get_backend())
+    if topology.size == 1 or backend == catalogue.XLA:
+        return None
+    comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
+    if device.type == "cuda" and not comm:
+        kwargs.setdefault("device_id", device)
+    return process_group.open_group(topology, backend, comm, **kwargs)
+
+
+def _label(backend: DeviceBackend, topology: Topology) -> DistributedType:
+    if topology.size == 1 and backend != catalogue.XLA:
+        return DistributedType.NO
+    if backend.distributed_type == DistributedType.NO:  # hardware that has no data-parallel label of its own
+        return DistributedType.MULTI_CPU
+    return backend.distributed_type

@@ -1,0 +1,174 @@
+"""Open the process group that a `Topology` describes, wait in it, and close it when the process ends.
+
+A process that ends with an open group may abort in the destructors of torch's threads after all its work is
+done, so the group is closed at exit, whoever forgot to. Closing waits for no other process: one that died
+must not take the rest with it into a hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+
+from accelerate.base import environ
+from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.devices.backend import DeviceBackend
+from accelerate.state.topology import Topology
+
+SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
+
+# Packages that register a communication library when imported, by its name or by the hardware it is for.
+PROVIDERS = {
+    "smddp": "smdistributed.dataparallel.torch.torch_smddp",
+    "xla": "torch_xla.distributed.xla_backend",
+    "hpu": "habana_frameworks.torch.distributed.hccl",
+}
+_owner: list[int] = []  # the process that uses the group: a fork inherits the group, but must not close it
+
+
+def is_open() -> bool:
+    """Return whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = None, **kwargs: Any) -> str:
+    """Open the default process group. Called on every rank, once; returns when all ranks have come.
+
+    Args:
+        topology: which process this is and where the others meet.
+        backend: the hardware whose tensors travel.
+        comm: name of the communication library; None is the one that suits the hardware.
+        **kwargs: further arguments of `torch.distributed.init_process_group`; None counts as not given.
+
+    Returns:
+        The name of the communication library.
+
+    Raises:
+        ConfigurationError: this build of torch has no such communication library.
+    """
+    comm = comm or backend.comm or "gloo"
+    _import_provider(comm, backend)
+    _check_built(comm, backend)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    if topology.size == 1 and "init_method" not in kwargs:
+        kwargs["store"] = HashStore()  # nobody else will come, so no port is needed
+    else:
+        missing = {
+            name: text for name, text in topology.variables().items() if not environ.current().get(name)
+        }
+        environ.assign(missing)
+    dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
+    own_group()
+    return comm
+
+
+def own_group() -> None:
+    """Take charge of the open group, whoever opened it: it is closed when this process ends."""
+    _owner[:] = [os.getpid()]
+
+
+def close_group(group: dist.ProcessGroup | None = None) -> None:
+    """Close a process group, or the default one with all others; waits for no other process.
+
+    Args:
+        group: the group; None closes all. Nothing happens when none is open.
+    """
+    if is_open():
+        dist.destroy_process_group(group)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until all ranks of the default group have come here.
+
+    Args:
+        device: where this process computes.
+
+    Raises:
+        StateError: the group was closed, or never opened.
+    """
+    if is_open():
+        on_device = device.index is not None and "nccl" in dist.get_backend()
+        dist.barrier(device_ids=[device.index] if on_device else None)
+    elif device.type == "xla":
+        import_module("torch_xla.core.xla_model").rendezvous("accelerate.wait_for_everyone")
+    else:
+        raise StateError(
+            "The processes cannot wait for each other: the process group is closed. Wait before "
+            "`end_training()` or `destroy_process_group()` is called."
+        )
+
+
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that `torch.distributed.init_process_group` does not have.
+
+    Raises:
+        ConfigurationError: an unknown name, or a timeout that is not a `timedelta`.
+    """
+    import inspect
+
+    known = set(inspect.signature(dist.init_process_group).parameters) - {"rank", "world_size"}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"Unknown arguments {', '.join(unknown)}: the process group takes {', '.join(sorted(known))}."
+        )
+    timeout = kwargs.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise wrong_value("timeout", timeout, "not a datetime.timedelta", "write timedelta(seconds=...)")
+
+
+def _import_provider(comm: str, backend: DeviceBackend) -> None:
+    module = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
+    if module and comm != "gloo":
+        import_module(module)
+
+
+def _check_built(comm: str, backend: DeviceBackend) -> None:
+    names = [part.rpartition(":")[2] for part in comm.split(",")]
+    missing = next((name for name in names if not dist.is_backend_available(name)), None)
+    if missing is not None:
+        raise wrong_value(
+            "backend",
+            missing,
+            f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}",
+            'install a torch that can, or pass backend="gloo"',
+        )
+
+
+def _failed() -> bool:
+    """Whether the interpreter ends because of an exception: it notes the last one that nobody caught."""
+    return getattr(sys, "last_type", None) is not None
+
+
+def _abandon_group() -> None:
+    """Close the group of a process that failed: what it still sends is given up, not finished."""
+    if "nccl" in dist.get_backend():
+        distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _close_at_exit() -> None:
+    if _owner != [os.getpid()] or not is_open():
+        return
+    if not _failed():
+        dist.destroy_process_group()
+        return
+    # An operation that the others never join keeps the group from closing: do not wait for it for long.
+    closing = threading.Thread(target=_abandon_group, name="close-process-group", daemon=True)
+    closing.start()
+    closing.join(SECONDS_TO_CLOSE_AFTER_ERROR)
+
+
+# Registered on import, so that what is registered later, and may still communicate, runs before.
+atexit.register(_close_at_exit)

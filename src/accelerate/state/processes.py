@@ -1,0 +1,232 @@
+"""ProcessControl: run, print, wait and divide by process, for the states and `Accelerator`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.state import process_group
+from accelerate.state.shared import do_nothing
+from accelerate.state.splitting import share_of
+
+if TYPE_CHECKING:
+    import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_logger = logging.getLogger(__name__)
+
+
+class ProcessControl:
+    """What depends on which process this is.
+
+    Stateless: a class that mixes it in has `num_processes`, `process_index`, `local_process_index`, `device`.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def num_processes(self) -> int: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def local_process_index(self) -> int: ...
+        @property
+        def device(self) -> torch.device: ...
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes have come here. Called on every rank; one process does not wait.
+
+        Raises:
+            StateError: the process group is closed.
+        """
+        if self.num_processes > 1:
+            process_group.wait(self.device)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give this process its share of inputs that every process holds; nothing travels.
+
+        Args:
+            inputs: a list, tuple, tensor, array or dataset, divided along its first dimension, or a
+                dictionary of such, all of one length. Where they do not divide evenly, the first processes
+                take one more.
+            apply_padding: whether short shares are filled with their last element, to be gathered.
+
+        Yields:
+            The share, in a container of the same kind; with one process the inputs themselves.
+
+        Raises:
+            ConfigurationError: the inputs have no length, or those of a dictionary differ in it.
+        """
+        alone = self.num_processes == 1
+        yield inputs if alone else share_of(inputs, self.num_processes, self.process_index, apply_padding)
+
+    @overload
+    def on_main_process(self, function: Function) -> Function: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[Function], Function]: ...
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the first process only; it returns None on the others.
+
+        Args:
+            function: the function; leave it out to decorate with brackets.
+        """
+        if function is None:
+            return self.on_main_process
+        return _keep(function, self.is_main_process)
+
+    @overload
+    def on_local_main_process(self, function: Function) -> Function: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Callable[[Function], Function]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the first process of each machine; it returns None elsewhere.
+
+        Args:
+            function: the function; leave it out to decorate with brackets.
+        """
+        if function is None:
+            return self.on_local_main_process
+        return _keep(function, self.is_local_main_process)
+
+    @overload
+    def on_last_process(self, function: Function) -> Function: ...
+    @overload
+    def on_last_process(self, function: None = None) -> Callable[[Function], Function]: ...
+    def on_last_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the last process only; it returns None on the others.
+
+        Args:
+            function: the function; leave it out to decorate with brackets.
+        """
+        if function is None:
+            return self.on_last_process
+        return _keep(function, self.is_last_process)
+
+    @overload
+    def on_process(self, function: Function, process_index: int | None = None) -> Function: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Function], Function]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process only; it returns None on the others.
+
+        Args:
+            function: the function; leave it out to decorate with brackets.
+            process_index: index of the process among all; a single process runs every function.
+
+        Raises:
+            ConfigurationError: no index is given.
+        """
+        index = _given("process_index", process_index)
+        if function is None:
+            return functools.partial(self.on_process, process_index=index)
+        if index >= self.num_processes > 1 and self.is_main_process:
+            _logger.warning(
+                "%s is meant for process %d, but there are only %d: it will never run.",
+                getattr(function, "__name__", function),
+                index,
+                self.num_processes,
+            )
+        return _keep(function, self.process_index == index or self.num_processes == 1)
+
+    @overload
+    def on_local_process(self, function: Function, local_process_index: int | None = None) -> Function: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Function], Function]: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process of each machine only; it returns None on the others.
+
+        Args:
+            function: the function; leave it out to decorate with brackets.
+            local_process_index: index of the process on its machine; a single process runs every function.
+
+        Raises:
+            ConfigurationError: no index is given.
+        """
+        index = _given("local_process_index", local_process_index)
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=index)
+        return _keep(function, self.local_process_index == index or self.num_processes == 1)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the first process run the block before all others, for work whose result the others find done.
+
+        Called on every rank. When the block raises on the first process, the others go on.
+        """
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let the first process of each machine run the block before the others of that machine.
+
+        Called on every rank. When the block raises on such a process, the others go on.
+        """
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, leads: bool) -> Iterator[None]:
+        if not leads:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if leads:
+                self.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each machine.
+
+        Args:
+            *args: what is printed.
+            **kwargs: arguments of the built-in `print`.
+        """
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+
+def _keep(function: Callable[..., Any], runs_here: bool) -> Callable[..., Any]:
+    if not callable(function):
+        raise wrong_value("function", function, "it cannot be called", "decorate a function")
+    if runs_here:
+        return function
+
+    @functools.wraps(function)
+    def skipped(*args: Any, **kwargs: Any) -> None:
+        return do_nothing(*args, **kwargs)
+
+    return skipped
+
+
+def _given(name: str, index: int | None) -> int:
+    if index is None:
+        raise ConfigurationError(f"{name} is missing: say which process runs the function, as in {name}=0.")
+    if index < 0:
+        raise wrong_value(name, index, "processes are counted from 0", "give a number that is not negative")
+    return index

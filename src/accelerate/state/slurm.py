@@ -1,0 +1,74 @@
+"""What SLURM says about a job step: its hosts, its tasks on each of them, a port of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from accelerate.base.errors import wrong_value
+
+FIRST_PORT = 12000
+PORTS = 20000  # ends below the range that Linux hands out to clients
+_TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of a compressed list: `gpu[07-09,12],login1` gives `gpu07`.
+
+    Args:
+        node_list: hosts as SLURM writes them, with ranges in brackets.
+
+    Raises:
+        ConfigurationError: the list names no host.
+    """
+    host = re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", _first_entry(node_list)).strip()
+    if not host or "[" in host or "]" in host:
+        raise wrong_value("SLURM_JOB_NODELIST", node_list, "it names no host", "set MASTER_ADDR yourself")
+    return host
+
+
+def _first_entry(node_list: str) -> str:
+    depth = 0
+    for position, character in enumerate(node_list):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            return node_list[:position]
+    return node_list
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """Return how many tasks one machine runs: `2(x3),1` gives 2 for machines 0 to 2 and 1 for machine 3.
+
+    Args:
+        tasks_per_node: counts as SLURM writes them, repeated ones folded.
+        node: index of the machine within the step.
+
+    Raises:
+        ConfigurationError: the text is not of that form, or has no such machine.
+    """
+    counts: list[int] = []
+    for entry in tasks_per_node.split(","):
+        match = _TASKS.fullmatch(entry.strip())
+        if match is None:
+            break
+        counts += [int(match["tasks"])] * int(match["nodes"] or 1)
+    else:
+        if node < len(counts):
+            return counts[node]
+    raise wrong_value(
+        "SLURM_STEP_TASKS_PER_NODE",
+        tasks_per_node,
+        f"it does not say how many tasks machine {node} runs",
+        "start the step with srun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE yourself",
+    )
+
+
+def is_step_of_tasks(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process as a task, not a batch script or an interactive shell."""
+    return bool(environ.get("SLURM_STEP_ID")) and not environ.get("SLURM_PTY_PORT")
+
+
+def port_of_step(environ: Mapping[str, str]) -> int:
+    """Return a port that follows from job and step: all tasks agree, two steps on a machine differ."""
+    numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return FIRST_PORT + sum(int(number) for number in numbers if number.isdigit()) % PORTS
