@@ -8,11 +8,21 @@ from typing import Any
 from accelerate.base import environ
 from accelerate.base.constants import TORCH_DYNAMO_MODES
 from accelerate.base.enums import DynamoBackend
-from accelerate.base.environ import parse_flag_from_env
 from accelerate.plugins.checks import member, one_of
 from accelerate.plugins.handlers import KwargsHandler
+from accelerate.settings.env import read
+from accelerate.settings.sections.dynamo import DynamoSection
 
-_PREFIX = "ACCELERATE_DYNAMO_"
+_OPTIONS = {
+    "backend": "dynamo_backend",
+    "mode": "dynamo_mode",
+    "fullgraph": "dynamo_use_fullgraph",
+    "dynamic": "dynamo_use_dynamic",
+    "use_regional_compilation": "dynamo_use_regional_compilation",
+}
+_OTHERWISE = {"backend": "no", "mode": "default", "fullgraph": False, "use_regional_compilation": False}
+# A flag of the launcher has always been spelled this way.
+_SPELLINGS = {"TORHCHXLA_TRACE_ONCE": "TORCHXLA_TRACE_ONCE"}
 _MODES = (*TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs")
 _TORCH_DEFAULTS: dict[str, Any] = {
     "mode": "default",
@@ -53,19 +63,12 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        variables = environ.current()
-        if self.backend is None:
-            self.backend = variables.get(f"{_PREFIX}BACKEND", "NO")
-        self.backend = member("dynamo backend", self.backend.upper(), DynamoBackend)
-        if self.mode is None:
-            self.mode = variables.get(f"{_PREFIX}MODE", "default")
+        variables = read(environ.current(), (DynamoSection,))
+        self.fill({name: variables[option] for name, option in _OPTIONS.items() if option in variables})
+        self.fill(_OTHERWISE)
+        spelled = str(self.backend).upper()
+        self.backend = member("dynamo backend", _SPELLINGS.get(spelled, spelled), DynamoBackend)
         one_of("dynamo mode", self.mode, _MODES)
-        if self.fullgraph is None:
-            self.fullgraph = parse_flag_from_env(f"{_PREFIX}USE_FULLGRAPH")
-        if self.dynamic is None and f"{_PREFIX}USE_DYNAMIC" in variables:
-            self.dynamic = parse_flag_from_env(f"{_PREFIX}USE_DYNAMIC")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = parse_flag_from_env(f"{_PREFIX}USE_REGIONAL_COMPILATION")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, the backend as torch spells it."""

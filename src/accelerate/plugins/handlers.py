@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,16 @@ class KwargsHandler:
         """Return only the fields whose values differ from those of a handler built without arguments."""
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Set those fields that were not given.
+
+        Args:
+            values: Field name -> value; fields that are not None keep what they hold.
+        """
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
 
 @dataclass
