@@ -213,7 +213,7 @@ def find_batch_size(data: Any) -> int:
     if isinstance(data, (tuple, list, Mapping)) and not data:
         raise wrong_value("data", data, "empty, so it has no batch size", "give at least one tensor")
     raise TypeError(
-        f"A batch size is the first dimension of a tensor, but this {type(data).__name__} has no such tensor. "
+        f"A batch size is the first dimension of a tensor, but this {type(data).__name__} has none. "
         "Give tensors, or lists, tuples and dictionaries of them."
     )
 

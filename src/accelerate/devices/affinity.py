@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from accelerate.base.environ import current, parse_flag_from_env
 from accelerate.base.errors import wrong_value
 from accelerate.devices import nvidia
 
+CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# The kernel's folder of PCI devices.
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _logger = logging.getLogger(__name__)
@@ -23,24 +26,22 @@ def parse_cpu_list(text: str) -> list[int]:
     """
     cores: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        match = CPU_RANGE.fullmatch(part)
+        if match is None:
             raise wrong_value(
                 "cpu list", text, f"{part!r} is neither a core nor a range", "write it like 0-3,8"
             )
+        first, last = match.groups()
         cores.extend(range(int(first), int(last or first) + 1))
     return cores
 
 
-def near_cores(
-    local_process_index: int, environ: Mapping[str, str], devices: Path = PCI_DEVICES
-) -> list[int]:
+def near_cores(local_process_index: int, environ: Mapping[str, str]) -> list[int]:
     """Return the cores that sit next to the GPU of one process.
 
     Args:
         local_process_index: The process's number on its machine; it uses the GPU of that number.
         environ: Its variables, for the GPUs it sees.
-        devices: The kernel's folder of PCI devices.
 
     Returns:
         Their numbers; empty where the kernel does not say.
@@ -52,7 +53,7 @@ def near_cores(
     address = next(row[1] for row in nvidia.query("index", "pci.bus_id") if row[0] == str(index)).lower()
     # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
     domain, _, rest = address.partition(":")
-    cpu_list = devices / f"{int(domain, 16):04x}:{rest}" / "local_cpulist"
+    cpu_list = PCI_DEVICES / f"{int(domain, 16):04x}:{rest}" / "local_cpulist"
     return parse_cpu_list(cpu_list.read_text()) if cpu_list.exists() else []
 
 

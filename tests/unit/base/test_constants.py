@@ -1,0 +1,27 @@
+"""The constants other projects import by name."""
+
+import pytest
+from torch import nn
+
+from accelerate.base import constants
+
+
+def test_wrapping_policies_keep_their_places():
+    assert constants.FSDP_AUTO_WRAP_POLICY[:2] == ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"]
+
+
+def test_file_names_fit_together():
+    assert constants.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="") == constants.SAFE_WEIGHTS_NAME
+    assert constants.WEIGHTS_PATTERN_NAME.format(suffix="") == constants.WEIGHTS_NAME
+    assert constants.SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"
+
+
+def test_layers_for_upcasting_are_torch_classes():
+    layers = constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+    assert nn.Linear in layers
+    assert all(issubclass(layer, nn.Module) for layer in layers)
+
+
+def test_other_names_do_not_exist():
+    with pytest.raises(AttributeError, match="NOT_A_CONSTANT"):
+        constants.NOT_A_CONSTANT  # noqa: B018

@@ -1,0 +1,82 @@
+"""Sizes, names and dictionaries as text."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerate.base import text
+from accelerate.base.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("size", "written"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1536, "1.5 KB"),
+        (1024**2, "1.0 MB"),
+        (433_000_000, "412.94 MB"),
+        (1024**5 * 3, "3.0 PB"),
+        (1024**6, "1024.0 PB"),
+    ],
+)
+def test_convert_bytes(size, written):
+    assert text.convert_bytes(size) == written
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (7, 7),
+        ("5GB", 5 * 10**9),
+        ("5gb", 5 * 10**9 // 8),
+        ("5Gb", 5 * 10**9 // 8),
+        ("5GiB", 5 * 2**30),
+        ("2 MiB", 2 * 2**20),
+        ("1.5KB", 1500),
+        ("3TB", 3 * 10**12),
+        ("10", 10),
+        ("10B", 10),
+    ],
+)
+def test_convert_file_size_to_int(written, size):
+    assert text.convert_file_size_to_int(written) == size
+
+
+@pytest.mark.parametrize("written", ["", "GB", "5XB", "5G", "-5GB", "5iB", -1, None, "five"])
+def test_sizes_that_are_none_are_refused(written):
+    with pytest.raises(ConfigurationError, match="size="):
+        text.convert_file_size_to_int(written)
+
+
+class Named:
+    class Inner:
+        pass
+
+
+def test_get_pretty_name():
+    assert text.get_pretty_name(Named.Inner) == "Named.Inner"
+    assert text.get_pretty_name(Named.Inner()) == "Named.Inner"
+    assert text.get_pretty_name(test_get_pretty_name) == "test_get_pretty_name"
+
+
+def test_merge_dicts_goes_through_nested_ones():
+    destination = {"a": 1, "b": {"c": 2, "d": 3}, "e": 4}
+    merged = text.merge_dicts({"a": 5, "b": {"c": 6}, "e": {"f": 7}}, destination)
+    assert merged is destination
+    assert merged == {"a": 5, "b": {"c": 6, "d": 3}, "e": {"f": 7}}
+
+
+@given(st.dictionaries(st.text(), st.integers()), st.dictionaries(st.text(), st.integers()))
+def test_merge_dicts_is_update_without_nesting(source, destination):
+    wanted = {**destination, **source}
+    assert text.merge_dicts(source, destination) == wanted
+
+
+def test_recursive_getattr():
+    tree = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=1)))
+    assert text.recursive_getattr(tree, "a.b.c") == 1
+    with pytest.raises(AttributeError):
+        text.recursive_getattr(tree, "a.x")

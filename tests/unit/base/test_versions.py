@@ -1,0 +1,35 @@
+"""Comparing installed versions with requirements."""
+
+import pytest
+import torch
+from packaging.version import Version, parse
+
+from accelerate.base import versions
+from accelerate.base.errors import ConfigurationError, MissingPackageError
+
+
+@pytest.mark.parametrize(
+    ("operation", "holds"),
+    [("<", True), ("<=", True), ("==", False), ("!=", True), (">=", False), (">", False)],
+)
+def test_compare_a_parsed_version(operation, holds):
+    assert versions.compare_versions(parse("1.9"), operation, "1.10") is holds
+
+
+def test_compare_an_installed_library():
+    assert versions.compare_versions("torch", ">=", "2.6")
+    assert versions.compare_versions("torch", "==", torch.__version__)
+    assert versions.is_torch_version("<", "99")
+
+
+def test_unknown_operation_and_library_are_refused():
+    with pytest.raises(ConfigurationError, match="operation='~='"):
+        versions.compare_versions("torch", "~=", "2.6")
+    with pytest.raises(MissingPackageError, match="no-such-library"):
+        versions.compare_versions("no-such-library", ">=", "1")
+
+
+def test_torch_version_is_read_on_demand():
+    assert versions.torch_version == Version(torch.__version__)
+    with pytest.raises(AttributeError, match="numpy_version"):
+        versions.numpy_version  # noqa: B018

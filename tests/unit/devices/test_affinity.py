@@ -1,0 +1,89 @@
+"""Binding a process to the cores near its GPU."""
+
+import os
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices import affinity, nvidia
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Note what the process is bound to instead of binding it."""
+    cores = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: cores.append(wanted))
+    affinity.set_numa_affinity.cache_clear()
+    yield cores
+    affinity.set_numa_affinity.cache_clear()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """A machine with two GPUs near different cores, the second with nothing known about it."""
+    folder = tmp_path / "0001:3b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-3,8\n")
+    rows = {
+        "index": ("0", "1"),
+        "uuid": ("GPU-0", "GPU-1"),
+        "pci.bus_id": ("00000001:3B:00.0", "00000000:5E:00.0"),
+    }
+    monkeypatch.setattr(nvidia, "query", lambda *fields: tuple(zip(*(rows[f] for f in fields), strict=True)))
+    monkeypatch.setattr(nvidia, "driver_present", lambda: True)
+    monkeypatch.setattr(affinity, "PCI_DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("", []), ("3", [3]), ("0-2", [0, 1, 2]), ("0-1, 8,10-11\n", [0, 1, 8, 10, 11])]
+)
+def test_parse_cpu_list(text, cores):
+    assert affinity.parse_cpu_list(text) == cores
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "1-b", "1 2"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ConfigurationError, match="neither a core nor a range"):
+        affinity.parse_cpu_list(text)
+
+
+def test_cores_near_the_gpu_of_each_process(two_gpus):
+    assert affinity.near_cores(0, {}) == [0, 1, 2, 3, 8]
+    assert affinity.near_cores(1, {}) == []
+    assert affinity.near_cores(1, {"CUDA_VISIBLE_DEVICES": "1,0"}) == [0, 1, 2, 3, 8]
+    assert affinity.near_cores(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_binding_happens_once_unless_overridden(two_gpus, bound, caplog):
+    affinity.set_numa_affinity(0)
+    affinity.set_numa_affinity(0)
+    assert bound == [[0, 1, 2, 3, 8]]
+    affinity.override_numa_affinity(0)
+    assert len(bound) == 2
+    assert not caplog.records
+
+
+def test_cores_are_logged_when_asked_or_in_debug_mode(two_gpus, bound, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    affinity.override_numa_affinity(0, verbose=True)
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    affinity.override_numa_affinity(0)
+    assert [record.args for record in caplog.records] == [(0, [0, 1, 2, 3, 8])] * 2
+
+
+def test_what_cannot_be_done_is_told(two_gpus, bound, caplog, monkeypatch):
+    affinity.override_numa_affinity(1)
+
+    def refuse(process, cores):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    affinity.override_numa_affinity(0)
+    monkeypatch.setattr(nvidia, "driver_present", lambda: False)
+    affinity.override_numa_affinity(0)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    affinity.override_numa_affinity(0)
+    assert len(caplog.records) == 4
+    assert all("affinity was asked for" in record.getMessage() for record in caplog.records)
+    assert bound == []

@@ -1,0 +1,131 @@
+"""Public probes over the catalogue."""
+
+import sys
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices import availability, catalogue
+from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, HPU, XLA
+
+BY_NAME = {
+    "cuda": availability.is_cuda_available,
+    "xpu": availability.is_xpu_available,
+    "npu": availability.is_npu_available,
+    "mlu": availability.is_mlu_available,
+    "sdaa": availability.is_sdaa_available,
+    "musa": availability.is_musa_available,
+    "hpu": availability.is_hpu_available,
+    "neuron": availability.is_neuron_available,
+    "mps": availability.is_mps_available,
+    "xla": availability.is_torch_xla_available,
+}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Ask anew in every test."""
+    kept = [probe for probe in vars(availability).values() if hasattr(probe, "cache_clear")]
+    for probe in kept:
+        probe.cache_clear()
+    yield
+    for probe in kept:
+        probe.cache_clear()
+
+
+def test_every_accelerator_has_a_probe():
+    assert set(BY_NAME) == {backend.name for backend in BACKENDS} - {"cpu"}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_probes_ask_their_row(name, fake_torch):
+    assert BY_NAME[name]() is True
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"cuda", "mps", "xla", "hpu"}))
+def test_check_device_looks_for_one(name, fake_torch):
+    fake_torch.answers["device_count"] = 0
+    assert BY_NAME[name]() is True
+    assert BY_NAME[name](check_device=True) is False
+
+
+def test_nothing_is_there_on_a_cpu_machine(monkeypatch):
+    monkeypatch.setattr(catalogue, "detect", lambda: CPU)
+    for name in set(BY_NAME) - {"cuda", "xpu", "mps"}:
+        assert BY_NAME[name]() is False
+    assert availability.is_habana_gaudi1() is False
+    assert availability.is_fp8_available() in (True, False)
+    assert availability.is_torch_distributed_available() is True
+
+
+def test_xla_can_be_turned_off_and_asked_what_it_drives(fake_torch, monkeypatch):
+    assert availability.USE_TORCH_XLA is True
+    assert availability.is_torch_xla_available(check_is_tpu=True)
+    assert not availability.is_torch_xla_available(check_is_gpu=True)
+    with pytest.raises(ConfigurationError, match="check_is_tpu is true too"):
+        availability.is_torch_xla_available(True, True)
+    availability.is_torch_xla_available.cache_clear()
+    monkeypatch.setenv("USE_TORCH_XLA", "false")
+    assert availability.USE_TORCH_XLA is False
+    assert not availability.is_torch_xla_available()
+
+
+def test_bf16_and_tpus(fake_torch, monkeypatch):
+    monkeypatch.setattr(availability, "detect", lambda: XLA)
+    assert availability.is_bf16_available()
+    assert not availability.is_bf16_available(ignore_tpu=True)
+
+
+def test_low_precision_on_the_processor(monkeypatch):
+    monkeypatch.setattr(availability, "detect", lambda: CPU)
+    assert availability.is_bf16_available()
+    assert availability.is_fp16_available()
+
+
+def test_first_gaudi_has_no_fp16(fake_torch, monkeypatch):
+    monkeypatch.setattr(availability, "detect", lambda: HPU)
+    fake_torch.answers["get_device_name"] = "GAUDI2"
+    assert availability.is_fp16_available()
+    availability.is_habana_gaudi1.cache_clear()
+    fake_torch.answers["get_device_name"] = "GAUDI"
+    assert availability.is_habana_gaudi1()
+    assert not availability.is_fp16_available()
+
+
+def test_amd_gpus(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(type(CUDA), "available", lambda self: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert not availability.is_rocm_available()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert availability.is_rocm_available()
+
+
+def test_old_torch_has_no_mps(fake_torch):
+    assert availability.is_mps_available("1.12")
+    assert not availability.is_mps_available("99.0")
+
+
+def test_libraries_for_fp8(monkeypatch):
+    assert availability.is_transformer_engine_mxfp8_available() is False
+    monkeypatch.setattr(availability, "is_transformer_engine_available", lambda: False)
+    monkeypatch.setattr(availability, "is_msamp_available", lambda: False)
+    monkeypatch.setattr(availability, "is_torchao_available", lambda: True)
+    assert availability.is_fp8_available()
+    monkeypatch.setattr(availability, "is_torchao_available", lambda: False)
+    assert not availability.is_fp8_available()
+
+
+def test_gaudi_process_group_is_imported_on_request(fake_torch, monkeypatch):
+    with pytest.raises(ImportError, match="habana_frameworks"):
+        availability.is_hpu_available(init_hccl=True)
+    name = "habana_frameworks.torch.distributed"
+    monkeypatch.setitem(sys.modules, name, fake_torch.module(name))
+    monkeypatch.setitem(sys.modules, f"{name}.hccl", fake_torch.module(f"{name}.hccl"))
+    assert availability.is_hpu_available(init_hccl=True)
+
+
+def test_other_names_do_not_exist():
+    with pytest.raises(AttributeError, match="USE_NOTHING"):
+        availability.USE_NOTHING  # noqa: B018

@@ -1,0 +1,159 @@
+"""The contract of a device backend, for every row of the table, over a torch that records its calls."""
+
+import logging
+import sys
+
+import pytest
+
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, MPS, NPU, XLA
+
+ACCELERATORS = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
+
+
+def ids(backend):
+    return backend.name
+
+
+@pytest.fixture(params=BACKENDS, ids=ids)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=ACCELERATORS, ids=ids)
+def accelerator(request):
+    return request.param
+
+
+def test_every_row_is_complete(backend):
+    assert backend.name == backend.name.lower()
+    assert backend.label
+    assert isinstance(backend.distributed_type, DistributedType)
+    assert backend.comm is not None or backend.distributed_type == DistributedType.NO
+
+
+def test_every_row_answers_the_whole_interface(backend, fake_torch):
+    assert backend.available()
+    assert backend.count() in (1, 4)
+    assert backend.current() in (0, 2)
+    backend.device(0)
+    backend.device()
+    backend.set_current(1)
+    backend.synchronize()
+    backend.empty_cache()
+    backend.seed(3)
+    backend.set_rng_state(backend.rng_state())
+    assert 0 < backend.free_memory(0) <= backend.total_memory(0)
+    assert backend.supports("torch.float32") is True
+    backend.grad_scaler(init_scale=4.0)
+
+
+def test_rows_shaped_like_cuda_drive_their_own_module(accelerator, fake_torch):
+    module = accelerator.module
+    assert (accelerator.count(), accelerator.current()) == (4, 2)
+    accelerator.set_current(3)
+    accelerator.seed(7)
+    accelerator.set_rng_state("state")
+    assert (accelerator.free_memory(1), accelerator.total_memory(1)) == (10, 40)
+    assert fake_torch.calls == [
+        (f"{module}.device_count",),
+        (f"{module}.current_device",),
+        (f"{module}.set_device", 3),
+        (f"{module}.manual_seed_all", 7),
+        (f"{module}.set_rng_state", "state"),
+        (f"{module}.mem_get_info", 1),
+        (f"{module}.mem_get_info", 1),
+    ]
+
+
+def test_devices_are_numbered_or_not(accelerator, fake_torch):
+    accelerator.device(1)
+    accelerator.device()
+    assert fake_torch.calls == [("torch.device", accelerator.name, 1), ("torch.device", accelerator.name)]
+    with pytest.raises(ConfigurationError, match="index=-1"):
+        accelerator.device(-1)
+
+
+def test_scalers(accelerator, fake_torch):
+    accelerator.grad_scaler(growth_interval=5)
+    common = ("torch.amp.GradScaler", accelerator.name, ("growth_interval", 5))
+    own = (f"{accelerator.module}.amp.GradScaler", ("growth_interval", 5))
+    assert fake_torch.calls == [own if accelerator.own_scaler else common]
+
+
+def test_bf16_is_asked_of_the_module(accelerator, fake_torch):
+    bf16 = sys.modules["torch"].bfloat16
+    fake_torch.answers["is_bf16_supported"] = False
+    sys.modules["torch"].__dict__["bfloat16"] = bf16  # one object, so that it equals itself
+    assert accelerator.supports(bf16) is False
+    fake_torch.answers["is_bf16_supported"] = True
+    assert accelerator.supports(bf16) is True
+
+
+def test_unavailable_where_the_module_says_so(accelerator, fake_torch):
+    fake_torch.answers["is_available"] = False
+    assert accelerator.available() is False
+
+
+def test_asking_for_cuda_starts_no_driver_and_leaves_no_variable(fake_torch, monkeypatch):
+    from accelerate.base.environ import current
+
+    seen = []
+    fake_torch.answers["is_available"] = lambda: seen.append(current().get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+    CUDA.available()
+    assert seen == ["1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in current()
+
+
+def test_rows_without_their_extension_are_unavailable(backend):
+    if backend.extension is None:
+        assert backend.installed()
+    else:
+        assert not backend.installed()
+        assert not backend.available()
+
+
+def test_a_broken_extension_is_named_and_not_used(fake_torch, monkeypatch, tmp_path, caplog):
+    (tmp_path / "torch_npu.py").write_text(
+        "raise ImportError('libhccl.so: cannot open shared object file')\n"
+    )
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert NPU.available() is False
+    assert "torch_npu" in caplog.text
+    assert "libhccl.so" in caplog.text
+
+
+def test_the_processor_is_one_device_with_the_machines_memory():
+    import torch
+
+    assert (CPU.available(), CPU.count(), CPU.current()) == (True, 1, 0)
+    assert CPU.device(3) == CPU.device() == torch.device("cpu")
+    assert CPU.free_memory() <= CPU.total_memory()
+    assert CPU.supports(torch.bfloat16)
+    assert isinstance(CPU.grad_scaler(init_scale=8.0), torch.amp.GradScaler)
+
+
+def test_the_processors_generator_is_torchs_own():
+    import torch
+
+    before = CPU.rng_state()
+    CPU.seed(11)
+    first = torch.rand(3)
+    CPU.seed(11)
+    assert torch.equal(torch.rand(3), first)
+    CPU.set_rng_state(before)
+    assert torch.equal(CPU.rng_state(), before)
+
+
+def test_apples_gpu_has_no_double_precision():
+    import torch
+
+    assert not MPS.supports(torch.float64)
+    assert MPS.supports(torch.float16)
+
+
+def test_rows_can_be_compared_and_hashed(backend):
+    assert len({backend, *BACKENDS}) == len(BACKENDS)
