@@ -35,7 +35,7 @@ bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw
 	$(BIN)/python -m benchmarks
 
 docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean: ## remove .venv and what the other targets wrote
 	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,7 +58,7 @@ def resolve_module(target: str, modules: frozenset[str]) -> str:
 
 
 def entry_of(target: str) -> str:
-    """The entry of the line that a dotted name belongs to; names of the package itself are the last entry's."""
+    """The entry of the line that a dotted name belongs to; the package's own names belong to the last."""
     part = target.split(".")[1] if "." in target else "__init__"
     return part if part in PLACE else "__init__"
 
