@@ -1,0 +1,68 @@
+"""`accelerate`: one subcommand per file, each loaded only when it is the one that was asked for."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from accelerate.commands.utils import CustomArgumentParser, run_command
+
+COMMANDS = {
+    "config": ("accelerate.commands.config:get_config_parser", "Create, update or show the configuration file."),
+    "env": ("accelerate.commands.env:env_command_parser", "Show versions, devices and configuration."),
+    "launch": ("accelerate.commands.launch:launch_command_parser", "Run a script on one or several processes."),
+    "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
+}
+"""Name -> where its parser is made, and what it does in one line."""
+
+
+def make_cli_parser(words: list[str]) -> CustomArgumentParser:
+    """The parser of `accelerate`, with the subcommands that these words need.
+
+    Args:
+        words: of the command line, without the program's name.
+    """
+    parser = CustomArgumentParser(
+        prog="accelerate", usage="accelerate <command> [<args>]", allow_abbrev=False,
+        description="Train with PyTorch on one CPU, many GPUs or many machines.",
+    )
+    subparsers = parser.add_subparsers(metavar="<command>", title="commands", parser_class=CustomArgumentParser)
+    for name in _needed(words):
+        _load(name)(subparsers)
+    _list_the_rest(subparsers, words)
+    return parser
+
+
+def _needed(words: list[str]) -> list[str]:
+    """The commands whose own options matter: the one named; none for the short help; else all."""
+    if words and words[0] in COMMANDS:
+        return [words[0]]
+    return [] if words and words[0] in ("-h", "--help") else list(COMMANDS)
+
+
+def _load(name: str) -> Any:
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(import_module(module), function)
+
+
+def _list_the_rest(subparsers: Any, words: list[str]) -> None:
+    """Give the help its table of commands without loading them."""
+    subparsers._choices_actions.clear()
+    for name, (_, summary) in COMMANDS.items():
+        subparsers._choices_actions.append(subparsers._ChoicesPseudoAction(name, (), summary))
+
+
+def main() -> None:
+    """Run as ``accelerate``."""
+    words = sys.argv[1:]
+    parser = make_cli_parser(words)
+    args = parser.parse_args()
+    if not hasattr(args, "func"):
+        parser.print_help()
+        sys.exit(1)
+    run_command(args.func, args)
+
+
+if __name__ == "__main__":
+    main()

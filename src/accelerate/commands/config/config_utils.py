@@ -1,0 +1,40 @@
+"""The help formatter of the subcommands, and the names of compilers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
+from accelerate.base.enums import DistributedType as DistributedType
+from accelerate.base.enums import DynamoBackend as DynamoBackend
+from accelerate.base.enums import FP8BackendType as FP8BackendType
+from accelerate.base.enums import PrecisionType as PrecisionType
+from accelerate.base.enums import SageMakerDistributedType as SageMakerDistributedType
+
+DYNAMO_BACKENDS = [
+    "EAGER",
+    "AOT_EAGER",
+    "INDUCTOR",
+    "AOT_TS_NVFUSER",
+    "NVPRIMS_NVFUSER",
+    "CUDAGRAPHS",
+    "OFI",
+    "FX2TRT",
+    "ONNXRT",
+    "TENSORRT",
+    "AOT_TORCHXLA_TRACE_ONCE",
+    "TORHCHXLA_TRACE_ONCE",
+    "TVM",
+]
+
+
+class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of a subcommand, with a usage line that does not repeat the words of its parents."""
+
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None
+    ) -> str:
+        text = super()._format_usage(usage, actions, groups, prefix)
+        return text.replace("<command> [<args>] ", "")

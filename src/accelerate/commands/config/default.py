@@ -1,0 +1,96 @@
+"""`accelerate config default`: a file with the few settings that suit this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.base.enums import ComputeEnvironment, DistributedType
+from accelerate.base.errors import wrong_value
+from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.launch.machine import look
+from accelerate.settings.config_file import ClusterConfig, default_config_file
+from accelerate.settings.config_file import default_json_config_file as default_json_config_file
+from accelerate.settings.sections.precision import PRECISIONS
+
+description = "Create a default config file for Accelerate with only a few flags set."
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
+    """Write a configuration file for this machine: all its devices, or the CPU when it has none.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        save_location: the file, ``.yaml`` or ``.json``; its folders are made.
+
+    Returns:
+        The file's path; ``False`` where there is one already, which is left as it is.
+
+    Raises:
+        ConfigurationError: no such number format.
+    """
+    precision = mixed_precision.lower()
+    if precision not in PRECISIONS:
+        mend = f"Use one of {', '.join(PRECISIONS)}"
+        raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", mend)
+    path = Path(save_location).expanduser()
+    if path.exists():
+        print(f"There is a configuration file at {path} already; it is left as it is. Remove it to write a new one.")
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(_config_of_this_machine(precision), path)
+    return path
+
+
+def _config_of_this_machine(precision: str) -> ClusterConfig:
+    machine = look(environ.current(), cpu=False)
+    several = machine.has_accelerator and machine.devices > 1
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=machine.hardware.distributed_type if several else DistributedType.NO,
+        mixed_precision=precision,
+        use_cpu=not machine.has_accelerator,
+        debug=False,
+        num_processes=machine.devices,
+    )
+
+
+def _save(config: ClusterConfig, path: Path) -> None:
+    write = config.to_json_file if path.suffix == ".json" else config.to_yaml_file
+    write(str(path))
+
+
+def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the subcommand.
+
+    Args:
+        parser: the subparsers of ``accelerate config``.
+        parents: parsers whose options it has too.
+    """
+    made = parser.add_parser(
+        "default", parents=parents, help=description, description=description, formatter_class=SubcommandHelpFormatter
+    )
+    made.add_argument(
+        "--config_file",
+        default=default_config_file,
+        dest="save_location",
+        help="Where the file is written; default: the place where every command looks.",
+    )
+    made.add_argument(
+        "--mixed_precision",
+        choices=["no", "fp16", "bf16"],
+        type=str,
+        default="no",
+        help="Number format of the forward pass.",
+    )
+    made.set_defaults(func=default_config_command)
+    return made  # type: ignore[no-any-return]
+
+
+def default_config_command(args: argparse.Namespace) -> None:
+    """Write the file and say where it is."""
+    written = write_basic_config(args.mixed_precision, args.save_location)
+    if written:
+        print(f"The configuration was written to {written}.")

@@ -1,0 +1,53 @@
+"""`accelerate config update`: write a file of any version anew in today's form."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.settings.config_file import default_config_file as default_config_file
+from accelerate.settings.config_file import default_place
+from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+
+description = "Update an existing config file with the latest defaults while maintaining the old configuration."
+
+
+def update_config(args: argparse.Namespace) -> str:
+    """Load a file and write it again.
+
+    Args:
+        args: ``config_file``: its path, or ``None`` for the default one.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigurationError: there is no such file, or its content is wrong.
+    """
+    path = args.config_file or str(default_place())
+    config = load_config_from_file(path)
+    write = config.to_json_file if Path(path).suffix == ".json" else config.to_yaml_file
+    write(path)
+    return str(path)
+
+
+def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the subcommand.
+
+    Args:
+        parser: the subparsers of ``accelerate config``.
+        parents: parsers whose options it has too.
+    """
+    made = parser.add_parser(
+        "update", parents=parents, help=description, description=description, formatter_class=SubcommandHelpFormatter
+    )
+    made.add_argument("--config_file", default=None, help="The file; default: the default one.")
+    made.set_defaults(func=update_config_command)
+    return made  # type: ignore[no-any-return]
+
+
+def update_config_command(args: argparse.Namespace) -> None:
+    """Update the file and say so."""
+    print(f"The configuration in {update_config(args)} is up to date.")

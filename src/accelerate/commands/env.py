@@ -1,0 +1,122 @@
+"""`accelerate env`: versions, devices and configuration, for people and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.base.versions import installed_version
+from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings import config_file as files
+from accelerate.settings.config_file import default_config_file as default_config_file
+from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+
+DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
+IMPLEMENTATION = "an independent implementation of the Accelerate interface"
+
+version = str(installed_version("accelerate"))
+
+
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate env``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("env", DESCRIPTION, subparsers)
+    parser.add_argument("--config_file", default=None, help="The configuration file to show.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.set_defaults(func=env_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def gather_facts(config_file: str | None) -> dict[str, Any]:
+    """Collect what `accelerate env` prints.
+
+    Args:
+        config_file: its path; ``None`` for the default one, if there is one.
+    """
+    import numpy
+    import psutil
+    import torch
+
+    from accelerate.devices.catalogue import detect
+
+    backend = detect()
+    path = files.find_config_file(config_file)
+    return {
+        "accelerate": f"{version} ({IMPLEMENTATION})",
+        "accelerate command": shutil.which("accelerate") or "not on PATH",
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "python executable": sys.executable,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": backend.label,
+        "devices": backend.count(),
+        "device names": _device_names(backend.name),
+        "communication": backend.comm,
+        "cpu cores": os.cpu_count(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
+        "variables": _variables(),
+        "configuration file": str(path) if path else None,
+        "configuration": load_config_from_file(str(path)).to_dict() if path else None,
+    }
+
+
+def _device_names(kind: str) -> list[str]:
+    import torch
+
+    module = getattr(torch, kind, None)
+    if kind == "cpu" or not hasattr(module, "get_device_name"):
+        return []
+    return [module.get_device_name(index) for index in range(module.device_count())]  # type: ignore[union-attr]
+
+
+SHOWN_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "CUDA_VISIBLE_DEVICES", "NCCL_")
+
+
+def _variables() -> dict[str, str]:
+    return {name: text for name, text in sorted(environ.current().items()) if name.startswith(SHOWN_PREFIXES)}
+
+
+def env_command(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the facts and return them.
+
+    Args:
+        args: ``config_file`` and ``json``.
+
+    Raises:
+        ConfigurationError: the configuration file is missing or wrong.
+    """
+    facts = gather_facts(args.config_file)
+    print(json.dumps(facts, indent=2, default=str) if getattr(args, "json", False) else _as_text(facts))
+    return facts
+
+
+def _as_text(facts: dict[str, Any]) -> str:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines.append(f"- {name}:")
+            lines += [f"    {inner}: {held}" for inner, held in value.items()]
+        elif isinstance(value, list):
+            lines.append(f"- {name}: {', '.join(value) or 'none'}")
+        else:
+            lines.append(f"- {name}: {'none' if value is None else value}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run as ``accelerate-env`` or ``python -m accelerate.commands.env``."""
+    run_command(env_command, env_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

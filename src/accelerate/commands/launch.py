@@ -1,0 +1,144 @@
+"""`accelerate launch`: parse, merge, resolve, run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
+from accelerate.launch import machine
+from accelerate.launch.backends.base import launcher_for
+from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.resolve import resolve
+from accelerate.settings import config_file, env, flags
+from accelerate.settings.flags import CustomHelpFormatter
+from accelerate.settings.merge import Layer, Settings, merge
+
+DESCRIPTION = (
+    "Run a script on one or several processes, on one or several machines. Every option can also be written with "
+    "dashes. Where an option is set several times, a flag wins over an environment variable, that over "
+    "--config_file, and that over the default configuration file."
+)
+DEFAULT_FILE = "default file"
+
+
+class LaunchParser(CustomArgumentParser):
+    """Parses like any other, and notes which flags were really given."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; the namespace gets the attribute ``given``."""
+        words: Sequence[str] = sys.argv[1:] if args is None else list(args)
+        parsed, rest = super().parse_known_args(words, namespace)
+        if rest:  # here and not in the parent parser, which knows none of these flags and could not suggest one
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        flags.mark_given(self, parsed, words)
+        return parsed, rest
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate launch``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser(
+        "launch",
+        DESCRIPTION,
+        subparsers,
+        LaunchParser,
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+    )
+    parser.add_argument("--config_file", default=None, help="Configuration file, instead of the default one.")
+    parser.add_argument(
+        "--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed."
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m."
+    )
+    parser.add_argument(
+        "--no_python", action="store_true", default=None, help="The script is a program, not a Python file."
+    )
+    flags.add_sections(parser)
+    parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    parser.set_defaults(func=launch_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    """Lay file, environment and flags over each other.
+
+    Raises:
+        ConfigurationError: a value is wrong, a key unknown, or the file missing.
+    """
+    given = getattr(args, "config_file", None)
+    path = config_file.find_config_file(given)
+    layers: list[Layer] = []
+    if path is not None:
+        layers.append(config_file.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
+    return merge(*layers, env.layer(environ.current()), flags.layer(args))
+
+
+def read_target(args: argparse.Namespace) -> Target:
+    """What runs in each process: the script and its own arguments, untouched."""
+    kind = "module" if args.module else "program" if args.no_python else "script"
+    return Target(kind, args.training_script, tuple(args.training_script_args))  # type: ignore[arg-type]
+
+
+def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
+    """Decide everything, start nothing.
+
+    Args:
+        args: parsed by `launch_command_parser`.
+    """
+    settings = read_settings(args)
+    here = machine.look(environ.current(), cpu=settings.values["cpu"])
+    return resolve(settings, here, read_target(args))
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run a script as its flags, the environment and the configuration file say.
+
+    Args:
+        args: parsed by `launch_command_parser`.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+        SystemExit: the script failed; with its exit code.
+    """
+    plan, _ = make_plan(args)
+    launcher = launcher_for(plan)
+    if plan.notes and not args.quiet:
+        print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
+    sys.stderr.flush()
+    code = launcher.run(plan)
+    if code:
+        sys.exit(code)
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Fill a namespace with the values that a launch would use.
+
+    Returns:
+        The namespace, the loaded configuration or ``None``, and whether the file chose the number format.
+    """
+    _, settings = make_plan(args)
+    for row, value, _ in settings:
+        setattr(args, row.name, value)
+    given = getattr(args, "config_file", None)
+    path = config_file.find_config_file(given)
+    loaded = None if path is None else config_file.load_config_from_file(str(path))
+    return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
+
+
+def main() -> None:
+    """Run as ``accelerate-launch`` or ``python -m accelerate.commands.launch``."""
+    run_command(launch_command, launch_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`accelerate test`: launch the self-check the way a script would be launched."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.utils import make_parser, run_command
+
+DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
+SCRIPT = "accelerate.test_utils.scripts.test_script"
+
+
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate test``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("test", DESCRIPTION, subparsers)
+    parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
+    parser.set_defaults(func=test_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Launch the self-check; each check prints a line.
+
+    Args:
+        args: ``config_file``.
+
+    Raises:
+        ConfigurationError: the configuration cannot work.
+        SystemExit: a check failed.
+    """
+    words = ["--config_file", args.config_file] if args.config_file else []
+    launch_command(launch_command_parser().parse_args([*words, "--module", SCRIPT]))
+
+
+def main() -> None:
+    """Run as ``accelerate-test`` or ``python -m accelerate.commands.test``."""
+    run_command(test_command, test_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Launchers: each a small class that runs a plan."""

@@ -1,0 +1,79 @@
+"""LaunchPlan: everything decided, nothing done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Target:
+    """What runs in each process.
+
+    Attributes:
+        kind: a Python script, a Python module (``-m``), or a program of any kind.
+        name: its path or name.
+        arguments: its own arguments, untouched.
+    """
+
+    kind: Literal["script", "module", "program"]
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the processes meet.
+
+    Attributes:
+        backend: "static", "c10d", or another one that torch knows.
+        address: the machine of rank 0.
+        port: its port.
+        configuration: further settings, ``key=value,...``.
+        restarts: how often a failed group is started again.
+        interval: seconds between two looks at the processes.
+        role: their name in logs.
+        tee: which streams go to files and to the terminal.
+        log_dir: folder of those files.
+    """
+
+    backend: str = "static"
+    address: str = "127.0.0.1"
+    port: int = 29500
+    configuration: str = ""
+    restarts: int = 0
+    interval: float = 0.1
+    role: str = "default"
+    tee: str = "0"
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to start, where and with which environment.
+
+    Attributes:
+        launcher: key of `launch.backends.base.LAUNCHERS`.
+        target: what runs in each process.
+        processes: over all machines.
+        machines: how many.
+        machine: which one this is, from 0.
+        rendezvous: how the processes meet.
+        environment: only the variables that are added.
+        notes: what was assumed or changed, to be said once.
+    """
+
+    launcher: str
+    target: Target
+    processes: int = 1
+    machines: int = 1
+    machine: int = 0
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def local_processes(self) -> int:
+        """Processes on each machine."""
+        return self.processes // self.machines

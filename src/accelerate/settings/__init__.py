@@ -1,0 +1,1 @@
+"""Every option declared once; flags, file, environment, questions and docs are derived."""

@@ -1,0 +1,196 @@
+"""Sections -> command-line flags: both spellings, help by paradigm, and which flags were really given."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from accelerate.settings.merge import FLAG, Layer, all_options
+from accelerate.settings.option import Option, Section, refuse_all
+from accelerate.settings.sections import SECTIONS
+from accelerate.settings.sections.launch import GENERAL
+
+FORMAT = "%(message)s"
+
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
+"""Flag -> heading of the flags that only matter with it."""
+
+_SPELLING = re.compile(r"--[a-z0-9]+(_[a-z0-9]+)+$")
+
+
+def clean_option(option: str) -> str:
+    """Take the dashes off a flag: ``--multi-gpu`` -> ``multi_gpu``."""
+    return option.lstrip("-").replace("-", "_")
+
+
+def _both_spellings(flags: tuple[str, ...]) -> tuple[str, ...]:
+    dashed = (f"--{flag[2:].replace('_', '-')}" for flag in flags if _SPELLING.match(flag))
+    return tuple(dict.fromkeys((*flags, *dashed)))
+
+
+class CustomArgumentGroup(argparse._ArgumentGroup):
+    """A group whose flags can be written with underscores or dashes."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """As in argparse, with the dash form of each long flag added."""
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+
+class CustomArgumentParser(argparse.ArgumentParser):
+    """A parser whose flags can be written with underscores or dashes, and that suggests what a wrong one may mean."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """As in argparse, with the dash form of each long flag added."""
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
+        """As in argparse; the group too adds dash forms."""
+        group = CustomArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
+
+    def _suggestion(self, message: str) -> str:
+        if not message.startswith("unrecognized arguments:"):
+            return f" (see {self.prog} --help)"
+        unknown = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
+        close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+        return f" (did you mean {close[0]}?)" if close else f" (see {self.prog} --help)"
+
+
+class CustomHelpFormatter(argparse.HelpFormatter):
+    """Help that leaves out the groups of ways of training other than the one named on the command line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        chosen = {clean_option(word.split("=")[0]) for word in sys.argv[1:] if word.startswith("--")}
+        self.titles = {options_to_group[name] for name in options_to_group if name in chosen}
+        self._hidden = set(options_to_group.values()) - self.titles if self.titles else set()
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add a flag's help, unless its group is left out."""
+        if self._current_section.heading not in self._hidden:
+            super().add_argument(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Show one spelling of each flag and its value once."""
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = [flag for flag in action.option_strings if "-" not in flag.lstrip("-")] or action.option_strings
+        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
+        return f"{', '.join(shown)}{value}"
+
+    def add_usage(self, *args: Any, **kwargs: Any) -> None:
+        """Show the short usage: more than a hundred flags help nobody there."""
+        prog = self._prog
+        super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
+
+
+def add_sections(parser: CustomArgumentParser, sections: Iterable[type[Section]] = SECTIONS) -> None:
+    """Add a flag for each option that has one, under its heading.
+
+    Args:
+        parser: gets the flags.
+        sections: in the order of the help.
+    """
+    groups: dict[str, Any] = {GENERAL: parser}
+    for section in sections:
+        for row in section.options():
+            if not row.flags:
+                continue
+            if row.group not in groups:
+                groups[row.group] = parser.add_argument_group(row.group)
+            groups[row.group].add_argument(*row.flags, **_arguments(row))
+            for flag in row.negations:
+                groups[row.group].add_argument(
+                    flag, action="store_const", const=False, default=True, dest=row.name, help=f"Not {row.flags[0]}."
+                )
+
+
+def _arguments(row: Option) -> dict[str, Any]:
+    arguments = {"action": row.action, "default": row.flag_default, "dest": row.name, "help": _help(row)}
+    if row.action.startswith("store_"):
+        return arguments
+    if row.action != "append" and row.choices:
+        return {**arguments, "type": row.flag_type, "choices": row.choices, "metavar": "NAME"}
+    return {**arguments, "type": row.flag_type, "metavar": METAVARS[row.kind]}
+
+
+METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+
+
+def _help(row: Option) -> str:
+    text = row.help.replace("%", "%%")
+    spelled = all(choice in text for choice in row.choices)
+    return text if spelled else f"{text} One of: {', '.join(row.choices)}."
+
+
+def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, args: Iterable[str]) -> None:
+    """Note on a parsed namespace which flags were on the command line.
+
+    A flag's default is part of the public interface, so a value alone does not say whether the user chose it. The same
+    words are therefore parsed once more, onto a namespace where every flag is unset.
+
+    Args:
+        parser: parsed `args` without an error before.
+        namespace: gets the attribute ``given``, a frozenset of option names.
+        args: the words of the command line.
+    """
+    unset = object()
+    append = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
+    dests = {action.dest for action in parser._actions}
+    probe = argparse.Namespace(**{dest: None if dest in append else unset for dest in dests})
+    argparse.ArgumentParser.parse_known_args(parser, list(args), probe)
+    values = vars(probe)
+    namespace.given = frozenset(
+        dest for dest in dests if values[dest] is not unset and not (dest in append and values[dest] is None)
+    )
+
+
+def layer(namespace: argparse.Namespace) -> Layer:
+    """The given flags as a layer of settings.
+
+    Args:
+        namespace: result of parsing; of one built by hand, every value that differs from the flag's default counts.
+
+    Raises:
+        ConfigurationError: values have the wrong type; all of them are named.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in given_names(namespace):
+        row = all_options()[name]
+        value = getattr(namespace, name)
+        try:
+            values[name] = row.read(value, row.flags[0] if row.flags else name)
+        except ValueError as error:
+            problems.append(str(error))
+    refuse_all(problems)
+    return Layer(FLAG, values)
+
+
+def given_names(namespace: argparse.Namespace) -> list[str]:
+    """Names of the options that a namespace sets."""
+    marked = getattr(namespace, "given", None)
+    if marked is not None:
+        return [name for name in all_options() if name in marked]
+    held = vars(namespace)
+    return [
+        name
+        for name, row in all_options().items()
+        if name in held and held[name] is not None and held[name] != row.flag_default
+    ]

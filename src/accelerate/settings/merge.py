@@ -1,0 +1,97 @@
+"""Lay values from several places over each other, and remember for each where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from accelerate.settings.option import Option, Section
+from accelerate.settings.sections import SECTIONS
+from accelerate.settings.sections.launch import EXCLUSIVE
+
+S = TypeVar("S", bound=Section)
+
+BUILT_IN = "built-in"
+ENVIRONMENT = "environment"
+FLAG = "flag"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values that one place gives, by option name, already of the right type.
+
+    Attributes:
+        source: the place, as the user knows it: "flag", "environment", a configuration file's path.
+        values: only what that place says.
+        notes: what the user should know about how the place was read.
+    """
+
+    source: str
+    values: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@cache
+def all_options() -> Mapping[str, Option]:
+    """Every option of every section by its name."""
+    return {row.name: row for section in SECTIONS for row in section.options()}
+
+
+class Settings:
+    """The value of every option, and where it came from.
+
+    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` says who set it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], sources: Mapping[str, str], notes: tuple[str, ...] = ()) -> None:
+        self.values = values
+        self.notes = notes
+        self._sources = sources
+
+    def __getitem__(self, section: type[S]) -> S:
+        """The section as an object."""
+        return section(**{row.name: self.values[row.name] for row in section.options()})
+
+    def source(self, name: str) -> str:
+        """Where the value of an option came from; "built-in" when nobody gave it."""
+        return self._sources.get(name, BUILT_IN)
+
+    def given(self, name: str) -> bool:
+        """Whether anybody gave a value."""
+        return name in self._sources
+
+    def replaced(self, source: str, **values: Any) -> Settings:
+        """The same settings with some values changed, and `source` as where those came from."""
+        return Settings({**self.values, **values}, {**self._sources, **dict.fromkeys(values, source)}, self.notes)
+
+    def __iter__(self) -> Iterator[tuple[Option, Any, str]]:
+        """Every option with its value and source, in the order of declaration."""
+        for name, row in all_options().items():
+            yield row, self.values[name], self.source(name)
+
+
+def merge(*layers: Layer) -> Settings:
+    """Lay layers over the built-in values.
+
+    Args:
+        layers: the weakest first; a later one wins.
+
+    Returns:
+        All settings. A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those named by
+        weaker layers, so that a flag can leave what a file chose.
+    """
+    values = {name: row.default for name, row in all_options().items()}
+    sources: dict[str, str] = {}
+    for layer in layers:
+        given = _one_paradigm(layer.values)
+        values.update(given)
+        sources.update(dict.fromkeys(given, layer.source))
+    return Settings(values, sources, tuple(note for layer in layers for note in layer.notes))
+
+
+def _one_paradigm(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not any(given.get(name) for name in EXCLUSIVE):
+        return dict(given)
+    return {**dict.fromkeys(EXCLUSIVE, False), **given}

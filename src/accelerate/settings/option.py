@@ -1,0 +1,247 @@
+"""One declaration per option: its flag, file key, environment variable, question and docs row all follow from it.
+
+A section is a frozen dataclass whose fields are made by :func:`option`. ``Section.options()`` turns the fields into
+:class:`Option` rows; flags, file, environment and documentation are loops over those rows and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from accelerate.base.environ import str_to_bool
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.settings.spelling import as_text
+
+SAME = object()
+"""Marks "follows from the other arguments" where ``None`` is a value of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Everything known about one option.
+
+    Attributes:
+        name: unique over all sections; the attribute that a parsed flag is stored under.
+        kind: ``bool``, ``int``, ``float``, ``str`` or ``tuple``.
+        default: the built-in value.
+        help: one sentence for ``-h`` and the docs.
+        choices: accepted values; empty means any.
+        flags: spellings on the command line; empty means that there is no flag.
+        negations: flags that say no, where a switch has one of its own.
+        action: what argparse does with the flag.
+        flag_default: what an absent flag leaves in the namespace (part of the public interface, not a setting).
+        flag_type: how argparse converts the text of the flag.
+        group: heading of the flag in the help.
+        key: name in the configuration file; ``None`` keeps the option out of files.
+        variables: environment variables; several when the value is a tuple with one variable for each element.
+        aliases: further variables that are read (in this order) where the first is absent, and never written.
+        spell: value to text of the variable; ``None`` means that the variable is not written.
+        ask: the question of the questionnaire; ``None`` means that it is not asked.
+        when: asked only if this holds for the answers so far (a mapping by option name).
+        advanced: asked only when the user wants to see everything.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    flags: tuple[str, ...]
+    negations: tuple[str, ...]
+    action: str
+    flag_default: Any
+    flag_type: Callable[[str], Any] | None
+    group: str
+    key: str | None
+    variables: tuple[str, ...]
+    aliases: tuple[str, ...]
+    spell: Callable[[Any], str | None]
+    ask: str | None
+    when: Callable[[Mapping[str, Any]], bool] | None
+    advanced: bool
+
+    def read(self, value: object, where: str) -> Any:
+        """Turn a value of a file, a flag or a variable into the option's type.
+
+        Args:
+            value: what was written; text is accepted for every kind.
+            where: how the user knows this place, for the error ("--num_processes", "fsdp_config.fsdp_version").
+
+        Raises:
+            ConfigurationError: the value has the wrong type or is not among the choices.
+        """
+        try:
+            result = READERS[self.kind](value)
+        except (ValueError, TypeError):
+            raise wrong_value(where, value, f"this must be {WANTED[self.kind]}", "Change the value") from None
+        return self._choose(result, value, where) if self.choices else result
+
+    def _choose(self, result: Any, value: object, where: str) -> Any:
+        for choice in self.choices:
+            if str(result).lower() == choice.lower():
+                return choice if self.kind is str else result
+        reason = "this is not one of the accepted values"
+        raise wrong_value(where, value, reason, f"Use one of {', '.join(self.choices)}")
+
+
+def _read_bool(value: object) -> bool:
+    return value if isinstance(value, bool) else bool(str_to_bool(str(value)))
+
+
+def _read_int(value: object) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _read_float(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _read_str(value: object) -> str:
+    if isinstance(value, dict | list | tuple | set):
+        raise ValueError(value)
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+def _read_tuple(value: object) -> tuple[Any, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    raise ValueError(value)
+
+
+READERS: dict[type, Callable[[object], Any]] = {
+    bool: _read_bool,
+    int: _read_int,
+    float: _read_float,
+    str: _read_str,
+    tuple: _read_tuple,
+}
+WANTED = {bool: "yes or no", int: "a whole number", float: "a number", str: "one text", tuple: "a list"}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    flags: tuple[str, ...] | None = None,
+    negations: tuple[str, ...] = (),
+    text_flag: bool = False,
+    action: str | None = None,
+    flag_default: Any = SAME,
+    flag_type: Callable[[str], Any] | None = None,
+    group: str | None = None,
+    key: Any = SAME,
+    env: str | tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    spell: Callable[[Any], str | None] = as_text,
+    ask: str | None = None,
+    when: Callable[[Mapping[str, Any]], bool] | None = None,
+    advanced: bool = False,
+) -> Any:
+    """Declare one option as a field of a :class:`Section`.
+
+    Args:
+        default: the built-in value.
+        help: one sentence.
+        choices: accepted values.
+        flags: spellings; default ``--<field name>``; ``()`` for none. The dash form is added by the parser.
+        negations: flags that say no.
+        text_flag: a yes/no option whose flag takes the words ``true`` and ``false`` instead of being a switch.
+        action: an argparse action other than the one that follows from the type.
+        flag_default: what an absent flag leaves in the namespace; default: `default`, as text for a text flag.
+        flag_type: argparse converter; default: the field's type.
+        group: help heading; default: the section's title.
+        key: file key; default: the field's name; ``None`` for none.
+        env: variable, or one variable for each element of a tuple.
+        aliases: variables that are read where `env` is absent.
+        spell: value to text of the variable.
+        ask: question of the questionnaire.
+        when: condition of the question.
+        advanced: the question belongs to the long questionnaire.
+    """
+    declared = {name: value for name, value in locals().items() if name != "default"}
+    return dataclasses.field(default=default, kw_only=True, metadata={"option": declared})
+
+
+class Section:
+    """Base of all sections; each is a frozen dataclass with keyword-only fields made by :func:`option`.
+
+    Attributes:
+        title: heading in the help and the docs.
+        file_key: the nested mapping of the configuration file that holds the section; ``None``: top level.
+    """
+
+    title: ClassVar[str]
+    file_key: ClassVar[str | None] = None
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Whether the section's variables are written, given the values of all options by name."""
+        return True
+
+    @classmethod
+    @cache
+    def options(cls) -> tuple[Option, ...]:
+        """List the section's options in the order of declaration."""
+        hints = typing.get_type_hints(cls)
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return tuple(_row(cls, field, _kind_of(hints[field.name])) for field in fields)
+
+
+def _kind_of(hint: Any) -> type:
+    """The plain type of an annotation: ``int | None`` -> ``int``, ``tuple[str, ...]`` -> ``tuple``."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    return typing.get_origin(hint) or hint  # type: ignore[no-any-return]
+
+
+def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> Option:
+    declared = field.metadata["option"]
+    switch = kind is bool and not declared["text_flag"] and declared["flag_type"] is None
+    flag_default = field.default
+    if declared["flag_default"] is not SAME:
+        flag_default = declared["flag_default"]
+    elif kind is bool and declared["text_flag"]:
+        flag_default = str(field.default).lower() if field.default is not None else None
+    variables = declared["env"]
+    return Option(
+        name=field.name,
+        kind=kind,
+        default=field.default,
+        help=declared["help"],
+        choices=declared["choices"],
+        flags=(f"--{field.name}",) if declared["flags"] is None else declared["flags"],
+        negations=declared["negations"],
+        action=declared["action"] or ("store_true" if switch else "store"),
+        flag_default=flag_default,
+        flag_type=declared["flag_type"] or (str if kind in (bool, tuple) else kind),
+        group=declared["group"] or section.title,
+        key=field.name if declared["key"] is SAME else declared["key"],
+        variables=(variables,) if isinstance(variables, str) else variables,
+        aliases=declared["aliases"],
+        spell=declared["spell"],
+        ask=declared["ask"],
+        when=declared["when"],
+        advanced=declared["advanced"],
+    )
+
+
+def refuse_all(problems: list[str]) -> None:
+    """Raise one error that lists every problem found, if there is any."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise ConfigurationError(problems[0])
+    raise ConfigurationError("\n".join([f"{len(problems)} settings are wrong:", *(f"  - {p}" for p in problems)]))

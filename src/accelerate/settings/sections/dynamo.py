@@ -1,0 +1,71 @@
+"""torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.base.constants import TORCH_DYNAMO_MODES
+from accelerate.settings.option import Section, option
+from accelerate.settings.sections.launch import RESOURCES
+from accelerate.settings.spelling import upper
+
+BACKENDS = (
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torhchxla_trace_once",
+    "torchxla_trace_once",
+    "tvm",
+    "hpu_backend",
+    "neuron",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamoSection(Section):
+    """What torch.compile does with a prepared model."""
+
+    title = RESOURCES
+    file_key = "dynamo_config"
+
+    dynamo_backend: str = option(
+        "no",
+        "Compiler of torch.compile; no leaves models as they are.",
+        choices=BACKENDS,
+        flag_default=None,
+        env="ACCELERATE_DYNAMO_BACKEND",
+        spell=upper,
+        ask="Which torch.compile backend (no for none)?",
+        advanced=True,
+    )
+    dynamo_mode: str = option(
+        "default",
+        "What torch.compile optimises for.",
+        choices=tuple(TORCH_DYNAMO_MODES),
+        env="ACCELERATE_DYNAMO_MODE",
+        advanced=True,
+    )
+    dynamo_use_fullgraph: bool = option(
+        False,
+        "Refuse models that do not compile to one graph.",
+        env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        advanced=True,
+    )
+    dynamo_use_dynamic: bool = option(
+        False, "Compile for changing shapes.", env="ACCELERATE_DYNAMO_USE_DYNAMIC", advanced=True
+    )
+    dynamo_use_regional_compilation: bool = option(
+        False,
+        "Compile each repeated block once instead of the whole model.",
+        env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        advanced=True,
+    )

@@ -1,0 +1,135 @@
+"""Fully sharded data parallelism, versions 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.settings.option import Section, option
+from accelerate.settings.spelling import lower, unless_empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpSection(Section):
+    """How a model is sharded."""
+
+    title = "FSDP Arguments"
+    file_key = "fsdp_config"
+
+    fsdp_version: int = option(
+        1,
+        "Version of FSDP: 1 or 2.",
+        choices=("1", "2"),
+        flag_default="1",
+        flag_type=str,
+        env="FSDP_VERSION",
+        ask="Which version of FSDP?",
+    )
+    fsdp_offload_params: bool = option(
+        False,
+        "Keep parameters and gradients on the CPU (true or false).",
+        text_flag=True,
+        env="FSDP_OFFLOAD_PARAMS",
+        spell=lower,
+        ask="Keep parameters and gradients on the CPU?",
+    )
+    fsdp_min_num_params: int = option(
+        100_000_000,
+        "SIZE_BASED_WRAP: modules with at least this many parameters become a unit.",
+        env="FSDP_MIN_NUM_PARAMS",
+    )
+    fsdp_sharding_strategy: str = option(
+        "FULL_SHARD",
+        "FSDP 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers.",
+        env="FSDP_SHARDING_STRATEGY",
+    )
+    fsdp_reshard_after_forward: str = option(
+        "true",
+        "Free the parameters between forward and backward: true or false with FSDP 2, a sharding strategy "
+        "with FSDP 1.",
+        env="FSDP_RESHARD_AFTER_FORWARD",
+        spell=lower,
+        ask="Free the parameters between forward and backward?",
+    )
+    fsdp_auto_wrap_policy: str | None = option(
+        None,
+        "How the model is cut into units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
+        env="FSDP_AUTO_WRAP_POLICY",
+        spell=unless_empty,
+        ask="How is the model cut into units?",
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = option(
+        None,
+        "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        spell=unless_empty,
+    )
+    fsdp_backward_prefetch: str | None = option(
+        None,
+        "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
+        env="FSDP_BACKWARD_PREFETCH",
+        spell=unless_empty,
+    )
+    fsdp_state_dict_type: str | None = option(
+        None,
+        "How checkpoints are written: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
+        env="FSDP_STATE_DICT_TYPE",
+        spell=unless_empty,
+        ask="How are checkpoints written?",
+    )
+    fsdp_forward_prefetch: bool = option(
+        False,
+        "FSDP 1: fetch the next unit during forward (true or false).",
+        text_flag=True,
+        env="FSDP_FORWARD_PREFETCH",
+        spell=lower,
+    )
+    fsdp_use_orig_params: bool = option(
+        True,
+        "FSDP 1: keep the model's own parameters, so that some can be frozen (true or false).",
+        text_flag=True,
+        env="FSDP_USE_ORIG_PARAMS",
+        spell=lower,
+    )
+    fsdp_cpu_ram_efficient_loading: bool = option(
+        True,
+        "Only the first process reads pretrained weights (true or false).",
+        text_flag=True,
+        env="FSDP_CPU_RAM_EFFICIENT_LOADING",
+        spell=lower,
+    )
+    fsdp_sync_module_states: bool = option(
+        True,
+        "FSDP 1: every unit starts from the weights of rank 0 (true or false).",
+        text_flag=True,
+        env="FSDP_SYNC_MODULE_STATES",
+        spell=lower,
+    )
+    fsdp_activation_checkpointing: bool = option(
+        False,
+        "Recompute activations in backward instead of keeping them (true or false).",
+        text_flag=True,
+        env="FSDP_ACTIVATION_CHECKPOINTING",
+        spell=lower,
+        ask="Recompute activations in backward to save memory?",
+    )
+    fsdp_activation_checkpointing_offload: bool = option(
+        False,
+        "Keep checkpointed activations on the CPU (true or false).",
+        text_flag=True,
+        env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        spell=lower,
+    )
+    fsdp_ignored_modules: str | None = option(
+        None,
+        "Modules that are not sharded: a regular expression over their names.",
+        flags=(),
+        env="FSDP_IGNORED_MODULES",
+        spell=unless_empty,
+    )
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when FSDP is the way of training."""
+        return bool(values["use_fsdp"])

@@ -1,0 +1,143 @@
+"""Which way of training, how many processes and machines, on which devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.settings.option import Section, option
+from accelerate.settings.spelling import only_true
+
+HARDWARE = "Hardware Selection Arguments"
+RESOURCES = "Resource Selection Arguments"
+PARADIGMS = "Training Paradigm Arguments"
+GENERAL = "options"
+
+PARADIGM_OF_TYPE: dict[str, str | None] = {
+    "NO": None,
+    "MULTI_CPU": None,
+    "MULTI_GPU": "multi_gpu",
+    "MULTI_NPU": "multi_gpu",
+    "MULTI_MLU": "multi_gpu",
+    "MULTI_SDAA": "multi_gpu",
+    "MULTI_MUSA": "multi_gpu",
+    "MULTI_XPU": "multi_gpu",
+    "MULTI_HPU": "multi_gpu",
+    "MULTI_NEURON": "multi_gpu",
+    "DEEPSPEED": "use_deepspeed",
+    "FSDP": "use_fsdp",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+}
+"""`distributed_type` of a configuration file -> the option it stands for."""
+
+EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+"""Ways of training of which a run has at most one; a layer that names one drops what a lower layer named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSection(Section):
+    """What is started, and on what."""
+
+    title = RESOURCES
+
+    compute_environment: str = option(
+        "LOCAL_MACHINE",
+        "Where the script runs: LOCAL_MACHINE (this machine or a cluster) or AMAZON_SAGEMAKER.",
+        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+        flags=(),
+        ask="Where does the script run?",
+    )
+    distributed_type: str | None = option(
+        None,
+        "The way of training, in configuration files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM, XLA.",
+        flags=(),
+        ask="Which way of training?",
+    )
+    cpu: bool = option(
+        False,
+        "Run on the CPU even if there is an accelerator.",
+        group=HARDWARE,
+        key="use_cpu",
+        env="ACCELERATE_USE_CPU",
+        spell=only_true("True"),
+        ask="Run on CPU only, even if there is an accelerator?",
+    )
+    multi_gpu: bool = option(
+        False, "Data-parallel training on several accelerators.", group=HARDWARE, key=None
+    )
+    num_processes: int | None = option(
+        None,
+        "Number of processes in total, over all machines together (not per machine).",
+        ask="How many processes in total (over all machines together)?",
+    )
+    num_machines: int = option(
+        1, "Number of machines.", flag_default=None, ask="How many machines take part?"
+    )
+    num_cpu_threads_per_process: int | None = option(
+        None,
+        "CPU threads each process may use (OMP_NUM_THREADS).",
+        key=None,
+        env="OMP_NUM_THREADS",
+        advanced=True,
+    )
+    enable_cpu_affinity: bool = option(
+        False,
+        "Bind each process to the CPU cores nearest to its device (NUMA).",
+        env="ACCELERATE_CPU_AFFINITY",
+        spell=only_true("1"),
+        advanced=True,
+    )
+    use_deepspeed: bool = option(
+        False,
+        "Train with DeepSpeed.",
+        group=PARADIGMS,
+        key=None,
+        env="ACCELERATE_USE_DEEPSPEED",
+        spell=only_true("true"),
+    )
+    use_fsdp: bool = option(
+        False,
+        "Train with fully sharded data parallelism.",
+        group=PARADIGMS,
+        key=None,
+        env="ACCELERATE_USE_FSDP",
+        spell=only_true("true"),
+    )
+    use_parallelism_config: bool = option(
+        False,
+        "Lay the processes out on a mesh (data, tensor, context and sequence parallelism).",
+        group=PARADIGMS,
+        key=None,
+        env="ACCELERATE_USE_PARALLELISM_CONFIG",
+        spell=only_true("true"),
+    )
+    use_megatron_lm: bool = option(
+        False,
+        "Train with Megatron-LM.",
+        group=PARADIGMS,
+        key=None,
+        env="ACCELERATE_USE_MEGATRON_LM",
+        spell=only_true("true"),
+    )
+    gpu_ids: str | None = option(
+        None,
+        "Devices of this machine to use, separated by commas; 'all' (the default) uses every visible one.",
+        group="Distributed GPUs",
+        ask="Which devices of this machine (numbers separated by commas, or all)?",
+    )
+    debug: bool = option(
+        False,
+        "Check before each collective that all processes agree on its shapes, and name the one that does not.",
+        group=GENERAL,
+        flag_default=None,
+        env="ACCELERATE_DEBUG_MODE",
+        spell=only_true("true"),
+        advanced=True,
+    )
+    main_training_function: str = option(
+        "main",
+        "Function of the script that is run in each process on TPU.",
+        group="TPU",
+        flag_default=None,
+        advanced=True,
+    )

@@ -1,0 +1,108 @@
+"""The mesh: how many processes along which axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.base.environ import str_to_bool
+from accelerate.settings.option import Section, option
+from accelerate.settings.spelling import as_text_or_none
+
+TITLE = "ParallelismConfig Arguments"
+FILE_KEY = "parallelism_config"
+
+
+def _yes_or_no(text: str) -> bool:
+    return bool(str_to_bool(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismSection(Section):
+    """Sizes of the axes of the mesh."""
+
+    title = TITLE
+    file_key = FILE_KEY
+
+    parallelism_config_dp_replicate_size: int = option(
+        1,
+        "Groups of processes that hold a whole copy of the model.",
+        env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    )
+    parallelism_config_dp_shard_size: int = option(
+        1, "Processes that share one copy of the model (FSDP).", env="PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    )
+    parallelism_config_tp_size: int = option(
+        1, "Processes that share each layer (tensor parallelism).", env="PARALLELISM_CONFIG_TP_SIZE"
+    )
+    parallelism_config_cp_size: int = option(
+        1, "Processes that share each sequence (context parallelism).", env="PARALLELISM_CONFIG_CP_SIZE"
+    )
+    parallelism_config_cp_backend: str = option(
+        "torch", "Implementation of context parallelism.", choices=("torch",), env="PARALLELISM_CONFIG_CP_BACKEND"
+    )
+    parallelism_config_sp_size: int = option(
+        1, "Processes that share each sequence (Ulysses).", env="PARALLELISM_CONFIG_SP_SIZE"
+    )
+    parallelism_config_sp_backend: str = option(
+        "deepspeed",
+        "Implementation of sequence parallelism.",
+        choices=("deepspeed",),
+        env="PARALLELISM_CONFIG_SP_BACKEND",
+    )
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when a mesh is asked for."""
+        return bool(values["use_parallelism_config"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelSection(Section):
+    """Details of context parallelism."""
+
+    title = TITLE
+    file_key = FILE_KEY
+
+    parallelism_config_cp_comm_strategy: str = option(
+        "allgather",
+        "How context parallelism exchanges keys and values: allgather or alltoall.",
+        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+    )
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when sequences are split over a context-parallel axis."""
+        return ParallelismSection.active(values) and values["parallelism_config_cp_size"] > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelSection(Section):
+    """Details of Ulysses sequence parallelism."""
+
+    title = TITLE
+    file_key = FILE_KEY
+
+    parallelism_config_sp_seq_length: int | None = option(
+        None,
+        "Length of the sequences, where all have the same.",
+        flag_type=str,
+        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
+        spell=as_text_or_none,
+    )
+    parallelism_config_sp_seq_length_is_variable: bool = option(
+        True,
+        "Sequences have different lengths (true or false).",
+        flag_type=_yes_or_no,
+        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+    )
+    parallelism_config_sp_attn_implementation: str = option(
+        "sdpa",
+        "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3.",
+        env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+    )
+
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when sequences are split over a sequence-parallel axis."""
+        return ParallelismSection.active(values) and values["parallelism_config_sp_size"] > 1

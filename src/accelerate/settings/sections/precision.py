@@ -1,0 +1,131 @@
+"""Number formats: mixed precision, and the recipes for FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.base.environ import str_to_bool
+from accelerate.settings.option import Section, option
+from accelerate.settings.spelling import as_bit, upper
+from accelerate.settings.sections.launch import RESOURCES
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def _three_choices(text: str) -> tuple[bool, bool, bool]:
+    """Read ``true,false,true``: the forward product, the gradient of the data, the gradient of the weights."""
+    fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
+    return fprop, dgrad, wgrad
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSection(Section):
+    """The number format of the forward pass."""
+
+    title = RESOURCES
+
+    mixed_precision: str = option(
+        "no",
+        "Number format of the forward pass: no (as the model is), fp16, bf16 or fp8.",
+        choices=PRECISIONS,
+        flag_default=None,
+        env="ACCELERATE_MIXED_PRECISION",
+        aliases=("MIXED_PRECISION",),
+        ask="Which number format?",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Section(Section):
+    """The FP8 recipe."""
+
+    title = "FP8 Arguments"
+    file_key = "fp8_config"
+
+    fp8_backend: str | None = option(
+        None,
+        "Library that computes in FP8: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
+        choices=("ao", "te", "msamp"),
+        key="backend",
+        env="ACCELERATE_FP8_BACKEND",
+        ask="Which library computes in FP8?",
+    )
+    fp8_use_autocast_during_eval: bool = option(
+        False,
+        "Transformer Engine: compute in FP8 during evaluation too.",
+        key="use_autocast_during_eval",
+        env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
+    )
+    fp8_margin: int = option(
+        0, "Transformer Engine: margin of the scaling factor.", key="margin", env="ACCELERATE_FP8_MARGIN"
+    )
+    fp8_interval: int = option(
+        1,
+        "Transformer Engine: steps between two scaling factors.",
+        key="interval",
+        env="ACCELERATE_FP8_INTERVAL",
+    )
+    fp8_format: str = option(
+        "HYBRID",
+        "Transformer Engine: E4M3, E5M2, or HYBRID (E4M3 forward, E5M2 backward).",
+        choices=("HYBRID", "E4M3", "E5M2"),
+        key="fp8_format",
+        env="ACCELERATE_FP8_FORMAT",
+        spell=upper,
+    )
+    fp8_amax_history_len: int = option(
+        1024,
+        "Transformer Engine: how many maxima a scaling factor looks back on.",
+        key="amax_history_length",
+        env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
+    )
+    fp8_amax_compute_algo: str = option(
+        "most_recent",
+        "Transformer Engine: scaling from the largest or the most recent maximum.",
+        choices=("max", "most_recent"),
+        key="amax_compute_algorithm",
+        env="ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
+    )
+    fp8_override_linear_precision: tuple[bool, bool, bool] = option(
+        (False, False, False),
+        "Transformer Engine: products kept in higher precision, as three words: forward,dgrad,wgrad.",
+        key="override_linear_precision",
+        flag_type=_three_choices,
+        env=(
+            "ACCELERATE_FP8_OVERRIDE_FPROP",
+            "ACCELERATE_FP8_OVERRIDE_DGRAD",
+            "ACCELERATE_FP8_OVERRIDE_WGRAD",
+        ),
+    )
+    fp8_opt_level: str = option(
+        "O2",
+        "MS-AMP: how much is kept in FP8: O1 (communication) or O2 (optimizer states too).",
+        choices=("O1", "O2"),
+        key="optimization_level",
+        env="ACCELERATE_FP8_OPT_LEVEL",
+    )
+    fp8_enable_fsdp_float8_all_gather: bool = option(
+        True,
+        "torchao: gather FSDP2 parameters in FP8.",
+        key="enable_fsdp_float8_all_gather",
+        flag_default="true",
+        flag_type=str_to_bool,
+        env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        spell=as_bit,
+    )
+    fp8_pad_inner_dim: bool = option(
+        True,
+        "torchao: pad matrices whose inner size is not a multiple of 16.",
+        key="pad_inner_dim",
+        flag_default="true",
+        flag_type=str_to_bool,
+        env="ACCELERATE_FP8_PAD_INNER_DIM",
+        spell=as_bit,
+    )
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when FP8 is the number format."""
+        return values["mixed_precision"] == "fp8"

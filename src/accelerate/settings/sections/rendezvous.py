@@ -1,0 +1,69 @@
+"""How processes find each other, and what happens when one fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.settings.option import Section, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSection(Section):
+    """Addresses, ports, restarts and logs."""
+
+    title = "Distributed GPUs"
+
+    same_network: bool = option(
+        False,
+        "The machines are on one local network. Kept for configuration files: addresses are used as given.",
+        advanced=True,
+    )
+    machine_rank: int = option(
+        0,
+        "Rank of this machine, from 0.",
+        flag_default=None,
+        ask="What is the rank of this machine?",
+        when=lambda answers: answers.get("num_machines", 1) > 1,
+    )
+    main_process_ip: str | None = option(
+        None,
+        "Address of the machine of rank 0.",
+        ask="What is the address of the machine of rank 0?",
+        when=lambda answers: answers.get("num_machines", 1) > 1,
+    )
+    main_process_port: int | None = option(
+        None,
+        "Port of the machine of rank 0 where processes meet (29500). On one machine a busy port is replaced, "
+        "and 0 takes any free one; on several machines a busy port is an error.",
+        ask="Which port do the processes meet on?",
+        when=lambda answers: answers.get("num_machines", 1) > 1,
+    )
+    tee: str = option(
+        "0",
+        "Standard streams that go to the log folder and to the terminal: 0 none, 1 out, 2 err, 3 both; "
+        "or for single ranks, as in 0:3,1:2.",
+        flags=("-t", "--tee"),
+        key=None,
+    )
+    log_dir: str | None = option(None, "Folder for the logs of the processes.", key=None)
+    role: str = option("default", "Name of these workers in logs.", key=None)
+    rdzv_backend: str = option(
+        "static",
+        "How the processes meet: static (fixed machines) or c10d (elastic).",
+        advanced=True,
+    )
+    rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
+    max_restarts: int = option(0, "How often failed processes are started again.", key=None)
+    monitor_interval: float = option(0.1, "Seconds between two looks at the processes.", key=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpirunSection(Section):
+    """Processes started by mpirun."""
+
+    title = "MPI Arguments"
+    file_key = "mpirun_config"
+
+    mpirun_hostfile: str | None = option(
+        None, "Host file for mpirun; processes are then started by it.", env=()
+    )
