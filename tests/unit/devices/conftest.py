@@ -56,7 +56,7 @@ class FakeTorch:
 
 @pytest.fixture
 def fake_torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    """Replace torch and every extension of the table by recorders; forget what was detected, before and after."""
+    """Replace torch and the extensions of the table by recorders; detect anew before and after."""
     fake = FakeTorch()
     monkeypatch.setitem(sys.modules, "torch", fake.module("torch"))
     extensions = {backend.extension for backend in BACKENDS if backend.extension}
