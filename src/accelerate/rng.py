@@ -1,0 +1,168 @@
+"""Random generators: seed them, make them agree between processes, keep and restore their states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from accelerate.base import environ
+from accelerate.base.enums import RNGType
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.devices import catalogue
+from accelerate.devices.backend import DeviceBackend
+from accelerate.ops.transport import current_transport
+from accelerate.state import PartialState
+
+SEEDS = 2**32  # numpy takes no larger seed
+
+# Sizes of CUDA's work space with which matrix products give the same result each time.
+REPRODUCIBLE_WORKSPACE = ":4096:8"
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, numpy, torch and the device of this process.
+
+    Args:
+        seed: the seed, from 0 to 2**32 - 1.
+        device_specific: whether each process gets a seed of its own: `seed` plus its index.
+        deterministic: whether torch uses only algorithms that give the same result each time, and raises
+            where it has none.
+
+    Raises:
+        ConfigurationError: the seed is not such a number.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
+        raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", "choose one, such as 42")
+    own = int(seed)
+    if device_specific:
+        own = (own + PartialState().process_index) % SEEDS
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+    _device_backend().seed(own)
+    if deterministic:
+        _compute_deterministically()
+
+
+def _compute_deterministically() -> None:
+    if not environ.current().get("CUBLAS_WORKSPACE_CONFIG"):
+        environ.assign({"CUBLAS_WORKSPACE_CONFIG": REPRODUCIBLE_WORKSPACE})
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _device_backend() -> DeviceBackend:
+    """The hardware of this process; asking for it makes no state where there is none."""
+    backend: DeviceBackend | None = PartialState._shared_state.get("device_backend")
+    return catalogue.detect() if backend is None else backend
+
+
+class Source(NamedTuple):
+    """One generator's state: how to read it and how to set it."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], Any]
+
+
+def _source_of(rng_type: RNGType, generator: torch.Generator | None) -> Source | None:
+    if rng_type == RNGType.TORCH:
+        return Source(torch.get_rng_state, torch.set_rng_state)
+    if rng_type == RNGType.GENERATOR:
+        if generator is None:
+            raise ConfigurationError(
+                'rng_type="generator" needs the generator whose state travels: pass generator=, '
+                'or choose "torch".'
+            )
+        return Source(generator.get_state, generator.set_state)
+    backend = _device_backend()
+    return Source(backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None
+
+
+def _rng_type(value: RNGType | str) -> RNGType:
+    if value not in RNGType:
+        raise wrong_value(
+            "rng_type", value, "no such generator", f"choose one of {', '.join(RNGType.list())}"
+        )
+    return RNGType(value)
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Give one generator the state that it has on process 0. Called on every rank.
+
+    Args:
+        rng_type: which generator; None means `generator`. One of hardware that this process does not compute
+            on is left alone.
+        generator: the generator that is meant by "generator".
+
+    Raises:
+        ConfigurationError: there is no such generator, or `generator` is missing.
+    """
+    kind = RNGType.GENERATOR if rng_type is None else _rng_type(rng_type)
+    source = _source_of(kind, generator)
+    transport = current_transport()
+    if source is not None and transport.size > 1:
+        source.write(transport.broadcast(source.read(), 0))
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
+) -> None:
+    """Give several generators the states that they have on process 0. Called on every rank.
+
+    Args:
+        rng_types: which generators.
+        generator: the generator that is meant by "generator".
+
+    Raises:
+        ConfigurationError: there is no such generator, or `generator` is missing.
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of this process's generators: "python", "numpy", "torch", and its device's by name."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    backend = _device_backend()
+    if backend != catalogue.CPU:
+        states[backend.name] = backend.rng_state()
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Set the generators of this process to states that `capture` returned.
+
+    Args:
+        states: states by name; a generator that is not in it keeps its own.
+
+    Raises:
+        ConfigurationError: a state belongs to hardware that this process does not have.
+    """
+    setters: dict[str, Callable[[Any], Any]] = {
+        "python": random.setstate,
+        "numpy": np.random.set_state,
+        "torch": torch.set_rng_state,
+    }
+    backend = _device_backend()
+    setters.setdefault(backend.name, backend.set_rng_state)
+    strange = sorted(set(states) - set(setters))
+    if strange:
+        raise wrong_value(
+            "states",
+            strange,
+            f"this process, which computes on {backend.label}, has no generator of that name",
+            "restore on the hardware it was captured on, or leave these out",
+        )
+    for name, state in states.items():
+        setters[name](state)
