@@ -1,1 +1,107 @@
-"""One PyTorch training loop on one CPU, many GPUs or many machines."""
+"""One PyTorch training loop on one CPU, many GPUs or many machines.
+
+The names below are loaded on first use: `import accelerate` alone costs next to nothing and imports no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.lazy import attach
+
+if TYPE_CHECKING:
+    from accelerate import (
+        accelerator as accelerator,
+    )
+    from accelerate import (
+        commands as commands,
+    )
+    from accelerate import (
+        data_loader as data_loader,
+    )
+    from accelerate import (
+        launchers as launchers,
+    )
+    from accelerate import (
+        local_sgd as local_sgd,
+    )
+    from accelerate import (
+        logging as logging,
+    )
+    from accelerate import (
+        memory_utils as memory_utils,
+    )
+    from accelerate import (
+        optimizer as optimizer,
+    )
+    from accelerate import (
+        scheduler as scheduler,
+    )
+    from accelerate import (
+        state as state,
+    )
+    from accelerate import (
+        tracking as tracking,
+    )
+    from accelerate import (
+        utils as utils,
+    )
+    from accelerate.accelerator import Accelerator as Accelerator
+    from accelerate.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from accelerate.base.enums import DistributedType as DistributedType
+    from accelerate.base.packages import is_rich_available as is_rich_available
+    from accelerate.data_loader import skip_first_batches as skip_first_batches
+    from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
+    from accelerate.launchers import debug_launcher as debug_launcher
+    from accelerate.launchers import notebook_launcher as notebook_launcher
+    from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
+    from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
+    from accelerate.plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
+    from accelerate.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
+    from accelerate.rng import synchronize_rng_states as synchronize_rng_states
+    from accelerate.state import PartialState as PartialState
+
+    __version__: str
+
+# Public name -> the module that holds it; a module is its own home.
+_HOMES = {
+    "Accelerator": "accelerate.accelerator",
+    "AutocastKwargs": "accelerate.plugins.handlers",
+    "DDPCommunicationHookType": "accelerate.base.enums",
+    "DataLoaderConfiguration": "accelerate.plugins.training",
+    "DistributedDataParallelKwargs": "accelerate.plugins.handlers",
+    "DistributedType": "accelerate.base.enums",
+    "GradScalerKwargs": "accelerate.plugins.handlers",
+    "InitProcessGroupKwargs": "accelerate.plugins.handlers",
+    "PartialState": "accelerate.state",
+    "ProfileKwargs": "accelerate.plugins.profile",
+    "debug_launcher": "accelerate.launchers",
+    "find_executable_batch_size": "accelerate.diagnostics.batch_size",
+    "is_rich_available": "accelerate.base.packages",
+    "notebook_launcher": "accelerate.launchers",
+    "skip_first_batches": "accelerate.data_loader",
+    "synchronize_rng_states": "accelerate.rng",
+    "accelerator": "accelerate.accelerator",
+    "commands": "accelerate.commands",
+    "data_loader": "accelerate.data_loader",
+    "launchers": "accelerate.launchers",
+    "local_sgd": "accelerate.local_sgd",
+    "logging": "accelerate.logging",
+    "memory_utils": "accelerate.memory_utils",
+    "optimizer": "accelerate.optimizer",
+    "scheduler": "accelerate.scheduler",
+    "state": "accelerate.state",
+    "tracking": "accelerate.tracking",
+    "utils": "accelerate.utils",
+}
+
+_load, __dir__, __all__ = attach(__name__, _HOMES)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version  # slow, and few programs ask
+
+            return version("accelerate")
+        return _load(name)

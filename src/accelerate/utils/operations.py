@@ -1,0 +1,57 @@
+"""Old import path of nested structures and collectives."""
+
+from accelerate.base.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
+from accelerate.base.enums import DistributedType as DistributedType
+from accelerate.base.versions import is_torch_version as is_torch_version
+from accelerate.devices.availability import (
+    is_npu_available as is_npu_available,
+    is_torch_distributed_available as is_torch_distributed_available,
+    is_torch_xla_available as is_torch_xla_available,
+)
+from accelerate.nested import (
+    TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE,
+    TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT,
+    TensorInformation as TensorInformation,
+    concatenate as concatenate,
+    find_batch_size as find_batch_size,
+    find_device as find_device,
+    get_data_structure as get_data_structure,
+    get_shape as get_shape,
+    honor_type as honor_type,
+    ignorant_find_batch_size as ignorant_find_batch_size,
+    initialize_tensors as initialize_tensors,
+    is_namedtuple as is_namedtuple,
+    is_tensor_information as is_tensor_information,
+    is_torch_tensor as is_torch_tensor,
+    is_torch_xpu_tensor as is_torch_xpu_tensor,
+    listify as listify,
+    recursively_apply as recursively_apply,
+    send_to_device as send_to_device,
+    slice_tensors as slice_tensors,
+)
+from accelerate.ops.casting import (
+    ConvertOutputsToFp32 as ConvertOutputsToFp32,
+    convert_outputs_to_fp32 as convert_outputs_to_fp32,
+    convert_to_fp32 as convert_to_fp32,
+)
+from accelerate.ops.collectives import (
+    broadcast as broadcast,
+    broadcast_object_list as broadcast_object_list,
+    copy_tensor_to_devices as copy_tensor_to_devices,
+    gather as gather,
+    gather_object as gather_object,
+    gather_tensor_shape as gather_tensor_shape,
+    reduce as reduce,
+)
+from accelerate.ops.padding import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    pad_across_processes as pad_across_processes,
+    pad_input_tensors as pad_input_tensors,
+)
+from accelerate.ops.verify import (
+    DistributedOperationException as DistributedOperationException,
+    chained_operation as chained_operation,
+    verify_operation as verify_operation,
+)
+from accelerate.state.accelerator_state import AcceleratorState as AcceleratorState
+from accelerate.state.partial import PartialState as PartialState
