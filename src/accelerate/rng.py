@@ -128,7 +128,7 @@ def synchronize_rng_states(
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of this process's generators: "python", "numpy", "torch", and its device's by name."""
+    """Return the states of the generators of Python, numpy, torch and the device, by name."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,0 +1,171 @@
+"""One table of environments, and where each says the process stands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices import catalogue
+from accelerate.state import environments
+from accelerate.state.environments import CPUInformation, get_cpu_distributed_information
+from accelerate.state.topology import Topology
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "n0",
+}
+SLURM = {
+    "SLURM_JOB_ID": "100",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+SAGEMAKER = {
+    "ACCELERATE_USE_SAGEMAKER": "true",
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
+    "SM_HOSTS": '["algo-1", "algo-2"]',
+    "OMPI_COMM_WORLD_RANK": "9",
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "SMDATAPARALLEL_LOCAL_RANK": "1",
+    "SM_NUM_GPUS": "8",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "topology"),
+    [
+        ({}, Topology()),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, Topology()),
+        ({"WORLD_SIZE": "1"}, Topology()),
+        (TORCHRUN, Topology(5, 8, 1, 4, 1, "10.0.0.1", 1234, "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Topology(started_by="torchrun")),
+        # On one machine much may be left out.
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Topology(1, 2, 1, 2, 0, "127.0.0.1", 29500, "torchrun")),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1", "MASTER_ADDR": "localhost"},
+            Topology(1, 2, 1, 2, 0, "localhost", 29500, "torchrun"),
+        ),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0"},
+            Topology(5, 8, 1, 4, 1, "n0", 29500, "torchrun"),
+        ),
+        # A launcher of notebooks tells neither the size of the machine nor its index.
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "MASTER_ADDR": "n0"},
+            Topology(3, 4, 1, 2, 1, "n0", 29500, "torchrun"),
+        ),
+        (OPEN_MPI, Topology(3, 4, 1, 2, 1, "n0", 29500, "openmpi")),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            Topology(1, 2, 1, 2, 0, "127.0.0.1", 29500, "pmi"),
+        ),
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "2",
+                "MV2_COMM_WORLD_SIZE": "3",
+                "MV2_COMM_WORLD_LOCAL_RANK": "2",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "3",
+                "MASTER_PORT": "77",
+            },
+            Topology(2, 3, 2, 3, 0, "127.0.0.1", 77, "mvapich"),
+        ),
+        (SLURM, Topology(4, 5, 0, 1, 1, "gpu07", 12102, "slurm")),
+        (SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "9"}, Topology(4, 5, 0, 1, 1, "x", 9, "slurm")),
+        # srun with PMI: SLURM knows more.
+        (SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Topology(4, 5, 0, 1, 1, "gpu07", 12102, "slurm")),
+        # torchrun inside a task of srun, and mpirun inside an allocation.
+        (SLURM | TORCHRUN, Topology(5, 8, 1, 4, 1, "10.0.0.1", 1234, "torchrun")),
+        (SLURM | OPEN_MPI, Topology(3, 4, 1, 2, 1, "n0", 29500, "openmpi")),
+        # One task, a batch script, an interactive shell: nobody started several processes.
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Topology()),
+        ({**SLURM, "SLURM_STEP_ID": ""}, Topology()),
+        (SLURM | {"SLURM_PTY_PORT": "40000"}, Topology()),
+        (SAGEMAKER, Topology(9, 16, 1, 8, 1, "algo-1", 29500, "sagemaker")),
+        (SAGEMAKER | {"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO"}, None),
+    ],
+)
+def test_detect(environ: dict[str, str], topology: Topology | None) -> None:
+    if (
+        topology is None
+    ):  # an ordinary job on SageMaker: read as Open MPI, whose variables are not complete here
+        with pytest.raises(ConfigurationError, match="OMPI_COMM_WORLD_LOCAL_RANK"):
+            environments.detect(environ | {"MASTER_ADDR": "algo-1"})
+    else:
+        assert environments.detect(environ) == topology
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: with WORLD_SIZE=2 it must be 0 to 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one': not a whole number"),
+        ({"RANK": "-3", "WORLD_SIZE": "2"}, "RANK=-3: a negative number"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: at least one process"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"RANK": "1"}, "RANK=1: WORLD_SIZE is not set"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4: with LOCAL_WORLD_SIZE=4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9: more processes on this machine"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: there is no such port"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR=None: 8 processes on several machines"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            "MASTER_ADDR=None: 2 processes on several machines",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, "LOCAL_RANK=None: several machines"),
+        ({**OPEN_MPI, "MASTER_ADDR": ""}, "MASTER_ADDR=None: 4 processes on several machines"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5"}, "SLURM_STEP_TASKS_PER_NODE='5'"),
+        (
+            {"ACCELERATE_USE_SAGEMAKER": "1", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"},
+            "ACCELERATE_USE_SAGEMAKER asks for a data-parallel job",
+        ),
+    ],
+)
+def test_contradictions_are_named(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        environments.detect(environ)
+    assert text in str(error.value)
+
+
+def test_the_xla_runtime_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(
+        global_ordinal=lambda: 6,
+        world_size=lambda: 8,
+        local_ordinal=lambda: 2,
+        local_device_count=lambda: 4,
+        host_index=lambda: 1,
+    )
+    monkeypatch.setattr(type(catalogue.XLA), "installed", lambda row: True)
+    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.XLA)
+    monkeypatch.setattr(environments, "import_module", {"torch_xla.runtime": runtime}.__getitem__)
+    assert environments.detect({}) == Topology(6, 8, 2, 4, 1, started_by="xla")
+    assert environments.detect({"ACCELERATE_USE_CPU": "true"}) == Topology()
+    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.CUDA)
+    assert environments.detect({}) == Topology()
+
+
+def test_get_cpu_distributed_information() -> None:
+    assert get_cpu_distributed_information() == CPUInformation()
+    with patch_environment(**TORCHRUN):
+        assert get_cpu_distributed_information() == CPUInformation(5, 8, 1, 4)

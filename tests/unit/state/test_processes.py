@@ -1,0 +1,149 @@
+"""ProcessControl on a class that only says which process it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.state import process_group
+from accelerate.state.processes import ProcessControl
+
+
+class Place(ProcessControl):
+    device = torch.device("cpu")  # type: ignore[assignment]
+
+    def __init__(self, rank: int, size: int, local_rank: int | None = None) -> None:
+        self.process_index = rank  # type: ignore[misc]
+        self.num_processes = size  # type: ignore[misc]
+        self.local_process_index = rank if local_rank is None else local_rank  # type: ignore[misc]
+
+
+def greet(name: str) -> str:
+    """Greet."""
+    return f"hello {name}"
+
+
+def test_flags() -> None:
+    first, third = Place(0, 4), Place(2, 4, 0)
+    assert (first.is_main_process, first.is_local_main_process, first.is_last_process) == (True, True, False)
+    assert (third.is_main_process, third.is_local_main_process, third.is_last_process) == (False, True, False)
+    assert Place(3, 4).is_last_process
+    assert Place(0, 1).is_last_process
+
+
+@pytest.mark.parametrize(
+    ("decorator", "arguments", "runs"),
+    [
+        ("on_main_process", {}, [True, False, False, False]),
+        ("on_local_main_process", {}, [True, False, True, False]),
+        ("on_last_process", {}, [False, False, False, True]),
+        ("on_process", {"process_index": 2}, [False, False, True, False]),
+        ("on_local_process", {"local_process_index": 1}, [False, True, False, True]),
+    ],
+)
+def test_decorators(decorator: str, arguments: dict[str, int], runs: list[bool]) -> None:
+    for rank, expected in enumerate(runs):
+        place = Place(rank, 4, rank % 2)
+        answer = "hello you" if expected else None
+        decorate = getattr(place, decorator)
+        assert decorate(greet, **arguments)("you") == answer
+        assert decorate(**arguments)(greet)("you") == answer
+        assert decorate(greet, **arguments).__doc__ == "Greet."
+
+
+def test_the_function_itself_is_kept_where_it_runs() -> None:
+    assert Place(0, 2).on_main_process(greet) is greet
+
+
+def test_methods_can_be_decorated() -> None:
+    place = Place(1, 2)
+
+    class Speaker:
+        @place.on_main_process
+        def first(self) -> str:
+            return "first"
+
+        @place.on_process(process_index=1)
+        def second(self) -> str:
+            return "second"
+
+    assert Speaker().first() is None
+    assert Speaker().second() == "second"
+
+
+def test_a_single_process_runs_every_function() -> None:
+    place = Place(0, 1)
+    assert place.on_process(greet, process_index=3)("you") == "hello you"
+    assert place.on_local_process(local_process_index=3)(greet)("you") == "hello you"
+
+
+def test_a_function_that_no_process_runs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert Place(0, 2).on_process(greet, process_index=5)("you") is None
+        assert Place(1, 2).on_process(greet, process_index=5)("you") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "greet is meant for process 5, but there are only 2: it will never run."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda place: place.on_process(greet), "process_index is missing"),
+        (lambda place: place.on_local_process(), "local_process_index is missing"),
+        (lambda place: place.on_process(greet, process_index=-1), "process_index=-1"),
+        (lambda place: place.on_main_process(3), "function=3: it cannot be called"),
+    ],
+)
+def test_wrong_arguments(call: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        call(Place(0, 2))
+
+
+def test_print_once_for_each_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(4):
+        Place(rank, 4, rank % 2).print("rank", rank, sep="-", end=";")
+    assert capsys.readouterr().out == "rank-0;rank-2;"
+
+
+def test_one_process_takes_all() -> None:
+    inputs = [1, 2, 3]
+    with Place(0, 1).split_between_processes(inputs) as share:
+        assert share is inputs
+
+
+def test_split() -> None:
+    with Place(1, 2).split_between_processes([1, 2, 3], apply_padding=True) as share:
+        assert share == [3, 3]
+
+
+def test_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
+    for context in ("main_process_first", "local_main_process_first"):
+        for rank, order in ((0, ["work", "wait"]), (1, ["wait", "work"])):
+            events.clear()
+            with getattr(Place(rank, 2), context)():
+                events.append("work")
+            assert events == order
+
+
+def test_the_others_go_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
+    with pytest.raises(LookupError), Place(0, 2).main_process_first():
+        raise LookupError
+    assert events == ["wait"]
+
+
+def test_one_process_does_not_wait() -> None:
+    Place(0, 1).wait_for_everyone()
+
+
+def test_several_cannot_wait_without_a_group() -> None:
+    with pytest.raises(StateError, match="process group is closed"):
+        Place(0, 2).wait_for_everyone()

@@ -1,0 +1,84 @@
+"""The dictionary that all instances of a state class share."""
+
+import copy
+import pickle
+import threading
+from typing import Any, ClassVar
+
+import pytest
+
+from accelerate.state.shared import SharedState, ThreadLocalSharedDict, do_nothing
+
+
+class Here(SharedState):
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+
+class PerThread(SharedState):
+    _shared_state = ThreadLocalSharedDict()  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    Here._shared_state.clear()
+
+
+def test_instances_share_their_attributes() -> None:
+    first, second = Here(), Here()
+    assert not first.initialized
+    first.colour = "red"
+    assert second.colour == "red"
+    assert second.initialized
+    assert first.__dict__ is Here._shared_state
+    first._shared_state["colour"] = "blue"
+    assert second.colour == "blue"
+
+
+def test_a_missing_attribute_tells_why() -> None:
+    state = Here()
+    with pytest.raises(AttributeError, match="shared state is empty, most likely because `Here._reset_state"):
+        _ = state.colour
+    state.shape = "round"
+    with pytest.raises(AttributeError, match="'Here' object has no attribute 'colour'$"):
+        _ = state.colour
+    assert getattr(state, "colour", None) is None
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
+)
+def test_a_copy_joins_the_state(duplicate: Any) -> None:
+    state = Here()
+    state.lock = threading.Lock()  # neither copied nor pickled: only the handle is
+    twin = duplicate(state)
+    assert type(twin) is Here
+    assert twin.__dict__ is Here._shared_state
+
+
+def test_each_thread_has_its_own() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def replica(colour: str) -> None:
+        state = PerThread()
+        state.colour = colour
+        seen.append(dict(PerThread._shared_state))
+
+    for colour in ("red", "blue"):
+        thread = threading.Thread(target=replica, args=[colour])
+        thread.start()
+        thread.join()
+    assert seen == [{"colour": "red"}, {"colour": "blue"}]
+    assert PerThread._shared_state == {}
+
+
+def test_a_thread_local_dictionary_can_be_replaced() -> None:
+    class Owner:
+        _shared_state = ThreadLocalSharedDict(thread_local=True)
+
+    owner = Owner()
+    owner._shared_state = {"a": 1}
+    assert Owner._shared_state == {"a": 1}
+
+
+def test_do_nothing() -> None:
+    assert do_nothing(1, two=2) is None  # type: ignore[func-returns-value]

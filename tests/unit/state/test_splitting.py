@@ -1,0 +1,128 @@
+"""One process's share of inputs that all hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.state.splitting import plan_share, share_of
+
+
+@given(st.integers(0, 40), st.integers(1, 7), st.booleans())
+def test_every_element_once_and_the_first_take_more(length: int, size: int, apply_padding: bool) -> None:
+    shares = [plan_share(length, size, rank, apply_padding) for rank in range(size)]
+    assert [index for share in shares for index in range(share.start, share.end)] == list(range(length))
+    taken = [share.end - share.start for share in shares]
+    assert taken == sorted(taken, reverse=True)
+    assert max(taken) - min(taken) <= 1
+    padded = {count + share.padding for count, share in zip(taken, shares, strict=True)}
+    assert padded == ({max(taken)} if apply_padding else set(taken))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5]]),
+        ((1, 2, 3, 4), [(1, 2), (3,), (4,)]),
+        ("abcd", ["ab", "c", "d"]),
+        (range(4), [range(2), range(2, 3), range(3, 4)]),
+        ([1, 2], [[1], [2], []]),
+        ([], [[], [], []]),
+        (
+            {"a": [1, 2, 3, 4], "b": (5, 6, 7, 8)},
+            [{"a": [1, 2], "b": (5, 6)}, {"a": [3], "b": (7,)}, {"a": [4], "b": (8,)}],
+        ),
+        ({"a": {"b": [1, 2, 3]}}, [{"a": {"b": [1]}}, {"a": {"b": [2]}}, {"a": {"b": [3]}}]),
+    ],
+)
+def test_without_padding(inputs: Any, expected: list[Any]) -> None:
+    assert [share_of(inputs, 3, rank) for rank in range(3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 5]]),
+        ((1, 2, 3, 4), [(1, 2), (3, 3), (4, 4)]),
+        ("abcd", ["ab", "cc", "dd"]),
+        (range(4), [range(2), [2, 2], [3, 3]]),
+        ([1], [[1], [1], [1]]),
+        ([], [[], [], []]),
+        ({"a": [1, 2], "b": "xy"}, [{"a": [1], "b": "x"}, {"a": [2], "b": "y"}, {"a": [2], "b": "y"}]),
+    ],
+)
+def test_with_padding(inputs: Any, expected: list[Any]) -> None:
+    assert [share_of(inputs, 3, rank, apply_padding=True) for rank in range(3)] == expected
+
+
+def test_tensors_and_arrays() -> None:
+    rows = torch.arange(8).reshape(4, 2)
+    assert share_of(rows, 3, 0).tolist() == [[0, 1], [2, 3]]
+    assert share_of(rows, 3, 2, apply_padding=True).tolist() == [[6, 7], [6, 7]]
+    array = np.arange(2)
+    last = share_of(array, 3, 2, apply_padding=True)
+    assert isinstance(last, np.ndarray)
+    assert last.tolist() == [1]
+    assert share_of(array, 3, 2).tolist() == []
+
+
+def test_mappings_keep_their_kind() -> None:
+    counted = defaultdict(list, a=[1, 2, 3])
+    share = share_of(counted, 3, 1)
+    assert type(share) is defaultdict
+    assert share["new"] == []
+    assert counted == {"a": [1, 2, 3]}
+    ordered = share_of(OrderedDict(b=[1, 2], a=[3, 4]), 2, 1)
+    assert ordered == OrderedDict(b=[2], a=[4])
+    encoded = UserDict(ids=torch.arange(4))
+    share = share_of(encoded, 2, 1)
+    assert type(share) is UserDict
+    assert share["ids"].tolist() == [2, 3]
+    assert encoded["ids"].tolist() == [0, 1, 2, 3]
+
+
+class Rows:
+    """Stands for `datasets.Dataset`, which is known by its module and selects by index."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Any) -> Rows:
+        return Rows([self.rows[index] for index in indices])
+
+
+Rows.__module__ = "datasets.arrow_dataset"
+
+
+def test_datasets_are_selected_from() -> None:
+    rows = Rows([10, 11, 12, 13])
+    assert [share_of(rows, 3, rank).rows for rank in range(3)] == [[10, 11], [12], [13]]
+    padded = [share_of(rows, 3, rank, apply_padding=True).rows for rank in range(3)]
+    assert padded == [[10, 11], [12, 12], [13, 13]]
+    assert share_of(Rows([7]), 2, 1, apply_padding=True).rows == [7]
+
+
+def test_entries_of_different_length_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'a': 2, 'b': 3.*must be of one length"):
+        share_of({"a": [1, 2], "b": [1, 2, 3]}, 2, 0)
+
+
+@pytest.mark.parametrize("inputs", [3, iter([1]), {"a": 3}])
+def test_what_has_no_length_is_refused(inputs: Any) -> None:
+    with pytest.raises(ConfigurationError, match="has no length"):
+        share_of(inputs, 2, 0)
+
+
+def test_a_tensor_without_dimensions_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no length"):
+        share_of(torch.tensor(3.0), 2, 0)
