@@ -9,9 +9,15 @@ from typing import Any
 from accelerate.commands.utils import CustomArgumentParser, run_command
 
 COMMANDS = {
-    "config": ("accelerate.commands.config:get_config_parser", "Create, update or show the configuration file."),
+    "config": (
+        "accelerate.commands.config:get_config_parser",
+        "Create, update or show the configuration file.",
+    ),
     "env": ("accelerate.commands.env:env_command_parser", "Show versions, devices and configuration."),
-    "launch": ("accelerate.commands.launch:launch_command_parser", "Run a script on one or several processes."),
+    "launch": (
+        "accelerate.commands.launch:launch_command_parser",
+        "Run a script on one or several processes.",
+    ),
     "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
 }
 """Name -> where its parser is made, and what it does in one line."""
@@ -24,10 +30,14 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
         words: of the command line, without the program's name.
     """
     parser = CustomArgumentParser(
-        prog="accelerate", usage="accelerate <command> [<args>]", allow_abbrev=False,
+        prog="accelerate",
+        usage="accelerate <command> [<args>]",
+        allow_abbrev=False,
         description="Train with PyTorch on one CPU, many GPUs or many machines.",
     )
-    subparsers = parser.add_subparsers(metavar="<command>", title="commands", parser_class=CustomArgumentParser)
+    subparsers = parser.add_subparsers(
+        metavar="<command>", title="commands", parser_class=CustomArgumentParser
+    )
     for name in _needed(words):
         _load(name)(subparsers)
     _list_the_rest(subparsers, words)

@@ -79,7 +79,14 @@ def _device_names(kind: str) -> list[str]:
     return [module.get_device_name(index) for index in range(module.device_count())]  # type: ignore[union-attr]
 
 
-SHOWN_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "CUDA_VISIBLE_DEVICES", "NCCL_")
+SHOWN_PREFIXES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MEGATRON_LM_",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+)
 
 
 def _variables() -> dict[str, str]:

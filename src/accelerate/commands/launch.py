@@ -18,9 +18,9 @@ from accelerate.settings.flags import CustomHelpFormatter
 from accelerate.settings.merge import Layer, Settings, merge
 
 DESCRIPTION = (
-    "Run a script on one or several processes, on one or several machines. Every option can also be written with "
-    "dashes. Where an option is set several times, a flag wins over an environment variable, that over "
-    "--config_file, and that over the default configuration file."
+    "Run a script on one or several processes, on one or several machines. Every option can also be "
+    "written with dashes. Where an option is set several times, a flag wins over an environment variable, "
+    "that over --config_file, and that over the default configuration file."
 )
 DEFAULT_FILE = "default file"
 
@@ -32,7 +32,9 @@ class LaunchParser(CustomArgumentParser):
         """As in argparse; the namespace gets the attribute ``given``."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(words, namespace)
-        if rest:  # here and not in the parent parser, which knows none of these flags and could not suggest one
+        if (
+            rest
+        ):  # here and not in the parent parser, which knows none of these flags and could not suggest one
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         flags.mark_given(self, parsed, words)
         return parsed, rest

@@ -12,7 +12,7 @@ DESCRIPTION = "Check that state, random numbers, data loading, training and gath
 SCRIPT = "accelerate.test_utils.scripts.test_script"
 
 
-def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
     """The parser of ``accelerate test``.
 
     Args:

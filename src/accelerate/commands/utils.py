@@ -13,7 +13,11 @@ from accelerate.settings.flags import CustomArgumentParser as CustomArgumentPars
 
 
 def make_parser(
-    name: str, description: str, subparsers: Any = None, parser_class: type[argparse.ArgumentParser] | None = None, **kwargs: Any
+    name: str,
+    description: str,
+    subparsers: Any = None,
+    parser_class: type[argparse.ArgumentParser] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """A command's parser: a subcommand of `accelerate`, or one that stands alone.
 

@@ -1,4 +1,4 @@
-"""What this machine offers to a launch; gathered once, so that resolving a plan needs no look at the machine."""
+"""What this machine offers to a launch, gathered once: resolving a plan then looks at nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merged settings + machine -> LaunchPlan. The one place that chooses a launcher; pure, nothing is started."""
+"""Merged settings + machine -> LaunchPlan; the one place that chooses a launcher. Nothing is started."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _hardware(settings: Settings, machine: Machine) -> Machine:
 
 
 def _refuse_devices(settings: Settings) -> None:
-    mend = "Pass --cpu to run on the CPU, or check that the driver is installed and CUDA_VISIBLE_DEVICES is right"
+    mend = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
     for name in ("multi_gpu", "gpu_ids"):
         value = settings.values[name]
         if value and value != "all":
@@ -124,7 +124,9 @@ def _choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, t
     launch = settings[LaunchSection]
     machines = launch.num_machines
     if machines < 1:
-        raise wrong_value(_where(settings, "num_machines"), machines, "at least one is needed", "Use 1 or more")
+        raise wrong_value(
+            _where(settings, "num_machines"), machines, "at least one is needed", "Use 1 or more"
+        )
     if _says_one_process(settings):
         return settings.replaced("distributed_type: NO", num_processes=1), ()
     if launch.num_processes not in (None, -1):
@@ -204,7 +206,9 @@ def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tup
     given = settings.values["main_process_port"]
     wanted = DEFAULT_PORT if given is None else given
     if not 0 <= wanted <= 65535:
-        raise wrong_value(_where(settings, "main_process_port"), wanted, "ports go from 0 to 65535", "Use 29500")
+        raise wrong_value(
+            _where(settings, "main_process_port"), wanted, "ports go from 0 to 65535", "Use 29500"
+        )
     if several:
         _check_agreed_port(settings, machine, wanted)
         return wanted, ()

@@ -1,4 +1,4 @@
-"""Sections <-> YAML or JSON: where the file is, how it is read and checked, and the classes that users load."""
+"""Sections <-> YAML or JSON: where the file is, how it is checked, and the classes that users load."""
 
 from __future__ import annotations
 
@@ -150,7 +150,13 @@ def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[
         elif isinstance(value, dict):
             yield from ((str(key), str(inner), held) for inner, held in value.items())
         else:
-            problems.append(str(wrong_value(key, value, "this must be a group of settings", "Indent its settings under it")))
+            problems.append(
+                str(
+                    wrong_value(
+                        key, value, "this must be a group of settings", "Indent its settings under it"
+                    )
+                )
+            )
 
 
 @cache
@@ -214,7 +220,8 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
     path = find_config_file(config_file)
     if path is None:
         raise ConfigurationError(
-            f"There is no configuration file at {default_place()}. Run `accelerate config` or pass --config_file."
+            f"There is no configuration file at {default_place()}. "
+            f"Run `accelerate config default` or pass --config_file."
         )
     kind = SageMakerConfig if is_sagemaker(read_mapping(path)) else ClusterConfig
     return kind.from_json_file(str(path)) if path.suffix == ".json" else kind.from_yaml_file(str(path))
@@ -232,7 +239,9 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         """Turn words into members of their enumerations."""
-        self.compute_environment = _member(ComputeEnvironment, "compute_environment", self.compute_environment)
+        self.compute_environment = _member(
+            ComputeEnvironment, "compute_environment", self.compute_environment
+        )
         amazon = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kinds: type[Enum] = SageMakerDistributedType if amazon else DistributedType
         self.distributed_type = _member(kinds, "distributed_type", self.distributed_type)
@@ -280,7 +289,9 @@ class BaseConfig:
 
     def to_json_file(self, json_file: str) -> None:
         """Write the settings as JSON."""
-        Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        Path(json_file).write_text(
+            json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
     def to_yaml_file(self, yaml_file: str) -> None:
         """Write the settings as YAML."""

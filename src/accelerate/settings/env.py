@@ -1,7 +1,7 @@
 """Settings <-> environment variables: the contract between launcher and worker.
 
-`encode` runs in the launcher, `decode` and `read` in the worker; both are loops over the same declarations, so a value
-written by one is read by the other.
+`encode` runs in the launcher, `decode` and `read` in the worker; both are loops over the same declarations,
+so a value written by one is read by the other.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
-    """A parser whose flags can be written with underscores or dashes, and that suggests what a wrong one may mean."""
+    """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
@@ -90,7 +90,9 @@ class CustomHelpFormatter(argparse.HelpFormatter):
         """Show one spelling of each flag and its value once."""
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        shown = [flag for flag in action.option_strings if "-" not in flag.lstrip("-")] or action.option_strings
+        shown = [
+            flag for flag in action.option_strings if "-" not in flag.lstrip("-")
+        ] or action.option_strings
         value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
         return f"{', '.join(shown)}{value}"
 
@@ -117,7 +119,12 @@ def add_sections(parser: CustomArgumentParser, sections: Iterable[type[Section]]
             groups[row.group].add_argument(*row.flags, **_arguments(row))
             for flag in row.negations:
                 groups[row.group].add_argument(
-                    flag, action="store_const", const=False, default=True, dest=row.name, help=f"Not {row.flags[0]}."
+                    flag,
+                    action="store_const",
+                    const=False,
+                    default=True,
+                    dest=row.name,
+                    help=f"Not {row.flags[0]}.",
                 )
 
 
@@ -142,8 +149,8 @@ def _help(row: Option) -> str:
 def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, args: Iterable[str]) -> None:
     """Note on a parsed namespace which flags were on the command line.
 
-    A flag's default is part of the public interface, so a value alone does not say whether the user chose it. The same
-    words are therefore parsed once more, onto a namespace where every flag is unset.
+    A flag's default is part of the public interface, so a value alone does not say whether the user chose it.
+    The same words are therefore parsed once more, onto a namespace where every flag is unset.
 
     Args:
         parser: parsed `args` without an error before.
@@ -165,7 +172,7 @@ def layer(namespace: argparse.Namespace) -> Layer:
     """The given flags as a layer of settings.
 
     Args:
-        namespace: result of parsing; of one built by hand, every value that differs from the flag's default counts.
+        namespace: result of parsing; of one built by hand, values that differ from the default count.
 
     Raises:
         ConfigurationError: values have the wrong type; all of them are named.

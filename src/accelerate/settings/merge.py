@@ -42,10 +42,13 @@ def all_options() -> Mapping[str, Option]:
 class Settings:
     """The value of every option, and where it came from.
 
-    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` says who set it.
+    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` says who
+    set it.
     """
 
-    def __init__(self, values: Mapping[str, Any], sources: Mapping[str, str], notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], sources: Mapping[str, str], notes: tuple[str, ...] = ()
+    ) -> None:
         self.values = values
         self.notes = notes
         self._sources = sources
@@ -64,7 +67,9 @@ class Settings:
 
     def replaced(self, source: str, **values: Any) -> Settings:
         """The same settings with some values changed, and `source` as where those came from."""
-        return Settings({**self.values, **values}, {**self._sources, **dict.fromkeys(values, source)}, self.notes)
+        return Settings(
+            {**self.values, **values}, {**self._sources, **dict.fromkeys(values, source)}, self.notes
+        )
 
     def __iter__(self) -> Iterator[tuple[Option, Any, str]]:
         """Every option with its value and source, in the order of declaration."""
@@ -79,8 +84,8 @@ def merge(*layers: Layer) -> Settings:
         layers: the weakest first; a later one wins.
 
     Returns:
-        All settings. A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those named by
-        weaker layers, so that a flag can leave what a file chose.
+        All settings. A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those
+        named by weaker layers, so that a flag can leave what a file chose.
     """
     values = {name: row.default for name, row in all_options().items()}
     sources: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""One declaration per option: its flag, file key, environment variable, question and docs row all follow from it.
+"""One declaration per option: flag, file key, variable, question and docs row all follow from it.
 
-A section is a frozen dataclass whose fields are made by :func:`option`. ``Section.options()`` turns the fields into
-:class:`Option` rows; flags, file, environment and documentation are loops over those rows and nothing else.
+A section is a frozen dataclass whose fields are made by `option`. ``Section.options()`` turns the fields into
+`Option` rows; flags, file, environment and documentation are loops over those rows and nothing else.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Option:
         flags: spellings on the command line; empty means that there is no flag.
         negations: flags that say no, where a switch has one of its own.
         action: what argparse does with the flag.
-        flag_default: what an absent flag leaves in the namespace (part of the public interface, not a setting).
+        flag_default: what an absent flag leaves in the namespace (part of the interface, not a setting).
         flag_type: how argparse converts the text of the flag.
         group: heading of the flag in the help.
         key: name in the configuration file; ``None`` keeps the option out of files.
-        variables: environment variables; several when the value is a tuple with one variable for each element.
+        variables: environment variables; several when the value is a tuple with a variable for each element.
         aliases: further variables that are read (in this order) where the first is absent, and never written.
         spell: value to text of the variable; ``None`` means that the variable is not written.
         ask: the question of the questionnaire; ``None`` means that it is not asked.
@@ -71,7 +71,7 @@ class Option:
 
         Args:
             value: what was written; text is accepted for every kind.
-            where: how the user knows this place, for the error ("--num_processes", "fsdp_config.fsdp_version").
+            where: the place as the user knows it ("--num_processes", "fsdp_config.fsdp_version").
 
         Raises:
             ConfigurationError: the value has the wrong type or is not among the choices.
@@ -158,9 +158,9 @@ def option(
         choices: accepted values.
         flags: spellings; default ``--<field name>``; ``()`` for none. The dash form is added by the parser.
         negations: flags that say no.
-        text_flag: a yes/no option whose flag takes the words ``true`` and ``false`` instead of being a switch.
+        text_flag: a yes/no option whose flag takes the word ``true`` or ``false`` instead of being a switch.
         action: an argparse action other than the one that follows from the type.
-        flag_default: what an absent flag leaves in the namespace; default: `default`, as text for a text flag.
+        flag_default: what an absent flag leaves in the namespace; default: `default`.
         flag_type: argparse converter; default: the field's type.
         group: help heading; default: the section's title.
         key: file key; default: the field's name; ``None`` for none.
@@ -244,4 +244,6 @@ def refuse_all(problems: list[str]) -> None:
         return
     if len(problems) == 1:
         raise ConfigurationError(problems[0])
-    raise ConfigurationError("\n".join([f"{len(problems)} settings are wrong:", *(f"  - {p}" for p in problems)]))
+    raise ConfigurationError(
+        "\n".join([f"{len(problems)} settings are wrong:", *(f"  - {p}" for p in problems)])
+    )

@@ -37,7 +37,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", mend)
     path = Path(save_location).expanduser()
     if path.exists():
-        print(f"There is a configuration file at {path} already; it is left as it is. Remove it to write a new one.")
+        print(f"{path} is there already and is left as it is. Remove it to write a new one.")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     _save(_config_of_this_machine(precision), path)
@@ -70,7 +70,11 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         parents: parsers whose options it has too.
     """
     made = parser.add_parser(
-        "default", parents=parents, help=description, description=description, formatter_class=SubcommandHelpFormatter
+        "default",
+        parents=parents,
+        help=description,
+        description=description,
+        formatter_class=SubcommandHelpFormatter,
     )
     made.add_argument(
         "--config_file",

@@ -19,7 +19,11 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
         parents: parsers whose options it has too.
     """
     made = parser.add_parser(
-        "show", parents=parents, help=description, description=description, formatter_class=SubcommandHelpFormatter
+        "show",
+        parents=parents,
+        help=description,
+        description=description,
+        formatter_class=SubcommandHelpFormatter,
     )
     made.add_argument("--config_file", default=None, help="The file; default: the default one.")
     made.set_defaults(func=show_config_command)

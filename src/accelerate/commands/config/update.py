@@ -11,7 +11,9 @@ from accelerate.settings.config_file import default_config_file as default_confi
 from accelerate.settings.config_file import default_place
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
 
-description = "Update an existing config file with the latest defaults while maintaining the old configuration."
+description = (
+    "Update an existing config file with the latest defaults while maintaining the old configuration."
+)
 
 
 def update_config(args: argparse.Namespace) -> str:
@@ -41,7 +43,11 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
         parents: parsers whose options it has too.
     """
     made = parser.add_parser(
-        "update", parents=parents, help=description, description=description, formatter_class=SubcommandHelpFormatter
+        "update",
+        parents=parents,
+        help=description,
+        description=description,
+        formatter_class=SubcommandHelpFormatter,
     )
     made.add_argument("--config_file", default=None, help="The file; default: the default one.")
     made.set_defaults(func=update_config_command)

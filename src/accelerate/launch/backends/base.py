@@ -42,7 +42,9 @@ def launcher_for(plan: LaunchPlan) -> Launcher:
     """
     if plan.launcher not in LAUNCHERS:
         what = MISSING.get(plan.launcher, plan.launcher)
-        raise ConfigurationError(f"This version cannot launch on {what}. Use one machine, or torchrun's kind of cluster.")
+        raise ConfigurationError(
+            f"This version cannot launch on {what}. Use one machine, or torchrun's kind of cluster."
+        )
     module, _, name = LAUNCHERS[plan.launcher].partition(":")
     launcher: Launcher = getattr(import_module(module), name)()
     return launcher

@@ -23,7 +23,7 @@ class ElasticLauncher:
 
         with patch_environment(**plan.environment):
             try:
-                torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))
+                torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
             except ChildFailedError as error:
                 rank, failure = error.get_first_failure()
                 code = exit_code(failure.exitcode)

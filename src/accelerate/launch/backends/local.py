@@ -1,8 +1,8 @@
 """One process.
 
-The script runs in a child that is started with `subprocess`, not by replacing this process: `launch_command` is also
-called as a function by other programs, which expect it to return, and the launcher can say how the script ended. The
-child costs a few milliseconds and no import of torch.
+The script runs in a child that is started with `subprocess`, not by replacing this process: other programs
+call `launch_command` as a function and expect it to return, and the launcher can say how the script ended.
+The child costs a few milliseconds and no import of torch.
 """
 
 from __future__ import annotations

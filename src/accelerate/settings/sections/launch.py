@@ -49,7 +49,7 @@ class LaunchSection(Section):
     )
     distributed_type: str | None = option(
         None,
-        "The way of training, in configuration files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM, XLA.",
+        "The way of training in files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM or XLA.",
         flags=(),
         ask="Which way of training?",
     )
@@ -127,7 +127,7 @@ class LaunchSection(Section):
     )
     debug: bool = option(
         False,
-        "Check before each collective that all processes agree on its shapes, and name the one that does not.",
+        "Check before each collective that all processes agree on shapes, and name the one that does not.",
         group=GENERAL,
         flag_default=None,
         env="ACCELERATE_DEBUG_MODE",

@@ -40,7 +40,10 @@ class ParallelismSection(Section):
         1, "Processes that share each sequence (context parallelism).", env="PARALLELISM_CONFIG_CP_SIZE"
     )
     parallelism_config_cp_backend: str = option(
-        "torch", "Implementation of context parallelism.", choices=("torch",), env="PARALLELISM_CONFIG_CP_BACKEND"
+        "torch",
+        "Implementation of context parallelism.",
+        choices=("torch",),
+        env="PARALLELISM_CONFIG_CP_BACKEND",
     )
     parallelism_config_sp_size: int = option(
         1, "Processes that share each sequence (Ulysses).", env="PARALLELISM_CONFIG_SP_SIZE"
@@ -51,6 +54,7 @@ class ParallelismSection(Section):
         choices=("deepspeed",),
         env="PARALLELISM_CONFIG_SP_BACKEND",
     )
+
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:
         """Only when a mesh is asked for."""
@@ -69,6 +73,7 @@ class ContextParallelSection(Section):
         "How context parallelism exchanges keys and values: allgather or alltoall.",
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
     )
+
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:
         """Only when sequences are split over a context-parallel axis."""
@@ -100,7 +105,6 @@ class SequenceParallelSection(Section):
         "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3.",
         env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
     )
-
 
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:

@@ -8,14 +8,14 @@ from typing import Any
 
 from accelerate.base.environ import str_to_bool
 from accelerate.settings.option import Section, option
-from accelerate.settings.spelling import as_bit, upper
 from accelerate.settings.sections.launch import RESOURCES
+from accelerate.settings.spelling import as_bit, upper
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def _three_choices(text: str) -> tuple[bool, bool, bool]:
-    """Read ``true,false,true``: the forward product, the gradient of the data, the gradient of the weights."""
+    """Read ``true,false,true``: forward product, gradient of the data, gradient of the weights."""
     fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
     return fprop, dgrad, wgrad
 
@@ -128,4 +128,4 @@ class Fp8Section(Section):
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:
         """Only when FP8 is the number format."""
-        return values["mixed_precision"] == "fp8"
+        return bool(values["mixed_precision"] == "fp8")

@@ -16,14 +16,20 @@ class TpuSection(Section):
 
     tpu: bool = option(False, "Run on TPU.", group=HARDWARE, key=None)
     tpu_use_cluster: bool = option(
-        False, "Start the script on all hosts of a TPU pod.", flags=("--tpu_cluster",), negations=("--no_tpu_cluster",)
+        False,
+        "Start the script on all hosts of a TPU pod.",
+        flags=("--tpu_cluster",),
+        negations=("--no_tpu_cluster",),
     )
     tpu_use_sudo: bool = option(False, "Run as root on the hosts of the pod.")
     vm: tuple[str, ...] | None = option(
         None, "Hosts of the pod; once for each.", action="append", key="tpu_vm"
     )
     env: tuple[str, ...] | None = option(
-        None, "Variables (NAME=value) for the hosts of the pod; once for each.", action="append", key="tpu_env"
+        None,
+        "Variables (NAME=value) for the hosts of the pod; once for each.",
+        action="append",
+        key="tpu_env",
     )
     downcast_bf16: bool = option(
         False, "Compute float32 and float64 in bfloat16 on TPU; without it only float32."

@@ -1,0 +1,1 @@
+"""Helpers for tests of programs that use this package, and the scripts that `accelerate test` launches."""

@@ -1,0 +1,1 @@
+"""Scripts that `accelerate test` and the tests launch."""

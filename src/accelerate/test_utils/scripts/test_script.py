@@ -1,0 +1,198 @@
+"""The self-check that `accelerate test` launches: one line for each check, exit code 1 when one failed.
+
+Every process runs every check; a check fails when it fails on any process. Processes agree on the result
+before the next check begins, so a failure on one of them does not leave the others waiting in a later collective.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from accelerate.accelerator import Accelerator
+from accelerate.ops.collectives import broadcast, gather, gather_object
+from accelerate.rng import set_seed, synchronize_rng_states
+
+SAMPLES = 22
+BATCH = 4
+STEPS = 5
+TOLERANCE = 1e-5
+
+
+class CheckFailedError(Exception):
+    """A check found something wrong."""
+
+
+def expect(claim: bool, problem: str) -> None:
+    """Raise unless the claim holds.
+
+    Args:
+        claim: what should be true.
+        problem: what is wrong when it is not.
+    """
+    if not claim:
+        raise CheckFailedError(problem)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """The numbers 0, 1, 2, ... as tensors."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def check_state(accelerator: Accelerator) -> None:
+    """Ranks are 0..n-1, one main process, and a barrier that all pass."""
+    count, rank = accelerator.num_processes, accelerator.process_index
+    expect(0 <= rank < count, f"rank {rank} of {count}")
+    expect(accelerator.is_main_process == (rank == 0), "rank 0 is not the main process, or another one is")
+    ranks = gather_object([rank])
+    expect(sorted(ranks) == list(range(count)), f"the processes call themselves {ranks}")
+    accelerator.wait_for_everyone()
+    with accelerator.split_between_processes(list(range(SAMPLES))) as mine:
+        shares = gather_object([list(mine)])
+    expect(sum(shares, []) == list(range(SAMPLES)), f"split_between_processes dealt {shares}")
+
+
+def check_collectives(accelerator: Accelerator) -> None:
+    """gather, reduce, broadcast and pad give what their names say."""
+    count, rank = accelerator.num_processes, accelerator.process_index
+    mine = torch.tensor([rank, 10 + rank], device=accelerator.device)
+    everyone = [value for r in range(count) for value in (r, 10 + r)]
+    expect(gather(mine).tolist() == everyone, "gather does not give the values of all in order of rank")
+    total = accelerator.reduce(mine, reduction="sum").tolist()
+    expect(total == [sum(range(count)), 10 * count + sum(range(count))], f"reduce gives {total}")
+    first = broadcast(mine.clone(), from_process=0).tolist()
+    expect(first == [0, 10], f"broadcast gives {first}")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
+    expect(padded.shape[0] == count, f"pad_across_processes gives the length {padded.shape[0]}")
+
+
+def check_random_numbers(accelerator: Accelerator) -> None:
+    """After synchronisation all processes draw the same numbers; a device-specific seed makes them differ."""
+    set_seed(7 + accelerator.process_index)
+    synchronize_rng_states(["torch"])
+    drawn = gather(torch.rand(1).to(accelerator.device))
+    expect(bool((drawn == drawn[0]).all()), f"after synchronisation the processes draw {drawn.tolist()}")
+    set_seed(7, device_specific=True)
+    drawn = gather(torch.rand(1).to(accelerator.device)).tolist()
+    expect(len(set(drawn)) == accelerator.num_processes, f"with device_specific seeds they draw {drawn}")
+
+
+def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> None:
+    """Every sample is seen, and gather_for_metrics takes off what fills the last batch up."""
+    set_seed(3)
+    loader = DataLoader(Numbers(SAMPLES), batch_size=BATCH, shuffle=shuffle)
+    accelerator.dataloader_config.dispatch_batches = dispatch
+    prepared = accelerator.prepare_data_loader(loader)
+    accelerator.dataloader_config.dispatch_batches = None
+    sizes, seen = set(), []
+    for batch in prepared:
+        expect(batch.device.type == accelerator.device.type, f"a batch is on {batch.device}")
+        sizes.add(int(gather(torch.tensor([len(batch)], device=batch.device)).max()))
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    expect(sizes == {BATCH} or SAMPLES % BATCH != 0, f"the batches have the sizes {sizes}")
+    in_order = seen if not shuffle else sorted(seen)
+    expect(in_order == list(range(SAMPLES)), f"the samples seen are {seen}")
+    expect(not shuffle or seen != sorted(seen), "shuffle=True leaves the order as it is")
+
+
+def check_training(accelerator: Accelerator) -> None:
+    """Training on all processes gives the weights of training on one with the joined batch."""
+    prepared = _train(accelerator)
+    reference = _train_alone(accelerator.num_processes * BATCH)
+    worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(prepared, reference, strict=True))
+    limit = TOLERANCE if accelerator.mixed_precision == "no" else 0.05
+    expect(worst <= limit, f"weights differ from those of one process by {worst:.2e} (limit {limit:.0e})")
+
+
+def _parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(11)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _data(batch_size: int, processes: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    drawn = torch.Generator().manual_seed(5)
+    inputs = torch.randn(processes * BATCH * STEPS, 3, generator=drawn)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+def _train(accelerator: Accelerator) -> list[torch.Tensor]:
+    model, optimizer = _parts()
+    loader = _data(BATCH, accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()]
+
+
+def _train_alone(batch_size: int) -> list[torch.Tensor]:
+    model, optimizer = _parts()
+    for inputs, targets in _data(batch_size, batch_size // BATCH):
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+CHECKS: dict[str, Callable[[Accelerator], None]] = {
+    "state": check_state,
+    "collectives": check_collectives,
+    "random numbers": check_random_numbers,
+    "loader, sharded": lambda a: check_loader(a, dispatch=False, shuffle=False),
+    "loader, sharded and shuffled": lambda a: check_loader(a, dispatch=False, shuffle=True),
+    "loader, dispatched": lambda a: check_loader(a, dispatch=True, shuffle=False),
+    "loader, dispatched and shuffled": lambda a: check_loader(a, dispatch=True, shuffle=True),
+    "training equals one process": check_training,
+}
+
+
+def run_check(accelerator: Accelerator, check: Callable[[Accelerator], None]) -> list[str]:
+    """Run one check on all processes.
+
+    Returns:
+        What went wrong, by process; the same list on all of them.
+    """
+    try:
+        check(accelerator)
+    except Exception as error:  # whatever it is, it is reported and makes the exit code 1
+        mine = [f"process {accelerator.process_index}: {type(error).__name__}: {error}"]
+    else:
+        mine = []
+    found = gather_object([mine])
+    return [problem for problems in found for problem in problems]
+
+
+def main() -> None:
+    """Run every check and exit with 1 if one failed."""
+    accelerator = Accelerator()
+    accelerator.print(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
+        f"{accelerator.distributed_type}, mixed_precision={accelerator.mixed_precision}"
+    )
+    failed = 0
+    for name, check in CHECKS.items():
+        problems = run_check(accelerator, check)
+        accelerator.print(f"{'FAILED' if problems else 'ok':>6}  {name}")
+        for problem in problems:
+            accelerator.print(f"        {problem}")
+        failed += bool(problems)
+    accelerator.print("All checks passed." if not failed else f"{failed} of {len(CHECKS)} checks failed.")
+    accelerator.end_training()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accelerate.base.enums import ComputeEnvironment, DistributedType
+from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError
+from accelerate.settings import config_file
+from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.settings.merge import merge
+
+SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_files_shipped_by_other_projects_load_and_write_back(path: Path, tmp_path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+    written = yaml.safe_load(path.read_text())
+    for key in ("num_processes", "mixed_precision", "distributed_type", "use_cpu"):
+        assert config.to_dict()[key] == written[key]
+    config.to_yaml_file(str(tmp_path / "again.yaml"))
+    assert load_config_from_file(str(tmp_path / "again.yaml")) == config
+    config.to_json_file(str(tmp_path / "again.json"))
+    assert load_config_from_file(str(tmp_path / "again.json")) == config
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_such_files_choose_the_way_of_training(path: Path) -> None:
+    settings = merge(config_file.layer(path, "file"))
+    kind = yaml.safe_load(path.read_text())["distributed_type"]
+    assert settings.values["use_fsdp"] == (kind == "FSDP")
+    assert settings.values["use_deepspeed"] == (kind == "DEEPSPEED")
+    assert settings.values["multi_gpu"] == (kind == "MULTI_GPU")
+    assert settings.source("num_processes") == "file"
+
+
+def test_nested_values_reach_their_options(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        mixed_precision: fp8
+        use_cpu: true
+        fp8_config: {backend: TE, margin: 2, override_linear_precision: [true, false, true]}
+        fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}
+        dynamo_config: {dynamo_backend: INDUCTOR}
+        parallelism_config: {parallelism_config_tp_size: 2}
+        """,
+    )
+    values = config_file.layer(path, "file").values
+    assert values["cpu"] is True
+    assert values["fp8_backend"] == "te"
+    assert values["fp8_margin"] == 2
+    assert values["fp8_override_linear_precision"] == (True, False, True)
+    assert values["fsdp_version"] == 2
+    assert values["fsdp_reshard_after_forward"] == "true"
+    assert values["dynamo_backend"] == "inductor"
+    assert values["parallelism_config_tp_size"] == 2
+    assert values["use_parallelism_config"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("num_proceses: 2", "num_proceses: there is no such setting. Did you mean num_processes?"),
+        (
+            "fsdp_config: {fsdp_versoin: 2}",
+            "fsdp_config.fsdp_versoin: there is no such setting. Did you mean",
+        ),
+        ("qqqqqq: 1", "qqqqqq: there is no such setting. Remove it"),
+        ("num_processes: many", "num_processes='many': this must be a whole number"),
+        ("mixed_precision: fp32", "mixed_precision='fp32': this is not one of the accepted values"),
+        ("use_cpu: perhaps", "use_cpu='perhaps': this must be yes or no"),
+        ("fsdp_config: 3", "fsdp_config=3: this must be a group of settings"),
+        ("distributed_type: MANY", "distributed_type='MANY': there is no such way of training"),
+        ("- a\n- b", "holds no settings"),
+        ("", "holds no settings"),
+        ("a: [1", "is not valid"),
+        ("\tx", "is not valid"),
+    ],
+)
+def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        config_file.layer(path, "file")
+    assert problem in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "num_proceses: 2\nmixed_precision: fp32\nuse_cpu: perhaps\n")
+    with pytest.raises(ConfigurationError, match="3 settings are wrong"):
+        config_file.layer(path, "file")
+
+
+def test_empty_entries_say_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
+    assert dict(config_file.layer(path, "file").values) == {"mixed_precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"HF_HOME": "/a", "XDG_CACHE_HOME": "/b"}, "/a/accelerate/default_config.yaml"),
+        ({"HF_HOME": "", "XDG_CACHE_HOME": "/b"}, "/b/huggingface/accelerate/default_config.yaml"),
+        (
+            {"HF_HOME": "", "XDG_CACHE_HOME": "", "HOME": "/c"},
+            "/c/.cache/huggingface/accelerate/default_config.yaml",
+        ),
+    ],
+)
+def test_the_default_place_follows_the_variables(variables: dict[str, str], wanted: str) -> None:
+    with patch_environment(**variables):
+        assert str(config_file.default_place()) == wanted
+
+
+def test_a_default_file_is_found_and_a_missing_given_one_is_an_error(tmp_path: Path) -> None:
+    with patch_environment(HF_HOME=tmp_path):
+        assert config_file.find_config_file(None) is None
+        with pytest.raises(ConfigurationError, match="There is no configuration file at"):
+            load_config_from_file(None)
+        (tmp_path / "accelerate").mkdir()
+        path = write(tmp_path / "accelerate", json.dumps({"num_processes": 3}), "default_config.json")
+        assert config_file.find_config_file(None) == path
+        assert load_config_from_file(None).num_processes == 3  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="--config_file='nowhere.yaml': there is no such file"):
+        config_file.find_config_file("nowhere.yaml")
+
+
+def test_words_become_members_and_groups_are_never_none() -> None:
+    config = ClusterConfig("LOCAL_MACHINE", "fsdp", "no", False, False)  # type: ignore[arg-type]
+    assert config.compute_environment is ComputeEnvironment.LOCAL_MACHINE
+    assert config.distributed_type is DistributedType.FSDP
+    assert config.fsdp_config == {}
+    assert "fsdp_config" not in config.to_dict()
+    assert config.to_dict()["distributed_type"] == "FSDP"
+
+
+def test_a_word_that_is_no_member_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="distributed_type='MANY'"):
+        ClusterConfig("LOCAL_MACHINE", "MANY", "no", False, False)  # type: ignore[arg-type]
+
+
+def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        compute_environment: AMAZON_SAGEMAKER
+        distributed_type: DATA_PARALLEL
+        mixed_precision: fp16
+        ec2_instance_type: ml.p3.2xlarge
+        iam_role_name: trainer
+        region: eu-west-1
+        """,
+    )
+    config = load_config_from_file(str(path))
+    assert isinstance(config, SageMakerConfig)
+    assert config.region == "eu-west-1"
+    assert config.use_cpu is False
+    settings = merge(config_file.layer(path, "file"))
+    assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
+
+
+def test_every_field_of_the_classes_is_a_key_that_files_may_have() -> None:
+    known = config_file._known("")
+    for kind in (ClusterConfig, SageMakerConfig):
+        assert {field.name for field in fields(kind)} <= set(known)

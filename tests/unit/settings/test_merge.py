@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accelerate.settings import config_file, env
+from accelerate.settings.merge import BUILT_IN, FLAG, Layer, merge
+from accelerate.settings.sections.launch import LaunchSection
+from accelerate.settings.sections.precision import PrecisionSection
+
+
+def test_without_layers_everything_is_built_in() -> None:
+    settings = merge()
+    assert settings[PrecisionSection].mixed_precision == "no"
+    assert settings.source("mixed_precision") == BUILT_IN
+    assert not settings.given("mixed_precision")
+
+
+def flag_layer(folder: Path) -> Layer:
+    return Layer(FLAG, {"mixed_precision": "fp16"})
+
+
+def environment_layer(folder: Path) -> Layer:
+    return env.layer({"ACCELERATE_MIXED_PRECISION": "bf16"})
+
+
+def file_layer(folder: Path) -> Layer:
+    path = folder / "config.yaml"
+    path.write_text("mixed_precision: fp8\n")
+    return config_file.layer(path, str(path))
+
+
+def nothing(folder: Path) -> Layer:
+    return Layer("nothing", {})
+
+
+STRENGTH: list[tuple[str, Callable[[Path], Layer]]] = [
+    ("fp16", flag_layer),
+    ("bf16", environment_layer),
+    ("fp8", file_layer),
+]
+
+
+@pytest.mark.parametrize("present", list(itertools.product([True, False], repeat=3)))
+def test_flag_wins_over_environment_over_file_over_built_in(
+    tmp_path: Path, present: tuple[bool, ...]
+) -> None:
+    rows = list(zip(STRENGTH, present, strict=True))
+    layers = [make(tmp_path) if there else nothing(tmp_path) for (_, make), there in rows]
+    wanted = next((value for (value, _), there in rows if there), "no")
+    settings = merge(*reversed(layers))
+    assert settings.values["mixed_precision"] == wanted
+    sources = [layer.source for layer, there in zip(layers, present, strict=True) if there]
+    assert settings.source("mixed_precision") == (sources[0] if sources else BUILT_IN)
+
+
+def test_a_flag_leaves_the_way_of_training_of_the_file() -> None:
+    settings = merge(Layer("file", {"use_fsdp": True}), Layer(FLAG, {"use_deepspeed": True}))
+    assert not settings.values["use_fsdp"]
+    assert settings.values["use_deepspeed"]
+
+
+def test_a_mesh_goes_together_with_a_way_of_training() -> None:
+    settings = merge(Layer("file", {"use_parallelism_config": True}), Layer(FLAG, {"use_fsdp": True}))
+    assert settings.values["use_parallelism_config"]
+
+
+def test_replaced_values_name_their_source() -> None:
+    settings = merge().replaced("chosen", num_processes=2)
+    assert settings[LaunchSection].num_processes == 2
+    assert settings.source("num_processes") == "chosen"
+    assert merge().values["num_processes"] is None
+
+
+def test_all_values_can_be_listed_with_their_sources() -> None:
+    rows = {row.name: (value, source) for row, value, source in merge(Layer(FLAG, {"debug": True}))}
+    assert rows["debug"] == (True, FLAG)
+    assert rows["num_machines"] == (1, BUILT_IN)

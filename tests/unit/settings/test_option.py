@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.settings.option import Section, option, refuse_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Section):
+    title = "Sample"
+
+    flag: bool = option(False, "A switch.")
+    words: bool = option(True, "A word.", text_flag=True)
+    count: int | None = option(None, "A number.")
+    share: float = option(0.5, "A fraction.")
+    name: str | None = option(None, "A text.", env="NAME")
+    kind: str = option("A", "A choice.", choices=("A", "B"))
+    parts: tuple[str, ...] | None = option(None, "A list.", flags=(), key=None)
+
+
+ROWS = {row.name: row for row in Sample.options()}
+
+
+def test_the_row_follows_from_the_declaration() -> None:
+    assert ROWS["flag"].action == "store_true"
+    assert ROWS["words"].action == "store"
+    assert ROWS["words"].flag_default == "true"
+    assert ROWS["count"].kind is int
+    assert ROWS["count"].flags == ("--count",)
+    assert ROWS["name"].variables == ("NAME",)
+    assert ROWS["name"].key == "name"
+    assert ROWS["parts"].key is None
+    assert ROWS["parts"].flags == ()
+    assert ROWS["kind"].group == "Sample"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("flag", "yes", True),
+        ("flag", "NO", False),
+        ("flag", True, True),
+        ("count", "3", 3),
+        ("count", 3.0, 3),
+        ("share", "1e-2", 0.01),
+        ("share", 1, 1.0),
+        ("name", 3, "3"),
+        ("name", True, "true"),
+        ("kind", "b", "B"),
+        ("parts", "a, b", ("a", "b")),
+        ("parts", ["a"], ("a",)),
+    ],
+)
+def test_text_and_values_of_a_file_become_the_type(name: str, written: object, value: object) -> None:
+    assert ROWS[name].read(written, name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "reason"),
+    [
+        ("flag", "perhaps", "yes or no"),
+        ("count", "many", "whole number"),
+        ("count", 1.5, "whole number"),
+        ("count", True, "whole number"),
+        ("share", "half", "a number"),
+        ("share", False, "a number"),
+        ("name", ["a"], "one text"),
+        ("kind", "C", "Use one of A, B"),
+        ("parts", 3, "a list"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(name: str, written: object, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        ROWS[name].read(written, "the place")
+    assert str(caught.value).startswith(f"the place={written!r}")
+
+
+def test_several_problems_are_one_error() -> None:
+    refuse_all([])
+    with pytest.raises(ConfigurationError, match="^only this$"):
+        refuse_all(["only this"])
+    with pytest.raises(ConfigurationError, match="2 settings are wrong:\n  - one\n  - two"):
+        refuse_all(["one", "two"])
