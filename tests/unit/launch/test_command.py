@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from accelerate.base.environ import patch_environment
+from accelerate.launch.command import env_var_path_add, local_command, torchrun_arguments
+from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
+
+ARGUMENTS = ("--help", "--", "-m", "x y")
+
+
+def test_each_kind_of_target_has_its_command() -> None:
+    assert local_command(Target("script", "a.py", ARGUMENTS)) == [sys.executable, "a.py", *ARGUMENTS]
+    assert local_command(Target("module", "a.b", ARGUMENTS)) == [sys.executable, "-m", "a.b", *ARGUMENTS]
+    assert local_command(Target("program", "a", ARGUMENTS)) == ["a", *ARGUMENTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "switch"), [("script", []), ("module", ["--module"]), ("program", ["--no_python"])]
+)
+def test_torchrun_gets_the_target_last(kind: str, switch: list[str]) -> None:
+    words = torchrun_arguments(LaunchPlan("elastic", Target(kind, "a", ARGUMENTS), processes=2))  # type: ignore[arg-type]
+    assert words[-len(ARGUMENTS) - 1 - len(switch) :] == [*switch, "a", *ARGUMENTS]
+
+
+def test_torchrun_is_told_the_layout_and_the_meeting() -> None:
+    meeting = Rendezvous("static", "10.0.0.1", 5, "timeout=9", 2, 0.5, "trainer", "3", "/logs")
+    plan = LaunchPlan(
+        "elastic", Target("script", "a.py"), processes=6, machines=2, machine=1, rendezvous=meeting
+    )
+    pairs = dict(zip(torchrun_arguments(plan)[:-1:2], torchrun_arguments(plan)[1:-1:2], strict=True))
+    assert pairs == {
+        "--nnodes": "2",
+        "--nproc_per_node": "3",
+        "--node_rank": "1",
+        "--master_addr": "10.0.0.1",
+        "--master_port": "5",
+        "--rdzv_backend": "static",
+        "--rdzv_conf": "timeout=9",
+        "--max_restarts": "2",
+        "--monitor_interval": "0.5",
+        "--role": "trainer",
+        "--tee": "3",
+        "--log_dir": "/logs",
+    }
+
+
+def test_an_elastic_meeting_has_an_endpoint() -> None:
+    meeting = Rendezvous("c10d", "host", 5)
+    words = torchrun_arguments(
+        LaunchPlan("elastic", Target("script", "a.py"), processes=2, rendezvous=meeting)
+    )
+    assert words[words.index("--rdzv_endpoint") + 1] == "host:5"
+    assert "--master_addr" not in words
+
+
+def test_a_folder_goes_to_the_end_of_a_search_path() -> None:
+    with patch_environment(SAMPLE_PATH="/a:/b"):
+        assert env_var_path_add("SAMPLE_PATH", "/c") == "/a:/b:/c"
+    assert env_var_path_add("SAMPLE_PATH", "/c") == "/c"

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.base.environ import clear_environment, current
+from accelerate.base.errors import ConfigurationError
+from accelerate.commands.launch import launch_command_parser
+from accelerate.launch import namespace
+
+OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
+BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}
+
+
+def decided(seen: dict[str, Any]) -> argparse.Namespace:
+    args = launch_command_parser().parse_args([*seen["argv"], "script.py", "--x", "1"])
+    vars(args).update(seen["preset_args"])
+    return args
+
+
+@pytest.mark.parametrize("name", sorted(BUILT))
+def test_environments_are_those_of_the_interface(name: str) -> None:
+    seen = BUILT[name]
+    args = decided(seen)
+    with clear_environment():
+        made = getattr(namespace, seen["function"])(args)
+        inherited = set(current())
+    environment = made[1] if isinstance(made, tuple) else made
+    added = {key: text for key, text in environment.items() if key not in inherited}
+    assert added == seen["env"]
+    assert environment.keys() >= inherited
+
+
+def test_the_simple_command_is_the_script_with_its_arguments() -> None:
+    command, _ = namespace.prepare_simple_launcher_cmd_env(decided(OBSERVED["simple_cpu"]))
+    assert command == [sys.executable, "script.py", "--x", "1"]
+
+
+def test_a_module_and_a_program_exclude_each_other() -> None:
+    args = decided(OBSERVED["simple_cpu"])
+    args.module = args.no_python = True
+    with pytest.raises(ConfigurationError, match="--module and --no_python exclude each other"):
+        namespace.prepare_simple_launcher_cmd_env(args)
+
+
+def test_the_namespace_gets_what_torchrun_needs() -> None:
+    args = decided(OBSERVED["multi_gpu"])
+    args.main_process_port = 0
+    namespace.prepare_multi_gpu_env(args)
+    assert args.nproc_per_node == "2"
+    assert int(args.master_port) > 0
+
+    args = decided(OBSERVED["multi_gpu"])
+    vars(args).update(num_machines=2, machine_rank=1, main_process_ip="host", main_process_port=5)
+    namespace.prepare_multi_gpu_env(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("1", "2", "1")
+    assert args.rdzv_endpoint == "host:5"
+
+    args.same_network = True
+    namespace.prepare_multi_gpu_env(args)
+    assert (args.master_addr, args.master_port) == ("host", "5")
+
+
+def test_several_machines_give_the_simple_launcher_an_address() -> None:
+    args = decided(OBSERVED["simple_cpu"])
+    vars(args).update(num_machines=2, main_process_ip="host", main_process_port=None)
+    _, variables = namespace.prepare_simple_launcher_cmd_env(args)
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("host", "29500")
+
+
+def test_fp8_and_mesh_extend_a_given_environment() -> None:
+    environment = {"A": "1"}
+    assert namespace.setup_fp8_env(decided(OBSERVED["multi_gpu"]), environment) is environment
+    assert environment == {"A": "1"}
+    namespace.setup_fp8_env(decided(OBSERVED["fp8_te"]), environment)
+    assert environment["ACCELERATE_FP8_BACKEND"] == "te"
+    namespace.prepare_extend_env_parallelism_config(decided(OBSERVED["parallelism_config"]), environment)
+    assert environment["PARALLELISM_CONFIG_CP_SIZE"] == "2"
+    assert environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+
+
+def test_filter_keeps_what_the_other_parser_knows() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role", default="other")
+    parser.add_argument("--own", default="kept")
+    parser.add_argument("script")
+    filtered = namespace._filter_args(argparse.Namespace(role="mine", unknown=1), parser, ["a.py"])
+    assert vars(filtered) == {"role": "mine", "own": "kept", "script": "a.py"}
+
+
+def test_script_arguments_become_names_and_values() -> None:
+    words = ["--epochs", "3", "--lr", "-1e-3", "--fast", "--name", "x", "--shuffle", "False", "--k=2"]
+    assert namespace._convert_nargs_to_dict(words) == {
+        "epochs": 3,
+        "lr": -0.001,
+        "fast": True,
+        "name": "x",
+        "shuffle": False,
+        "k": 2,
+    }
+    with pytest.raises(ConfigurationError, match="it belongs to no option"):
+        namespace._convert_nargs_to_dict(["lonely"])

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError, LaunchError
+from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.resolve import CHOSEN, device_ids, resolve
+from accelerate.settings import config_file
+from accelerate.settings.merge import FLAG, Layer, merge
+
+SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
+TARGET = Target("script", "train.py", ("--lr", "1"))
+
+
+def machine(
+    gpus: int = 0, *, cores: int = 8, busy: tuple[int, ...] = (), environ: Mapping[str, str] = {}
+) -> Machine:  # noqa: B006
+    return Machine(
+        hardware=CUDA if gpus else CPU,
+        devices=max(gpus, 1),
+        cores=cores,
+        port_in_use=lambda port: port in busy,
+        free_port=lambda: 31000,
+        environ=environ,
+    )
+
+
+def plan(here: Machine, *, layers: tuple[Layer, ...] = (), **flags: Any) -> LaunchPlan:
+    return resolve(merge(*layers, Layer(FLAG, flags)), here, TARGET)[0]
+
+
+def test_a_machine_without_devices_runs_one_process_and_says_so() -> None:
+    made = plan(machine())
+    assert (made.launcher, made.processes) == ("local", 1)
+    assert made.notes == (
+        "assumed 1 process on CPU, mixed_precision=no; flags or `accelerate config` choose otherwise",
+    )
+    assert "OMP_NUM_THREADS" not in made.environment
+
+
+def test_all_devices_are_used_when_nobody_says_how_many() -> None:
+    made = plan(machine(4))
+    assert (made.launcher, made.processes) == ("elastic", 4)
+    assert "4 processes on GPU" in made.notes[0]
+    assert made.environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_nothing_is_said_when_nothing_is_assumed() -> None:
+    assert plan(machine(4), num_processes=2, mixed_precision="bf16").notes == ()
+    assert plan(machine(4), num_processes=2).notes == ()
+
+
+def test_the_environment_is_the_documented_one() -> None:
+    made = plan(machine(), cpu=True, mixed_precision="bf16", num_cpu_threads_per_process=1, debug=True)
+    assert made.environment == {
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "True",
+        "KMP_AFFINITY": "granularity=fine,compact,1,0",
+        "KMP_BLOCKTIME": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def test_variables_of_the_user_for_openmp_are_kept() -> None:
+    made = plan(machine(environ={"KMP_AFFINITY": "none"}), cpu=True)
+    assert "KMP_AFFINITY" not in made.environment
+    assert made.environment["KMP_BLOCKTIME"] == "1"
+
+
+def test_cpu_leaves_devices_alone() -> None:
+    made = plan(machine(4), cpu=True, num_processes=2)
+    assert (made.launcher, made.processes) == ("elastic", 2)
+    assert made.environment["ACCELERATE_USE_CPU"] == "True"
+
+
+def test_chosen_devices_are_the_visible_ones() -> None:
+    made = plan(machine(4), gpu_ids="1,3")
+    assert made.processes == 2
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in plan(machine(4), gpu_ids="all").environment
+
+
+def test_device_ids_are_split() -> None:
+    assert device_ids("0, 2") == ("0", "2")
+    assert device_ids("all") == device_ids(None) == ()
+
+
+@pytest.mark.parametrize("name", ["use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"])
+def test_methods_that_need_a_group_get_one_with_one_process(name: str) -> None:
+    assert plan(machine(1), num_processes=1, **{name: True}).launcher == "elastic"
+
+
+@pytest.mark.parametrize(
+    ("flags", "launcher"),
+    [
+        ({"tpu": True}, "tpu"),
+        ({"mpirun_hostfile": "hosts"}, "mpi"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "sagemaker"),
+        (
+            {
+                "use_deepspeed": True,
+                "num_machines": 2,
+                "num_processes": 2,
+                "deepspeed_multinode_launcher": "pdsh",
+                "main_process_ip": "a",
+            },
+            "deepspeed",
+        ),
+        (
+            {
+                "use_deepspeed": True,
+                "num_machines": 2,
+                "num_processes": 2,
+                "deepspeed_multinode_launcher": "standard",
+                "main_process_ip": "a",
+            },
+            "elastic",
+        ),
+    ],
+)
+def test_the_launcher_follows_from_the_settings(flags: dict[str, Any], launcher: str) -> None:
+    assert plan(machine(), **flags).launcher == launcher
+
+
+def test_several_machines_share_the_processes() -> None:
+    made = plan(
+        machine(4),
+        num_processes=8,
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="10.0.0.1",
+        main_process_port=5,
+    )
+    assert made.local_processes == 4
+    assert (made.machine, made.rendezvous.address, made.rendezvous.port) == (1, "10.0.0.1", 5)
+
+
+def test_on_several_machines_the_total_is_assumed_from_this_one() -> None:
+    made = plan(machine(4), num_machines=2, main_process_ip="10.0.0.1")
+    assert made.processes == 8
+
+
+def test_a_busy_port_is_replaced_on_one_machine() -> None:
+    made = plan(machine(2, busy=(29500,)), num_processes=2)
+    assert made.rendezvous.port == 31000
+    assert made.notes == ("port 29500 is in use, 31000 is taken instead",)
+    assert plan(machine(2), num_processes=2, main_process_port=0).rendezvous.port == 31000
+
+
+def test_a_busy_port_is_an_error_on_several_machines() -> None:
+    flags = {"num_processes": 2, "num_machines": 2, "main_process_ip": "10.0.0.1"}
+    with pytest.raises(LaunchError, match="Port 29500 is in use on this machine"):
+        plan(machine(1, busy=(29500,)), **flags)
+    assert plan(machine(1, busy=(29500,)), machine_rank=1, **flags).rendezvous.port == 29500
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "problem"),
+    [
+        ({"num_processes": 0}, 0, "--num_processes=0: at least one process is needed"),
+        ({"num_processes": 3, "num_machines": 2}, 0, "it cannot be divided over 2 machines"),
+        ({"num_processes": 8}, 4, "that is 8 on this machine, which shows 4 devices"),
+        ({"num_machines": 0}, 0, "--num_machines=0: at least one is needed"),
+        ({"machine_rank": 1, "num_processes": 1}, 0, "--machine_rank=1: there are 1 machines"),
+        ({"num_processes": 2, "num_machines": 2}, 0, "several machines need a place to meet"),
+        (
+            {"num_processes": 2, "num_machines": 2, "main_process_ip": "a", "main_process_port": 0},
+            0,
+            "several machines must agree on a port",
+        ),
+        ({"num_processes": 2, "main_process_port": 70000}, 0, "ports go from 0 to 65535"),
+        ({"multi_gpu": True}, 0, "--multi_gpu=True: this machine shows no accelerator. Pass --cpu"),
+        ({"gpu_ids": "0"}, 0, "--gpu_ids='0': this machine shows no accelerator"),
+        ({"gpu_ids": "0,0"}, 2, "an entry is empty or given twice"),
+        ({"gpu_ids": "0,"}, 2, "an entry is empty or given twice"),
+        ({"use_fsdp": True, "use_deepspeed": True}, 2, "--use_deepspeed and --use_fsdp exclude each other"),
+        ({"num_cpu_threads_per_process": 0}, 0, "at least one thread is needed"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_mend(flags: dict[str, Any], gpus: int, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(machine(gpus), **flags)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_says_no_runs_one_process_unless_a_flag_asks_for_more() -> None:
+    layer = config_file.layer(SAMPLES / "single_gpu.yaml", "file")
+    assert plan(machine(4), layers=(layer,)).processes == 1
+    assert plan(machine(4), layers=(layer,), num_processes=2).processes == 2
+
+
+def test_a_value_of_a_file_is_blamed_on_the_file() -> None:
+    layer = Layer("/home/me/config.yaml", {"num_processes": 8})
+    with pytest.raises(ConfigurationError, match="^/home/me/config.yaml: num_processes=8"):
+        plan(machine(4), layers=(layer,))
+
+
+def test_values_chosen_here_are_marked() -> None:
+    _, settings = resolve(merge(), machine(2), TARGET)
+    assert settings.values["num_processes"] == 2
+    assert settings.source("num_processes") == CHOSEN
