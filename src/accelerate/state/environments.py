@@ -56,7 +56,9 @@ class Starter:
         local_size = _number(environ, self.local_size)
         node = _number(environ, self.node)
         if size == 0:
-            raise wrong_value(self.size[0], size, "at least one process takes part", f"correct {self.size[0]}")
+            raise wrong_value(
+                self.size[0], size, "at least one process takes part", f"correct {self.size[0]}"
+            )
         if size == 1 and rank == 0:
             return Topology(started_by=self.name, node=node or 0)
         address = environ.get("MASTER_ADDR") or None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accelerate.base.enums import DistributedType, SageMakerDistributedType
 from accelerate.base.environ import current, parse_flag_from_env
+from accelerate.base.errors import wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.affinity import set_numa_affinity
 from accelerate.devices.backend import DeviceBackend
@@ -74,6 +75,8 @@ class PartialState(SharedState, ProcessControl):
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         device_backend, wanted = _choose_hardware(use_cpu, environ)
+        if device_backend == catalogue.CPU:  # so that no runtime of other hardware is asked
+            environ = {**environ, "ACCELERATE_USE_CPU": "true"}
         topology = _adopt_group(environments.detect(environ))
         device = wanted or _own_device(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
@@ -154,12 +157,31 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
     name = environ.get("ACCELERATE_TORCH_DEVICE")
     if not name:
         return (catalogue.CPU if use_cpu else catalogue.detect()), None
-    kind, _, number = name.partition(":")
-    backend = catalogue.named(kind)
+    backend = catalogue.named(name.partition(":")[0])
     if use_cpu and backend != catalogue.CPU:
         _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
         return catalogue.CPU, None
-    return backend, torch.device(name) if number else None
+    return backend, _named_device(name, backend)
+
+
+def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
+    """Return the device of this name; None when it has no number.
+
+    Raises:
+        ConfigurationError: this machine has no such device.
+    """
+    count = backend.count() if backend.available() else 0
+    number = name.partition(":")[2]
+    if count and not number:
+        return None
+    if not number.isdigit() or int(number) >= count:
+        raise wrong_value(
+            "ACCELERATE_TORCH_DEVICE",
+            name,
+            f"this process sees {count} devices of that kind",
+            "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE",
+        )
+    return torch.device(name)
 
 
 def _own_device(backend: DeviceBackend, topology: Topology) -> torch.device:

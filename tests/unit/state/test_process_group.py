@@ -1,0 +1,76 @@
+"""The process group on one process; with several it is tested in tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.devices import catalogue
+from accelerate.state import process_group
+from accelerate.state.topology import Topology
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_a_group_of_one_needs_no_port_and_no_variables() -> None:
+    assert not process_group.is_open()
+    assert process_group.open_group(Topology(), catalogue.CPU) == "gloo"
+    assert process_group.is_open()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [1, 1]
+    process_group.wait(torch.device("cpu"))
+    process_group.close_group()
+    assert not process_group.is_open()
+    process_group.close_group()
+
+
+def test_nobody_can_wait_in_a_closed_group() -> None:
+    with pytest.raises(StateError, match="the process group is closed"):
+        process_group.wait(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("comm", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_library_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch, comm: str) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    with pytest.raises(ConfigurationError, match="backend='nccl': this build of torch"):
+        process_group.open_group(Topology(), catalogue.CUDA, comm)
+    assert not process_group.is_open()
+
+
+def test_replicas_of_xla_meet_in_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+
+    class Model:
+        rendezvous = met.append
+
+    monkeypatch.setattr(process_group, "import_module", {"torch_xla.core.xla_model": Model}.__getitem__)
+    process_group.wait(torch.device("xla"))
+    assert met == ["accelerate.wait_for_everyone"]
+
+
+def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(process_group, "import_module", imported.append)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: None)
+    monkeypatch.setattr(process_group, "own_group", lambda: None)
+    process_group.open_group(Topology(), catalogue.CUDA, "smddp")
+    process_group.open_group(Topology(), catalogue.HPU)
+    process_group.open_group(Topology(), catalogue.CUDA)
+    assert imported == [
+        "smdistributed.dataparallel.torch.torch_smddp",
+        "habana_frameworks.torch.distributed.hccl",
+    ]
+
+
+def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    process_group.open_group(Topology(), catalogue.CPU)
+    monkeypatch.setattr(process_group, "_owner", [1])
+    process_group._close_at_exit()
+    assert process_group.is_open()
+    process_group.own_group()
+    process_group._close_at_exit()
+    assert not process_group.is_open()
