@@ -131,8 +131,10 @@ class DeviceBackend:
         return int(self.torch_module().mem_get_info(index)[1])
 
     def empty_cache(self) -> None:
-        """Give memory that torch holds but does not use back to the driver."""
-        self.torch_module().empty_cache()
+        """Give memory that torch holds but does not use back; nothing where its module keeps no cache."""
+        empty = getattr(self.torch_module(), "empty_cache", None)
+        if empty is not None:
+            empty()
 
     def seed(self, n: int) -> None:
         """Seed the generators of all its devices."""

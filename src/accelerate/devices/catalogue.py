@@ -10,7 +10,7 @@ from accelerate.base.errors import wrong_value
 from accelerate.base.versions import installed_version
 from accelerate.devices import nvidia
 from accelerate.devices.backend import CpuBackend, DeviceBackend, MpsBackend
-from accelerate.devices.xla import XlaBackend
+from accelerate.devices.xla import XlaBackend, count_chips
 
 CUDA = DeviceBackend(
     name="cuda",
@@ -183,4 +183,6 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
 
 def _ask_torch() -> tuple[DeviceBackend, int]:
     backend = detect()
+    if backend is XLA:  # asking its runtime would take the chips from the processes that are to use them
+        return XLA, max(1, count_chips())
     return backend, backend.count()

@@ -1,5 +1,6 @@
 """Ask nvidia-smi, without starting CUDA and without torch: names, driver, what the machine's GPUs can do."""
 
+import logging
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ FP8_CAPABILITY = (8, 9)
 # Where the installer of the Windows driver puts it, off the PATH.
 WINDOWS_NVIDIA_SMI = Path("C:/Program Files/NVIDIA Corporation/NVSMI/nvidia-smi.exe")
 
+_logger = logging.getLogger(__name__)
+
 
 def executable() -> str | None:
     """Return the path of nvidia-smi, or None when there is none."""
@@ -27,9 +30,17 @@ def executable() -> str | None:
     return found
 
 
+@cache
 def driver_present() -> bool:
-    """Return whether the machine seems to have an NVIDIA driver."""
-    return executable() is not None
+    """Return whether nvidia-smi answers; where it is installed but fails, that is logged once."""
+    if executable() is None:
+        return False
+    try:
+        query("index", "uuid")
+    except StateError as error:  # a machine of a cluster without a GPU: its programs run on the CPU
+        _logger.warning("%s NVIDIA GPUs are not used.", error)
+        return False
+    return True
 
 
 @cache

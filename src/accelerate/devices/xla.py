@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base.environ import current, parse_flag_from_env
@@ -14,7 +15,17 @@ from accelerate.devices.backend import DeviceBackend
 if TYPE_CHECKING:
     import torch
 
+DEVICES = Path("/dev")
 WHEEL_PAGE = "https://storage.googleapis.com/libtpu-releases/index.html"
+
+
+def count_chips(devices: Path = DEVICES) -> int:
+    """Return how many TPU chips this machine has, without starting the runtime, which would take them.
+
+    Args:
+        devices: The folder of device files.
+    """
+    return len([*devices.glob("accel[0-9]*")] or [*devices.glob("vfio/[0-9]*")])
 
 
 def xla_wanted() -> bool:

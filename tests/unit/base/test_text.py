@@ -80,3 +80,8 @@ def test_recursive_getattr():
     assert text.recursive_getattr(tree, "a.b.c") == 1
     with pytest.raises(AttributeError):
         text.recursive_getattr(tree, "a.x")
+
+
+def test_listed_names_the_first_and_counts_the_rest():
+    assert text.listed(["a", "b"]) == "a, b"
+    assert text.listed(list("abcdefg"), shown=3) == "a, b, c and 4 more"

@@ -91,6 +91,13 @@ def test_bf16_is_asked_of_the_module(accelerator, fake_torch):
     assert accelerator.supports(bf16) is True
 
 
+def test_modules_without_a_cache_are_left_alone(accelerator, fake_torch, monkeypatch):
+    accelerator.empty_cache()
+    assert fake_torch.paths == [f"{accelerator.module}.empty_cache"]
+    monkeypatch.setattr(type(accelerator), "torch_module", lambda self: object())
+    accelerator.empty_cache()
+
+
 def test_unavailable_where_the_module_says_so(accelerator, fake_torch):
     fake_torch.answers["is_available"] = False
     assert accelerator.available() is False

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.devices import catalogue, nvidia
-from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, MPS
+from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, MPS, XLA
 
 
 @pytest.fixture
@@ -72,6 +72,14 @@ def test_counting_without_torch(facts, environ, found, machine):
 def test_other_builds_are_asked_through_torch(machine, fake_torch):
     machine(torch="2.13.0+rocm6.4")
     assert catalogue.count_visible({}) == (CUDA, 4)
+
+
+def test_tpu_chips_are_counted_without_their_runtime(machine, fake_torch, monkeypatch):
+    machine()
+    monkeypatch.setattr(catalogue, "detect", lambda: XLA)
+    monkeypatch.setattr(catalogue, "count_chips", lambda: 4)
+    assert catalogue.count_visible({}) == (XLA, 4)
+    assert fake_torch.calls == []
 
 
 def test_counting_imports_no_torch():

@@ -13,6 +13,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     """Put a script in the place of nvidia-smi that answers each field it is asked about from a table."""
     program = tmp_path / "nvidia-smi"
     nvidia.query.cache_clear()
+    nvidia.driver_present.cache_clear()
 
     def install(gpus, exit_code=0):
         rows = repr(gpus)
@@ -28,6 +29,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
     yield install
     nvidia.query.cache_clear()
+    nvidia.driver_present.cache_clear()
 
 
 def gpu(index, name="NVIDIA H100", driver="560.28", capability="9.0"):
@@ -44,7 +46,10 @@ def gpu(index, name="NVIDIA H100", driver="560.28", capability="9.0"):
 @pytest.fixture
 def no_nvidia_smi(monkeypatch):
     nvidia.query.cache_clear()
+    nvidia.driver_present.cache_clear()
     monkeypatch.setattr(nvidia, "executable", lambda: None)
+    yield
+    nvidia.driver_present.cache_clear()
 
 
 def test_names_count_and_driver(nvidia_smi):
@@ -60,8 +65,11 @@ def test_without_nvidia_smi(no_nvidia_smi):
         nvidia.get_gpu_info()
 
 
-def test_its_failure_is_told(nvidia_smi):
+def test_its_failure_is_told_and_means_no_gpus(nvidia_smi, caplog):
     nvidia_smi([], exit_code=9)
+    assert nvidia.driver_present() is nvidia.driver_present() is False
+    assert ["driver not loaded" in record.getMessage() for record in caplog.records] == [True]
+    assert nvidia.check_cuda_fp8_capability() is False
     with pytest.raises(StateError, match="driver not loaded"):
         nvidia.get_driver_version()
 

@@ -8,7 +8,17 @@ import torch
 from packaging.version import Version
 
 from accelerate.base.errors import StateError
-from accelerate.devices.xla import install_xla
+from accelerate.devices.xla import count_chips, install_xla
+
+
+@pytest.mark.parametrize(
+    ("files", "count"), [([], 0), (["accel0", "accel1"], 2), (["vfio/0", "vfio/1", "vfio/vfio"], 2)]
+)
+def test_chips_are_device_files(files, count, tmp_path):
+    (tmp_path / "vfio").mkdir()
+    for name in files:
+        (tmp_path / name).touch()
+    assert count_chips(tmp_path) == count
 
 
 def test_elsewhere_it_is_refused(monkeypatch):
