@@ -1,0 +1,96 @@
+"""Every public name stands where clients look for it, and takes what they pass."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import accelerate
+
+from .conftest import describe, load_golden
+
+NAMES = load_golden("names")
+UTILS = Path(accelerate.__file__).parent / "utils"
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_exists_and_keeps_its_signature(module):
+    found = import_module(module)
+    missing = [name for name in NAMES[module] if not hasattr(found, name)]
+    assert not missing
+    changed = {
+        name: (describe(getattr(found, name)), signature)
+        for name, signature in NAMES[module].items()
+        if signature and describe(getattr(found, name)) != signature
+    }
+    assert not changed, "name: (now, golden list)"
+
+
+def offered(path):
+    """What a file of old import paths offers: the names it imports under themselves."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.asname for alias in node.names if alias.asname)
+
+
+def test_a_new_name_in_utils_needs_its_line():
+    for path in UTILS.glob("*.py"):
+        module = "accelerate.utils" if path.stem == "__init__" else f"accelerate.utils.{path.stem}"
+        modules = {other.stem for other in UTILS.glob("*.py")} if path.stem == "__init__" else set()
+        assert set(offered(path)) - set(NAMES[module]) - modules == set(), module
+
+
+def test_a_new_name_at_the_top_needs_its_line():
+    assert set(accelerate.__all__) == set(NAMES["accelerate"])
+
+
+def test_a_name_is_one_object_wherever_it_stands():
+    homes = {}
+    for module in ("accelerate", "accelerate.utils", "accelerate.state", "accelerate.data_loader"):
+        for name in NAMES[module]:
+            homes.setdefault(name, set()).add(id(getattr(import_module(module), name)))
+    del homes["tqdm"]  # a function in one place and a module in another
+    assert [name for name, objects in homes.items() if len(objects) > 1] == []
+
+
+def run(code):
+    """Run code in a fresh interpreter and return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_importing_the_package_imports_no_torch_and_little_else():
+    heavy = ("torch", "numpy", "importlib.metadata")
+    assert run(f"import accelerate, sys; print(*(m for m in {heavy} if m in sys.modules))") == []
+
+
+def test_submodules_are_attributes_of_the_package():
+    names = ("state", "utils", "data_loader", "accelerator", "optimizer", "scheduler", "logging", "tracking")
+    code = f"import accelerate\nfor name in {names}:\n    print(getattr(accelerate, name).__name__)"
+    assert run(code) == [f"accelerate.{name}" for name in names]
+
+
+def test_tqdm_is_the_function_however_it_is_imported():
+    code = "import accelerate.utils.tqdm, accelerate.utils as u; print(callable(u.tqdm), callable(u.random))"
+    assert run(code) == ["True", "False"]
+
+
+def test_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    assert accelerate.__version__ == version("accelerate")
+    assert Version(accelerate.__version__) >= Version("1.15.0")
+
+
+def test_the_deprecated_path_warns():
+    with pytest.warns(FutureWarning, match=r"accelerate\.utils\.memory"):
+        memory_utils = import_module("accelerate.memory_utils")
+    assert memory_utils.release_memory is import_module("accelerate.utils.memory").release_memory
+    del sys.modules["accelerate.memory_utils"]
+    del accelerate.memory_utils
