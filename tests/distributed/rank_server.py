@@ -197,7 +197,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # ranks end three times as fast when they need not walk what was there before them
-    # Ranks close the descriptor; an object that closed it once more would hit whatever has its number by then.
+    # Ranks close the descriptor; an object that closes it again would hit whatever has its number by then.
     requests = open(os.dup(0), "rb", buffering=0, closefd=False)  # noqa: SIM115
     while line := requests.readline():
         os.write(reply, json.dumps(serve_one(json.loads(line))).encode() + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def sum_over_ranks(offset: int) -> int:
     dist.all_reduce(total)
     dist.destroy_process_group()
     return int(total)
+
+
+def end_the_group_at_exit() -> int:
+    atexit.register(dist.destroy_process_group)
+    join()
+    return dist.get_rank()
 
 
 def variables(*names: str) -> list[str | None]:
@@ -58,6 +65,10 @@ def end_badly() -> None:
 def test_returns_the_value_of_each_rank(run: Run, processes: int) -> None:
     expected = sum(rank + 10 for rank in range(processes))
     assert run(sum_over_ranks, 10, processes=processes) == [expected] * processes
+
+
+def test_ranks_end_as_scripts_do(run: Run) -> None:
+    assert run(end_the_group_at_exit, timeout=20) == [0, 1]
 
 
 def test_sets_the_variables_of_torchrun(run: Run) -> None:
