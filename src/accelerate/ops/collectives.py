@@ -258,9 +258,9 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
 
 def _first_rows(tensor: Tensor, count: int) -> Tensor:
     rows = 0 if tensor.ndim == 0 else tensor.shape[0]
-    if rows < count:
+    if rows < count or tensor.ndim == 0:
         raise _too_few_rows(rows, count)
-    return tensor if rows == count and tensor.ndim else tensor[:count]
+    return tensor if rows == count else tensor[:count]
 
 
 def _too_few_rows(rows: int, count: int) -> ConfigurationError:

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate.base.errors import wrong_value
-from accelerate.state import PartialState
+from accelerate.state import PartialState, process_group
 
 REDUCTIONS = ("sum", "mean", "max", "min")
+
+# Older versions of torch know the call by its other name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What both gloo and NCCL carry as it is. Other dtypes travel as bytes when they are only moved.
 _CARRIED_DTYPES = frozenset(
@@ -126,7 +129,7 @@ class TorchTransport(Transport):
         joined = torch.empty(
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
-        dist.all_gather_into_tensor(_as_carried(joined), _as_carried(local))
+        _all_gather(_as_carried(joined), _as_carried(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -160,10 +163,7 @@ class TorchTransport(Transport):
         return _finished_reduction(total, how, self.size, tensor)
 
     def barrier(self) -> None:
-        if self._fallback.index is None:
-            dist.barrier()
-        else:
-            dist.barrier(device_ids=[self._fallback.index])
+        process_group.wait(self.device)
 
     def _wire_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._carried and device.type == "cpu" else self._fallback

@@ -1,0 +1,287 @@
+"""Collectives between real processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.nested import get_shape, listify
+from accelerate.ops.collectives import (
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    gather_tensor_shape,
+    gather_uneven,
+    gather_valid,
+    gather_valid_objects,
+    reduce,
+)
+from accelerate.ops.padding import CannotPadNestedTensorWarning, pad_across_processes
+from accelerate.ops.verify import DistributedOperationException
+from accelerate.state import PartialState
+
+Run = Callable[..., list[Any]]
+Pair = namedtuple("Pair", ["first", "second"])
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+]
+
+
+def rank() -> int:
+    return PartialState().process_index
+
+
+def size() -> int:
+    return PartialState().num_processes
+
+
+def plain(tensor: torch.Tensor) -> list[float]:
+    return (tensor.real if tensor.is_complex() else tensor).float().tolist()
+
+
+def collect_everything() -> dict[str, Any]:
+    mine = torch.tensor([[rank(), 1]])
+    nested = {"a": [mine, torch.tensor(rank())], "b": Pair(mine.float().T, (torch.zeros(0, 2),))}
+    gathered = gather(nested)
+    return {
+        "type": type(gathered["b"]).__name__,
+        "values": listify(gathered["a"]),
+        "pair": [listify(gathered["b"].first), list(gathered["b"].second[0].shape)],
+        "dtypes": [
+            [dtype == (out := gather(torch.tensor([0, rank() % 2]).to(dtype))).dtype, plain(out)]
+            for dtype in DTYPES
+        ],
+        "objects": gather_object([rank()] * (rank() + 1)),
+        "one object": gather_object({"rank": rank()}),
+        "text": gather_object(f"r{rank()}"),
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_gather(run: Run, processes: int) -> None:
+    ranks = range(processes)
+    for result in run(collect_everything, processes=processes):
+        assert result["type"] == "Pair"
+        assert result["values"] == [[[r, 1] for r in ranks], list(ranks)]
+        assert result["pair"] == [[row for r in ranks for row in ([float(r)], [1.0])], [0, 2]]
+        parity = [value for r in ranks for value in (0.0, float(r % 2))]
+        assert result["dtypes"] == [[True, parity]] * len(DTYPES)
+        assert result["objects"] == [r for r in ranks for _ in range(r + 1)]
+        assert result["one object"] == [{"rank": r} for r in ranks]
+        assert result["text"] == [f"r{r}" for r in ranks]
+
+
+def spread_from_last() -> dict[str, Any]:
+    last = size() - 1
+    weight = torch.nn.Parameter(torch.full((2, 2), float(rank())))
+    column = torch.full((2, 3), rank()).T
+    answers = [plain(broadcast(torch.tensor([rank()]).to(dtype), last)) for dtype in DTYPES]
+    objects: list[Any] = ["first", {"rank": rank()}, *range(rank())]
+    returned = broadcast_object_list(objects, from_process=last)
+    only = torch.arange(3, dtype=torch.int16) if rank() == 1 else None
+    return {
+        "in place": broadcast({"w": weight}, last)["w"] is weight and weight.tolist(),
+        "strided": broadcast(column, last) is column and column.tolist(),
+        "dtypes": answers,
+        "scalar": broadcast(torch.tensor(rank()), last).item(),
+        "objects": objects,
+        "same list": returned is objects,
+        "shape": gather_tensor_shape(only).tolist(),
+        "copied": listify(copy_tensor_to_devices(None if only is None else {"x": only, "y": (only + 1,)})),
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_broadcast(run: Run, processes: int) -> None:
+    last = processes - 1
+    for result in run(spread_from_last, processes=processes):
+        assert result["in place"] == [[last] * 2] * 2
+        assert result["strided"] == [[last] * 2] * 3
+        expected = [[float(min(last, 1) if dtype == torch.bool else last)] for dtype in DTYPES]
+        assert result["dtypes"] == expected
+        assert result["scalar"] == last
+        assert result["objects"] == ["first", {"rank": last}, *range(last)]
+        assert result["same list"]
+        assert result["shape"] == [3]
+        assert result["copied"] == {"x": [0, 1, 2], "y": ([1, 2, 3],)}
+
+
+def combine() -> dict[str, Any]:
+    mine = torch.tensor([float(rank()), 1.0])
+    large = torch.tensor([60000.0], dtype=torch.float16)
+    return {
+        "mean": reduce({"x": [mine]})["x"][0].tolist(),
+        "sum": reduce(mine, "sum").tolist(),
+        "scaled": reduce(mine, "sum", scale=0.5).tolist(),
+        "none": reduce(mine, "none").tolist(),
+        "untouched": mine.tolist(),
+        "scalar": reduce(torch.tensor(float(rank())), "sum").tolist(),
+        "half": reduce(large).tolist(),
+        "half dtype": reduce(large).dtype,
+        "flags": reduce(torch.tensor([True, rank() == 0]), "sum").tolist(),
+        "bytes": reduce(torch.tensor([200], dtype=torch.uint8), "sum").tolist(),
+        "whole mean": reduce(torch.tensor([rank()])).tolist(),
+        "complex": reduce(torch.tensor([1j * rank()]), "sum").tolist(),
+        "gradient": reduce(mine.requires_grad_(), "sum").requires_grad,
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_reduce(run: Run, processes: int) -> None:
+    total = sum(range(processes))
+    for index, result in enumerate(run(combine, processes=processes)):
+        assert result == {
+            "mean": [total / processes, 1.0],
+            "sum": [float(total), float(processes)],
+            "scaled": [total / 2, processes / 2],
+            "none": [float(index), 1.0],
+            "untouched": [float(index), 1.0],
+            "scalar": float(total),
+            "half": [60000.0],
+            "half dtype": torch.float16,
+            "flags": [processes, 1],
+            "bytes": [200 * processes],
+            "whole mean": [total / processes],
+            "complex": [complex(0, total)],
+            "gradient": False,
+        }
+
+
+def pad_many_ways() -> dict[str, Any]:
+    rows = torch.full((rank() + 1, 2), rank() + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loose = torch.nested.nested_tensor([torch.ones(rank() + 1)], layout=torch.jagged)
+        back = pad_across_processes(loose)
+    return {
+        "rows": pad_across_processes(rows, pad_index=-1).tolist(),
+        "first": pad_across_processes(rows, pad_index=-1, pad_first=True).tolist(),
+        "columns": pad_across_processes({"x": (rows.T,)}, dim=-1, pad_index=7)["x"][0].tolist(),
+        "without the dim": pad_across_processes(rows[:, 0], dim=1).tolist(),
+        "scalar": pad_across_processes(torch.tensor(rank())).item(),
+        "longest is unchanged": pad_across_processes(rows) is rows,
+        "nested": (back is loose, [w.category for w in caught if w.category is CannotPadNestedTensorWarning]),
+    }
+
+
+def test_padding(run: Run) -> None:
+    short, long = run(pad_many_ways)
+    assert short["rows"] == [[1, 1], [-1, -1]]
+    assert long["rows"] == [[2, 2], [2, 2]]
+    assert short["first"] == [[-1, -1], [1, 1]]
+    assert short["columns"] == [[1, 7], [1, 7]]
+    assert short["without the dim"] == [1]
+    assert (short["scalar"], long["scalar"]) == (0, 1)
+    assert (short["longest is unchanged"], long["longest is unchanged"]) == (False, True)
+    assert short["nested"] == (True, [CannotPadNestedTensorWarning])
+
+
+def gather_parts() -> dict[str, Any]:
+    length = (2, 0, 3)[rank()]
+    mine = torch.arange(length) + 10 * rank()
+    batch = torch.arange(4).reshape(4, 1) + 10 * rank()
+    counts = (4, 0, 2)
+    return {
+        "uneven": listify(gather_uneven({"x": mine, "s": torch.tensor(rank()), "m": mine.reshape(-1, 1)})),
+        "even": gather_uneven(batch).shape[0],
+        "nothing": get_shape(gather_uneven(torch.ones(0, 5))),
+        "valid": listify(gather_valid({"x": (batch,)}, counts)),
+        "shorter parts": gather_valid(batch[: counts[rank()]], counts).flatten().tolist(),
+        "objects": gather_valid_objects([f"{rank()}{i}" for i in range(4)], counts),
+        "none valid": get_shape(gather_valid(batch, (0, 0, 0))),
+    }
+
+
+def test_uneven_parts(run: Run) -> None:
+    valid = [0, 1, 2, 3, 20, 21]
+    joined = [0, 1, 20, 21, 22]
+    for result in run(gather_parts, processes=3):
+        assert result["uneven"] == {"x": joined, "s": [0, 1, 2], "m": [[x] for x in joined]}
+        assert result["even"] == 12
+        assert result["nothing"] == [0, 5]
+        assert result["valid"] == {"x": ([[x] for x in valid],)}
+        assert result["shorter parts"] == valid
+        assert result["objects"] == ["00", "01", "02", "03", "20", "21"]
+        assert result["none valid"] == [0, 1]
+
+
+def refuse_mismatches() -> list[str]:
+    shape = (1, 5) if rank() == 0 else (1, 2, 5)
+    bad = {"tensor": torch.ones(shape)}
+    rows = torch.ones(2, rank() + 1)
+    order = {"a": torch.ones(1), "b": torch.ones(2)}
+    keys = order if rank() == 0 else {"b": order["b"], "c": order["a"]}
+    calls: list[Callable[[], Any]] = [
+        lambda: gather(bad),
+        lambda: reduce(bad),
+        lambda: broadcast(bad),
+        lambda: pad_across_processes(bad),
+        lambda: gather(torch.ones(2, dtype=torch.float32 if rank() else torch.float16)),
+        lambda: gather_uneven(rows),
+        lambda: gather_valid(rows, (1, 2)),
+        lambda: gather(keys),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(DistributedOperationException) as refused:
+            call()
+        texts.append(str(refused.value))
+    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the wire is still in step
+    return texts
+
+
+def test_mismatches_are_refused_on_every_process(run: Run) -> None:
+    first, second = run(refuse_mismatches)
+    assert first == second
+    for text, name in zip(first, ["gather", "reduce", "broadcast"], strict=False):
+        assert f"Operation: `accelerate.utils.operations.{name}`\n" in text
+        lines = "Input shapes:\n  - Process 0: {'tensor': [1, 5]}\n  - Process 1: {'tensor': [1, 2, 5]}\n"
+        assert lines in text
+    assert first[3].startswith("`accelerate.utils.operations.pad_across_processes` could not be carried out.")
+    assert "Input dtypes:\n  - Process 0: torch.float16\n  - Process 1: torch.float32\n" in first[4]
+    assert "  - Process 0: [2, 1]\n  - Process 1: [2, 2]\n" in first[5]
+    assert "  - Process 0: {'a': [1], 'b': [2]}\n  - Process 1: {'b': [2], 'c': [1]}\n" in first[7]
+
+
+def refuse_bad_arguments() -> list[str]:
+    calls: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (TypeError, lambda: gather(["text"])),
+        (ValueError, lambda: broadcast(torch.ones(1), 2)),
+        (ValueError, lambda: broadcast_object_list([1], from_process=-1)),
+        (ValueError, lambda: copy_tensor_to_devices(torch.ones(1))),
+        (ValueError, lambda: reduce(torch.ones(1), "median")),
+    ]
+    texts = []
+    for kind, call in calls:
+        with pytest.raises(kind) as refused:
+            call()
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_bad_arguments_are_named(run: Run) -> None:
+    first, second = run(refuse_bad_arguments)
+    assert first == second
+    assert "was given str" in first[0]
+    assert first[1].startswith("from_process=2: there are 2 processes.")
+    assert first[2].startswith("from_process=-1: there are 2 processes.")
+    assert "processes [0, 1] have one" in first[3]
+    assert first[4].startswith("reduction='median'")

@@ -1,0 +1,89 @@
+"""The collectives on one process: identity, and errors that need no other process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.ops.collectives import (
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    gather_tensor_shape,
+    gather_uneven,
+    gather_valid,
+    gather_valid_objects,
+    reduce,
+)
+
+pytestmark = pytest.mark.usefixtures("states")
+
+DATA = {"a": torch.arange(3), "b": [torch.tensor(1.0), (torch.ones(2, 2),)]}
+
+
+@pytest.mark.parametrize(
+    "function", [gather, gather_object, broadcast, reduce, gather_uneven, copy_tensor_to_devices]
+)
+def test_one_process_gives_back_the_very_object(function: Any) -> None:
+    result = function(DATA)
+    assert result["a"] is DATA["a"]
+    assert result["b"][0] is DATA["b"][0]
+
+
+def test_object_lists_come_back() -> None:
+    objects = ["a", 1]
+    assert broadcast_object_list(objects) is objects
+
+
+def test_reduce_scales() -> None:
+    tensor = torch.tensor([2.0])
+    assert reduce({"x": tensor}, "sum", scale=0.5)["x"].tolist() == [1.0]
+    assert tensor.tolist() == [2.0]
+
+
+def test_reduce_names_a_wrong_reduction() -> None:
+    with pytest.raises(
+        ValueError, match="reduction='max': no such reduction. Use one of 'mean', 'sum', 'none'."
+    ):
+        reduce(torch.ones(1), "max")
+
+
+def test_gather_valid_keeps_the_first_samples() -> None:
+    kept = gather_valid({"x": torch.arange(4), "y": torch.arange(8).reshape(4, 2)}, (3,))
+    assert kept["x"].tolist() == [0, 1, 2]
+    assert kept["y"].shape == (3, 2)
+    assert gather_valid_objects(["a", "b", "c"], (2,)) == ["a", "b"]
+
+
+def test_gather_valid_without_filler_is_the_identity() -> None:
+    tensor = torch.arange(4)
+    assert gather_valid(tensor, (4,)) is tensor
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.ones(2)])
+def test_gather_valid_refuses_what_has_too_few_samples(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="counts=3: this process has [02] samples and not 3"):
+        gather_valid(tensor, (3,))
+
+
+def test_gather_valid_objects_refuses_a_short_list() -> None:
+    with pytest.raises(ValueError, match="counts=3: this process has 1 samples and not 3"):
+        gather_valid_objects(["a"], (3,))
+
+
+def test_counts_are_one_for_each_process() -> None:
+    with pytest.raises(ValueError, match="there are 1 processes"):
+        gather_valid(torch.ones(2), (1, 1))
+
+
+def test_shape_of_a_tensor() -> None:
+    assert gather_tensor_shape(torch.ones(2, 3)).tolist() == [2, 3]
+
+
+def test_copying_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no process has one"):
+        copy_tensor_to_devices(None)

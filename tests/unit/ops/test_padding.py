@@ -1,0 +1,57 @@
+"""Padding that needs no other process; what travels is tested with several ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerate.ops.padding import _pad, _size_to_pad, pad_across_processes, pad_input_tensors
+
+
+@pytest.mark.usefixtures("states")
+def test_one_process_gives_back_the_very_tensor() -> None:
+    tensor = torch.ones(2)
+    assert pad_across_processes(tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    ("dim", "first", "expected"),
+    [
+        (0, False, [[1, 2], [9, 9]]),
+        (0, True, [[9, 9], [1, 2]]),
+        (1, False, [[1, 2]]),
+        (-2, False, [[1, 2], [9, 9]]),
+        (2, False, [[1, 2]]),
+    ],
+)
+def test_pad(dim: int, first: bool, expected: list[list[int]]) -> None:
+    assert _pad(torch.tensor([[1, 2]]), dim, 2, 9, first).tolist() == expected
+
+
+def test_padding_keeps_gradients() -> None:
+    x = torch.ones(2, requires_grad=True)
+    _pad(x, 0, 3, 0, False).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "parts", "length"), [(3, 4, 4), (5, 4, 8), (8, 4, 8), (1, 3, 3), (4, 1, 4)]
+)
+def test_the_last_sample_is_repeated(batch_size: int, parts: int, length: int) -> None:
+    padded = pad_input_tensors({"x": torch.arange(batch_size)}, batch_size, parts)["x"].tolist()
+    assert padded == list(range(batch_size)) + [batch_size - 1] * (length - batch_size)
+
+
+def test_tensors_of_another_size_are_left_alone() -> None:
+    data = {"x": torch.ones(2, 3), "mask": torch.ones(7), "step": torch.tensor(1)}
+    padded = pad_input_tensors(data, 3, 2, dim=1)
+    assert padded["x"].shape == (2, 4)
+    assert padded["mask"] is data["mask"]
+    assert padded["step"] is data["step"]
+
+
+def test_sizes() -> None:
+    assert _size_to_pad(torch.ones(2, 3), 1) == 3
+    assert _size_to_pad(torch.ones(2), 1) == -1
+    assert _size_to_pad(torch.tensor(1), 0) == -1
