@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -18,7 +19,13 @@ import pytest
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "TORCHELASTIC_")
 STARTER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-FIXED_VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+FIXED_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # torch writes its own choice into the environment when its compiler is first imported, by any optimizer.
+    "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_accelerate_tests"),
+}
 STATES = ("AcceleratorState", "PartialState", "GradientState")
 PATIENCE = 2.0  # seconds that threads and processes get to end after their test
 POLL = 0.02

@@ -1,6 +1,7 @@
 """Sizes, names and dictionaries as text: pure functions without torch."""
 
 import re
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -73,3 +74,14 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return an attribute by its dotted path: `recursive_getattr(model, "encoder.layer")`."""
     return reduce(getattr, attr.split("."), obj)
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """Return names for a message: the first few, and how many more there are.
+
+    Args:
+        names: What to list.
+        shown: How many are named.
+    """
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,112 @@
+"""What one training step of a tiny model costs through the library, over the same step by hand.
+
+A tiny model on purpose: whatever the library adds shows against two linear layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from pairing import Pair, measure, report
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+REPETITIONS, WINDOW = 200, 4
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def by_hand(inputs: torch.Tensor, *, bf16: bool = False) -> Callable[[], None]:
+    model, optimizer, scheduler = parts()
+
+    def step() -> None:
+        if bf16:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(inputs)
+            outputs = outputs.float()
+        else:
+            outputs = model(inputs)
+        outputs.sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand_accumulating(inputs: torch.Tensor) -> Callable[[], None]:
+    model, optimizer, scheduler = parts()
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        (model(inputs).sum() / WINDOW).backward()
+        if count % WINDOW == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def prepared(inputs: torch.Tensor, **choices: object) -> Callable[[], None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, **choices)  # type: ignore[arg-type]
+    model, optimizer, scheduler = accelerator.prepare(*parts())
+
+    def step() -> None:
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    def accumulating_step() -> None:
+        with accelerator.accumulate(model):
+            step()
+
+    return accumulating_step if "gradient_accumulation_steps" in choices else step
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    inputs = torch.randn(8, 16)
+    pairs: list[Pair] = [
+        measure("step", by_hand(inputs), prepared(inputs), budget=1.10, repetitions=REPETITIONS),
+        measure(
+            f"step inside accumulate(), windows of {WINDOW}",
+            by_hand_accumulating(inputs),
+            prepared(inputs, gradient_accumulation_steps=WINDOW),
+            budget=1.12,
+            repetitions=REPETITIONS,
+        ),
+        measure(
+            "step inside accumulate(), windows of 1",
+            by_hand(inputs),
+            prepared(inputs, gradient_accumulation_steps=1),
+            budget=1.12,
+            repetitions=REPETITIONS,
+        ),
+        measure(
+            "step in bf16 autocast",
+            by_hand(inputs, bf16=True),
+            prepared(inputs, mixed_precision="bf16"),
+            budget=1.10,
+            repetitions=REPETITIONS,
+        ),
+    ]
+    return report(pairs, "Training step")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

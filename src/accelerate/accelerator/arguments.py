@@ -1,0 +1,307 @@
+"""Constructor arguments of `Accelerator` and the environment, checked and laid over each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
+from accelerate.base.environ import str_to_bool
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from accelerate.plugins.profile import ProfileKwargs
+from accelerate.plugins.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from accelerate.scheduler import StepPolicy
+from accelerate.strategies.request import RunRequest
+
+_UNSET = object()
+"""Default of arguments for which `False` is a choice."""
+
+_PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
+_ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_CPU_VARIABLE = "ACCELERATE_USE_CPU"
+
+_HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
+    "ddp": DistributedDataParallelKwargs,
+    "scaler": GradScalerKwargs,
+    "autocast": AutocastKwargs,
+    "process_group": InitProcessGroupKwargs,
+    "profile": ProfileKwargs,
+}
+"""Fields of a run request that hold one kind of handler each."""
+
+_OTHER_METHODS = {
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FullyShardedDataParallel"),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+    "torch_tp_plugin": ("ACCELERATE_USE_TP", "tensor parallelism"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
+}
+"""Arguments and variables that ask for a way of training which this version does not have."""
+
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The constructor arguments of `Accelerator` that shape a run, as the user gave them."""
+
+    device_placement: bool = True
+    split_batches: Any = _UNSET
+    mixed_precision: PrecisionType | str | None = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    dataloader_config: DataLoaderConfiguration | None = None
+    rng_types: Sequence[str | RNGType] | None = None
+    project_dir: str | os.PathLike[str] | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: StepPolicy = True
+    kwargs_handlers: Sequence[KwargsHandler] | None = None
+    dynamo_backend: DynamoBackend | str | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+
+
+def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunRequest:
+    """Return the checked request for a run.
+
+    Arguments win over the environment; where both speak and disagree, one line of the log names both.
+
+    Args:
+        arguments: what the constructor was given.
+        environ: the process's environment variables.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+    """
+    notes: list[str] = []
+    return RunRequest(
+        mixed_precision=_mixed_precision(arguments, environ, notes),
+        cpu=arguments.cpu or _flag(environ, _CPU_VARIABLE),
+        device_placement=arguments.device_placement,
+        step_scheduler_with_optimizer=_step_policy(arguments),
+        rng_types=_rng_types(arguments),
+        dataloader_config=_dataloader_config(arguments),
+        accumulation=_accumulation(arguments, environ, notes),
+        project=_project(arguments),
+        dynamo=_dynamo(arguments),
+        handlers=tuple(arguments.kwargs_handlers or ()),
+        notes=tuple(notes),
+        **_handlers(arguments),
+    )
+
+
+def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise when an argument or a variable asks for a way of training that is not there, instead of ignoring
+    it.
+
+    Args:
+        given: arguments by name.
+        environ: the process's environment variables.
+    """
+    for argument, (variable, method) in _OTHER_METHODS.items():
+        asked = (
+            argument if given.get(argument) is not None else variable if _flag(environ, variable) else None
+        )
+        if asked is not None:
+            raise ConfigurationError(
+                f"{asked} asks for {method}, which this version cannot train with: it has one process and "
+                "DistributedDataParallel. Leave it out (and drop it from the launch configuration)."
+            )
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "")
+    if not value:
+        return False
+    try:
+        return bool(str_to_bool(value))
+    except ValueError as error:
+        raise wrong_value(
+            name, value, "it is not a truth value", "Set it to true or false, or unset it"
+        ) from error
+
+
+def _laid_over(
+    name: str, argument: Given | None, variable: str, found: Given | None, notes: list[str]
+) -> Given | None:
+    """Return the argument if there is one, else what the environment holds; note a disagreement."""
+    if argument is None:
+        return found
+    if found is not None and found != argument:
+        notes.append(
+            f"{name}={argument!r} was passed to Accelerator and {variable}={found!r} is set: "
+            "the argument is used."
+        )
+    return argument
+
+
+def _member(name: str, value: Any, known: Sequence[str]) -> str:
+    text = str(getattr(value, "value", value)).lower()
+    if text not in known:
+        raise wrong_value(name, value, f"it is none of {', '.join(known)}", "Choose one of them")
+    return text
+
+
+def _mixed_precision(arguments: Arguments, environ: Mapping[str, str], notes: list[str]) -> str | None:
+    known = PrecisionType.list()
+    variable = next((name for name in _PRECISION_VARIABLES if environ.get(name)), _PRECISION_VARIABLES[0])
+    found = _member(variable, environ[variable], known) if environ.get(variable) else None
+    given = arguments.mixed_precision
+    chosen = None if given is None else _member("mixed_precision", given, known)
+    return _laid_over("mixed_precision", chosen, variable, found, notes)
+
+
+def _accumulation(
+    arguments: Arguments, environ: Mapping[str, str], notes: list[str]
+) -> GradientAccumulationPlugin:
+    given: int | None = arguments.gradient_accumulation_steps
+    plugin = arguments.gradient_accumulation_plugin
+    if plugin is not None and given != 1:
+        raise wrong_value(
+            "gradient_accumulation_steps",
+            given,
+            "gradient_accumulation_plugin was passed too, and both say how many steps there are",
+            "Pass one of them",
+        )
+    if plugin is not None and plugin.num_steps is not None:
+        given = plugin.num_steps
+    elif given == 1:
+        given = None
+    steps = _laid_over(
+        "gradient_accumulation_steps", given, _ACCUMULATION_VARIABLE, _steps_found(environ), notes
+    )
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=_positive(1 if steps is None else steps))
+    return (
+        plugin if plugin.num_steps is not None else replace(plugin, num_steps=1 if steps is None else steps)
+    )
+
+
+def _steps_found(environ: Mapping[str, str]) -> int | None:
+    text = environ.get(_ACCUMULATION_VARIABLE)
+    if not text or text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise wrong_value(
+            _ACCUMULATION_VARIABLE, text, "it is not a count of steps", "Set an integer of at least 1"
+        )
+    return int(text)
+
+
+def _positive(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise wrong_value(
+            "gradient_accumulation_steps",
+            steps,
+            "it is not a count of steps",
+            "Pass an integer of at least 1",
+        )
+    return steps
+
+
+def _step_policy(arguments: Arguments) -> StepPolicy:
+    policy = arguments.step_scheduler_with_optimizer
+    if policy not in (True, False, "per_update"):
+        raise wrong_value(
+            "step_scheduler_with_optimizer",
+            policy,
+            "it is none of True (once per process and update), 'per_update' (once per update) "
+            "and False (on each call)",
+            "Choose one of them",
+        )
+    return policy
+
+
+def _rng_types(arguments: Arguments) -> list[str | RNGType] | None:
+    if arguments.rng_types is None:
+        return None
+    known = [kind.value for kind in RNGType]
+    return [RNGType(_member("rng_types", kind, known)) for kind in arguments.rng_types]
+
+
+def _dataloader_config(arguments: Arguments) -> DataLoaderConfiguration:
+    config = arguments.dataloader_config
+    if arguments.split_batches is _UNSET:
+        return config if config is not None else DataLoaderConfiguration()
+    if config is None:
+        return DataLoaderConfiguration(split_batches=arguments.split_batches)
+    if config.split_batches != arguments.split_batches:
+        raise wrong_value(
+            "split_batches",
+            arguments.split_batches,
+            f"dataloader_config.split_batches is {config.split_batches}",
+            "Set it in dataloader_config only",
+        )
+    return config
+
+
+def _project(arguments: Arguments) -> ProjectConfiguration:
+    project = arguments.project_config or ProjectConfiguration()
+    folder = arguments.project_dir
+    if folder is None:
+        return project
+    folder = os.fspath(folder)
+    if project.project_dir is not None and os.fspath(project.project_dir) != folder:
+        raise wrong_value(
+            "project_dir",
+            folder,
+            f"project_config.project_dir is {project.project_dir!r}",
+            "Set it in one place",
+        )
+    project.set_directories(folder)
+    return project
+
+
+def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
+    if arguments.dynamo_plugin is not None and arguments.dynamo_backend is not None:
+        raise wrong_value(
+            "dynamo_backend",
+            arguments.dynamo_backend,
+            "dynamo_plugin was passed too, and both name the compiler",
+            "Pass one of them",
+        )
+    if arguments.dynamo_plugin is not None:
+        return arguments.dynamo_plugin
+    return TorchDynamoPlugin(backend=arguments.dynamo_backend)
+
+
+def _handlers(arguments: Arguments) -> dict[str, Any]:
+    handlers = list(arguments.kwargs_handlers or ())
+    for handler in handlers:
+        if not isinstance(handler, KwargsHandler):
+            raise wrong_value(
+                "kwargs_handlers",
+                type(handler).__name__,
+                "it is not a KwargsHandler",
+                "Pass objects such as DistributedDataParallelKwargs() or AutocastKwargs()",
+            )
+        if sum(type(other) is type(handler) for other in handlers) > 1:
+            raise wrong_value(
+                "kwargs_handlers",
+                type(handler).__name__,
+                "it was passed twice",
+                "Pass one handler of each kind",
+            )
+    return {
+        name: next((handler for handler in handlers if isinstance(handler, kind)), None)
+        for name, kind in _HANDLER_FIELDS.items()
+    }
+
+
+RUN_ARGUMENTS = frozenset(entry.name for entry in fields(Arguments))
+"""Names of the constructor arguments that `Arguments` takes."""

@@ -1,0 +1,102 @@
+"""Facet of `Accelerator`: contexts around parts of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch.profiler import profile
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.logging import get_logger
+from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.plugins.profile import ProfileKwargs
+
+logger = get_logger(__name__)
+
+
+class Contexts:
+    """Number format, profiler, uneven inputs and context parallelism as `with` blocks."""
+
+    _runtime: Runtime
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which operations run in the number format of the run.
+
+        Forwards of prepared models need no such context.
+
+        Args:
+            autocast_handler: arguments for this context; the default are those given to `Accelerator`.
+        """
+        settings = autocast_handler or self._runtime.request.autocast or AutocastKwargs()
+        return self._runtime.strategy.precision.autocast(settings.enabled, settings.cache_enabled)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Profile the block; each rank writes its trace when the handler names a folder.
+
+        Args:
+            profile_handler: what to record; the default is the one given to `Accelerator`.
+
+        Yields:
+            The running `torch.profiler.profile`.
+        """
+        settings = profile_handler or self._runtime.request.profile or ProfileKwargs()
+        with settings.build() as profiler:
+            yield profiler
+        self._runtime.state.wait_for_everyone()
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Train on loaders that end at different times: ranks that are done answer for the others.
+
+        Args:
+            joinables: prepared models (and joinable optimizers) that are used in the block, on all ranks.
+            even_batches: overrides, inside the block, whether prepared map-style loaders are filled up to the
+                same number of batches; `None` leaves them.
+        """
+        if not self._runtime.state.use_distributed:
+            yield
+            return
+        with _even_batches_set_to(self._runtime, even_batches), self._runtime.strategy.join(joinables):
+            yield
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[Any] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[Any] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context that splits `buffers` along their sequence; nothing without a context-parallel
+        axis.
+
+        Args:
+            buffers: tensors that all ranks of the axis hold whole.
+            buffer_seq_dims: sequence dimension of each of them.
+            no_restore_buffers: those that need not be whole again afterwards.
+        """
+        return nullcontext()
+
+
+@contextmanager
+def _even_batches_set_to(runtime: Runtime, even_batches: bool | None) -> Iterator[None]:
+    """Set `even_batches` of all prepared loaders that have it, inside the block."""
+    if even_batches is None:
+        yield
+        return
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in runtime.prepared.loaders]
+    if any(not hasattr(sampler, "even_batches") for sampler in samplers):
+        logger.warning(
+            "even_batches has no effect on loaders of iterable datasets: their processes read on their own."
+        )
+    kept = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
+    for sampler, _ in kept:
+        sampler.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for sampler, value in kept:
+            sampler.even_batches = value

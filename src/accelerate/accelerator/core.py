@@ -1,0 +1,400 @@
+"""Accelerator: what a script talks to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate.accelerator.arguments import _UNSET, Arguments, build_request, refuse_other_methods
+from accelerate.accelerator.communication import Communication
+from accelerate.accelerator.contexts import Contexts
+from accelerate.accelerator.gradients import Gradients
+from accelerate.accelerator.introspection import Introspection
+from accelerate.accelerator.runtime import build_runtime
+from accelerate.accelerator.tracking import Tracking
+from accelerate.base import environ
+from accelerate.base.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
+from accelerate.base.errors import PreparationError, wrong_value
+from accelerate.base.system import check_os_kernel
+from accelerate.data_loader import skip_first_batches
+from accelerate.devices.memory import release_memory
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import KwargsHandler
+from accelerate.plugins.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from accelerate.scheduler import AcceleratedScheduler, StepPolicy
+from accelerate.state.processes import ProcessControl
+from accelerate.strategies.base import refuse_split_model
+from accelerate.strategies.bundle import Bundle, is_prepared, mark_prepared
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.registry import filter_trackers
+
+logger = get_logger(__name__)
+
+
+class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, ProcessControl):
+    """Runs one training loop unchanged on one process or many.
+
+    Build it first, pass model, optimizer, loaders and scheduler through `prepare`, and call `backward`
+    instead of `loss.backward()`.
+
+    Args:
+        device_placement: whether `prepare` moves objects and loaders move batches to the device of this
+            process.
+        split_batches: whether each process gets a part of each batch instead of batches of its own; better
+            set in `dataloader_config`.
+        mixed_precision: "no", "fp16" or "bf16"; the default is what the launcher set, else "no".
+        gradient_accumulation_steps: backward passes for each step of the optimizers.
+        cpu: stay on the CPU although the machine has something faster.
+        dataloader_config: how loaders are sharded; a live object, fields assigned later count at the next
+            `prepare`.
+        deepspeed_plugin: refused, this version trains without DeepSpeed.
+        fsdp_plugin: refused, this version trains without sharded parameters.
+        torch_tp_plugin: refused, this version trains without tensor parallelism.
+        megatron_lm_plugin: refused, this version trains without Megatron-LM.
+        rng_types: random generators that are made equal on all ranks at the start of each epoch; the default
+            is the one of the sampler.
+        log_with: trackers, by name or as objects; "all" takes every one that is installed.
+        project_dir: folder of the project.
+        project_config: folders, checkpoint names and limits.
+        gradient_accumulation_plugin: accumulation with all its choices, instead of
+            `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: `True` steps prepared schedulers once per process and update,
+            "per_update" once per update, `False` whenever they are called.
+        kwargs_handlers: arguments for DistributedDataParallel, the gradient scaler, autocast, the process
+            group and the profiler; one of each kind.
+        dynamo_backend: compiler backend for `torch.compile`.
+        dynamo_plugin: compilation with all its choices, instead of `dynamo_backend`.
+        deepspeed_plugins: refused like `deepspeed_plugin`.
+        parallelism_config: refused, this version trains without a device mesh.
+
+    Raises:
+        ConfigurationError: for a value that cannot work, with the mend.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _UNSET,  # type: ignore[assignment]
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: StepPolicy = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        variables = environ.current()
+        refuse_other_methods(
+            {
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "parallelism_config": parallelism_config,
+            },
+            variables,
+        )
+        request = build_request(
+            Arguments(
+                device_placement=device_placement,
+                split_batches=split_batches,
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                cpu=cpu,
+                dataloader_config=dataloader_config,
+                rng_types=rng_types,
+                project_dir=project_dir,
+                project_config=project_config,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                kwargs_handlers=kwargs_handlers,
+                dynamo_backend=dynamo_backend,
+                dynamo_plugin=dynamo_plugin,
+            ),
+            variables,
+        )
+        self._runtime = build_runtime(request)
+        self.state = self._runtime.state
+        self.gradient_state = self._runtime.gradient_state
+        self.step = 0
+        self.flag_tensor: torch.Tensor | None = None
+        self.device_placement = request.device_placement
+        self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
+        self.rng_types = list(request.rng_types) if request.rng_types is not None else [RNGType.GENERATOR]
+        self.dataloader_config = request.dataloader_config
+        self.project_configuration = request.project
+        self.ddp_handler = request.ddp
+        self.scaler_handler = request.scaler
+        self.autocast_handler = request.autocast
+        self.init_handler = request.process_group
+        self.profile_handler = request.profile
+        self.native_amp = self.mixed_precision in ("fp16", "bf16")
+        self.log_with = filter_trackers(log_with, request.project.logging_dir)
+        prepared = self._runtime.prepared
+        self._models = prepared.models
+        self._optimizers = prepared.optimizers
+        self._schedulers = prepared.schedulers
+        self._dataloaders = prepared.loaders
+        self._custom_objects = prepared.custom
+        for note in request.notes:
+            logger.warning(note)
+        check_os_kernel()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of float16 training; may be replaced by one of the same interface."""
+        return self._runtime.strategy.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._runtime.strategy.precision.scaler = scaler
+
+    # Prepare
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Return models, optimizers, schedulers and loaders made ready for this run; call it on all ranks.
+
+        Args:
+            *args: objects in any order and number; others, and those already prepared, come back untouched.
+            device_placement: for each object whether it is moved to the device; `None` leaves it to the run.
+
+        Returns:
+            The objects in the order given; one object in, that object out.
+
+        Raises:
+            PreparationError: if an object cannot be trained in this run.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise wrong_value(
+                "device_placement",
+                device_placement,
+                f"it has {len(device_placement)} entries for {len(args)} objects",
+                "Give one entry for each object, or leave it out",
+            )
+        bundle = Bundle(args, device_placement)
+        self._runtime.strategy.check(bundle, self._runtime.prepared)
+        return self._runtime.strategy.prepare(bundle, self).result()
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return `model` on its device, in the number format and wrapper of the run.
+
+        Args:
+            model: a module; on one process the very object comes back.
+            device_placement: whether to move it; `None` leaves it to the run.
+            evaluation_mode: leave out what only training needs, such as DistributedDataParallel.
+        """
+        for known in self._models:
+            if model is known or model is self.unwrap_model(known):
+                return known
+        self._runtime.strategy.check_model(model)
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = mark_prepared(
+            self._runtime.strategy.prepare_model(
+                model, place=place and not _has_device_map(model), evaluation=evaluation_mode
+            )
+        )
+        self._models.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader[Any]:
+        """Return a loader that gives this process its share of the batches, on its device.
+
+        Args:
+            data_loader: a torch loader.
+            device_placement: whether batches are moved; `None` leaves it to the run.
+            slice_fn_for_dispatch: cuts one rank's part out of a batch that process 0 has read; the default
+                cuts tensors along dimension 0.
+        """
+        from accelerate import accelerator as public
+
+        if is_prepared(data_loader):
+            self._remember(self._dataloaders, data_loader)
+            return data_loader
+        config = self.dataloader_config
+        place = self.device_placement if device_placement is None else device_placement
+        loader: DataLoader[Any] = mark_prepared(
+            public.prepare_data_loader(
+                data_loader,
+                self.device,
+                num_processes=self.num_processes,
+                process_index=self.process_index,
+                split_batches=config.split_batches,
+                put_on_device=place,
+                rng_types=self.rng_types.copy(),
+                dispatch_batches=config.dispatch_batches,
+                even_batches=config.even_batches,
+                slice_fn_for_dispatch=slice_fn_for_dispatch,
+                use_seedable_sampler=config.use_seedable_sampler,
+                data_seed=config.data_seed,
+                non_blocking=config.non_blocking,
+                use_stateful_dataloader=config.use_stateful_dataloader,
+                torch_device_mesh=self.torch_device_mesh,
+            )
+        )
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Return `optimizer` in a wrapper that steps when gradients are complete.
+
+        Args:
+            optimizer: built on the parameters of a prepared model.
+            device_placement: whether its state is moved; `None` leaves it to the run.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            self._remember(self._optimizers, optimizer)
+            return optimizer
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = self._runtime.strategy.prepare_optimizer(optimizer, place=place)
+        self._optimizers.append(prepared)
+        self._runtime.strategy.precision.adopt(self._optimizers)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Return `scheduler` in a wrapper that follows the steps of its optimizer.
+
+        Args:
+            scheduler: built on an optimizer that is prepared.
+        """
+        if isinstance(scheduler, AcceleratedScheduler):
+            self._remember(self._schedulers, scheduler)
+            return scheduler
+        prepared = AcceleratedScheduler(
+            scheduler,
+            self._optimizers_of(scheduler),
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        self._schedulers.append(prepared)
+        self._tell_scheduler_pace(prepared)
+        return prepared
+
+    @staticmethod
+    def _remember(objects: list[Any], obj: Any) -> None:
+        if not any(obj is known for known in objects):
+            objects.append(obj)
+
+    def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        inner = getattr(scheduler, "optimizer", None)
+        owners = [optimizer for optimizer in self._optimizers if inner in (optimizer, optimizer.optimizer)]
+        return owners or list(self._optimizers)
+
+    def _tell_scheduler_pace(self, scheduler: AcceleratedScheduler) -> None:
+        steps = scheduler.steps_per_update
+        if scheduler.step_with_optimizer is not True or steps == 1:
+            return
+        logger.warning_once(
+            f"Prepared schedulers step {steps} times per optimizer step, once for each of the {steps} processes: a "
+            f"schedule of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted "
+            "in batches of one process; for schedules counted in optimizer steps pass "
+            "step_scheduler_with_optimizer='per_update' to Accelerator."
+        )
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's module out of a prepared one; the very object when nothing wraps it.
+
+        Args:
+            model: a prepared module.
+            keep_fp32_wrapper: keep the forward that runs under autocast and returns float32.
+            keep_torch_compile: keep the compiled module around it.
+        """
+        return self._runtime.strategy.unwrap(
+            model, keep_fp32=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+        )
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a device map has put `model` on several devices, which several processes cannot train.
+
+        Args:
+            model: a module, maybe with `hf_device_map`.
+        """
+        try:
+            for module in model.modules():
+                refuse_split_model(module, "")
+        except PreparationError:
+            return True
+        return False
+
+    # Data
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
+
+        Args:
+            dataloader: a prepared loader.
+            num_batches: batches of this process to leave out.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    # State and end
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state of a prepared model; call it on all ranks.
+
+        Args:
+            model: a prepared module.
+            unwrap: names without the prefixes of wrappers.
+        """
+        return self._runtime.strategy.state_dict(model, unwrap=unwrap)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects, collect garbage and empty the device's cache.
+
+        Args:
+            *objects: further objects to let go of.
+
+        Returns:
+            One `None` for each of `objects`: `a, b = accelerator.free_memory(a, b)`.
+        """
+        self._runtime.prepared.clear()
+        self._runtime.strategy.release()
+        self.step = 0
+        released: list[None] = release_memory(*objects)
+        return released
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return this object: the state of a run exists once in a process."""
+        return self
+
+
+def _has_device_map(model: nn.Module) -> bool:
+    return bool(getattr(model, "hf_device_map", None))

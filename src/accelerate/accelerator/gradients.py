@@ -1,0 +1,217 @@
+"""Facet of `Accelerator`: from loss to gradients that are ready for the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import ConfigurationError
+from accelerate.ops.collectives import reduce
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.strategies.bundle import parameter_ids
+from accelerate.strategies.ddp import sync_in_backward
+
+_SYNCHRONISING: AbstractContextManager[None] = nullcontext()
+"""The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""
+
+
+class Gradients:
+    """Accumulate, compute, clip and unscale gradients; raise a flag on one rank and see it on all."""
+
+    _runtime: Runtime
+    step: int
+    flag_tensor: torch.Tensor | None
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this round exchanges gradients and steps optimizers."""
+        return self._runtime.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self._runtime.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of backward passes for each step of the optimizers."""
+        return self._runtime.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer left out its last step because gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._runtime.prepared.optimizers)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes of `model` exchange no gradients.
+
+        Args:
+            model: a prepared model; on one process the context does nothing.
+        """
+        return self._runtime.strategy.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the backward pass exchanges gradients although the forwards ran under
+        `no_sync`.
+
+        Args:
+            model: a prepared model whose forwards are done.
+        """
+        return sync_in_backward(model)
+
+    def _do_sync(self) -> None:
+        state = self._runtime.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            state._set_sync_gradients(True)
+        else:
+            self.step += 1
+            state._set_sync_gradients(self.step % state.num_steps == 0)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch: gradients add up, and every n-th round exchanges and applies
+        them.
+
+        The last batch of a loader always ends a round, so no gradient is left over.
+
+        Args:
+            *models: prepared models that are trained in this step.
+        """
+        self._do_sync()
+        state = self._runtime.gradient_state
+        if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+            return _SYNCHRONISING
+        if len(models) == 1:
+            return self.no_sync(models[0])
+        contexts = ExitStack()
+        for model in models:
+            contexts.enter_context(self.no_sync(model))
+        return contexts
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`, divided by the accumulation steps, scaled as the number format needs.
+
+        Args:
+            loss: 0-d tensor, the mean over this process's batch.
+            **kwargs: passed to `torch.Tensor.backward`. `learning_rate` serves optimizers that step during
+                the backward pass; `scale_wrt_gas` is accepted for engines that divide by themselves.
+        """
+        learning_rate = kwargs.pop("learning_rate", None)
+        kwargs.pop("scale_wrt_gas", None)
+        steps = self._runtime.gradient_state.num_steps
+        if steps != 1:
+            loss = loss / steps
+        if learning_rate is not None and any(map(_fuses_backward, self._runtime.prepared.optimizers)):
+            self.lomo_backward(loss, learning_rate)
+            return
+        self._runtime.strategy.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run the backward pass of optimizers that update parameters while gradients appear (LOMO).
+
+        Args:
+            loss: 0-d tensor.
+            learning_rate: rate of this update.
+        """
+        fused = [optimizer for optimizer in self._runtime.prepared.optimizers if _fuses_backward(optimizer)]
+        if not fused:
+            raise ConfigurationError(
+                "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "
+                "Prepare a Lomo or AdaLomo optimizer, or call `backward`."
+            )
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their true size before they are read or changed; nothing without a gradient
+        scaler.
+
+        Args:
+            optimizer: a prepared optimizer or a list of them; `None` for all.
+        """
+        optimizers = self._runtime.prepared.optimizers if optimizer is None else optimizer
+        self._runtime.strategy.precision.unscale(
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        )
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Scale gradients so that their joint norm is at most `max_norm`; call it on all ranks, before
+        `step`.
+
+        Args:
+            parameters: tensors with gradients, of prepared models.
+            max_norm: largest norm; `float("inf")` only measures.
+            norm_type: the p of the p-norm.
+
+        Returns:
+            The norm before clipping, a 0-d tensor.
+        """
+        strategy = self._runtime.strategy
+        if strategy.precision.scaler is None:
+            return strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.sync_gradients:
+            self.unscale_gradients(self._owners(parameters))
+            return strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        # Gradients that still add up must stay scaled: the bound is scaled instead.
+        scale = strategy.precision.gradient_scale()
+        norm = strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
+        return None if norm is None else norm / scale
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut each gradient element to the range from `-clip_value` to `clip_value`, before `step`.
+
+        Args:
+            parameters: tensors with gradients, of prepared models.
+            clip_value: largest absolute value.
+        """
+        strategy = self._runtime.strategy
+        if strategy.precision.scaler is None:
+            strategy.clip_grad_value(parameters, clip_value)
+            return
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self.sync_gradients:
+            strategy.clip_grad_value(parameters, clip_value * strategy.precision.gradient_scale())
+            return
+        self.unscale_gradients(self._owners(parameters))
+        strategy.clip_grad_value(parameters, clip_value)
+
+    def _owners(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
+        wanted = {id(p) for p in parameters}
+        return [
+            optimizer
+            for optimizer in self._runtime.prepared.optimizers
+            if parameter_ids([optimizer]) & wanted
+        ]
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process; `check_trigger` on all processes then answers `True`."""
+        self.flag_tensor = torch.tensor(1, device=self._runtime.state.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag since the last check; lowers the flags. Call it on all ranks."""
+        flag = self.flag_tensor
+        if flag is None:
+            flag = torch.tensor(0, device=self._runtime.state.device)
+        raised = bool(reduce(flag, reduction="sum").item())
+        if raised:
+            self.flag_tensor = None
+        return raised
+
+    set_breakpoint = set_trigger
+    check_breakpoint = check_trigger
+
+
+def _fuses_backward(optimizer: AcceleratedOptimizer) -> bool:
+    return callable(getattr(optimizer.optimizer, "fused_backward", None))

@@ -1,0 +1,59 @@
+"""Runtime: the parts a run is made of, built once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.strategies import Context, RunRequest, Strategy, resolve
+from accelerate.strategies.base import Prepared
+
+
+class Runtime:
+    """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own.
+
+    Args:
+        request: what the run asks for, checked.
+        state: facts about this process.
+        gradient_state: whether this round synchronises gradients.
+        strategy: the way of training.
+    """
+
+    def __init__(
+        self, request: RunRequest, state: AcceleratorState, gradient_state: GradientState, strategy: Strategy
+    ) -> None:
+        self.request = request
+        self.state = state
+        self.gradient_state = gradient_state
+        self.strategy = strategy
+        self.prepared = Prepared()
+        self.trackers: list[Any] = []
+
+
+def build_runtime(request: RunRequest) -> Runtime:
+    """Find out who this process is, open its process group and choose the way of training.
+
+    No choice is made after this call.
+
+    Args:
+        request: what the run asks for, checked.
+    """
+    group_arguments = request.process_group.to_kwargs() if request.process_group else {}
+    state = AcceleratorState(
+        mixed_precision=request.mixed_precision,
+        cpu=request.cpu,
+        dynamo_plugin=request.dynamo,
+        _from_accelerator=True,
+        **group_arguments,
+    )
+    gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
+    context = Context(
+        topology=state.topology,
+        backend=state.device_backend,
+        device=state.device,
+        request=request,
+        mixed_precision=state.mixed_precision,
+        gradients=gradient_state,
+        mesh=state.device_mesh,
+    )
+    return Runtime(request, state, gradient_state, resolve(request, state.topology)(context))

@@ -1,0 +1,92 @@
+"""Facet of `Accelerator`: experiment trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import wrong_value
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.registry import build_tracker
+
+
+class Tracking:
+    """Start, feed and finish trackers; only processes that may write do so."""
+
+    _runtime: Runtime
+    log_with: list[Any]
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers of the run; empty before `init_trackers`."""
+        return self._runtime.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[Any]) -> None:
+        self._runtime.trackers = trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers named by `log_with`; call it on all ranks.
+
+        Args:
+            project_name: name of the experiment.
+            config: hyperparameters to store at the start.
+            init_kwargs: further arguments for single trackers, by tracker name.
+        """
+        arguments = init_kwargs or {}
+        logging_dir = self._runtime.request.project.logging_dir
+        self._runtime.trackers = [
+            build_tracker(kind, project_name, logging_dir, arguments) for kind in self.log_with
+        ]
+        for tracker in self._runtime.trackers:
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a running tracker by name.
+
+        Args:
+            name: its name, such as "tensorboard".
+            unwrap: return the object of the tracker's own library instead.
+
+        Returns:
+            The tracker; one that accepts every call and does nothing when no tracker is running.
+        """
+        for tracker in self._runtime.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if not self._runtime.trackers:
+            return GeneralTracker(_blank=True)
+        running = ", ".join(tracker.name for tracker in self._runtime.trackers)
+        raise wrong_value(
+            "name", name, f"the running trackers are {running}", "Name one of them, or add it to log_with"
+        )
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Send values to all trackers; call it on all ranks.
+
+        Args:
+            values: what to log, by name: numbers, strings or nested dictionaries of them.
+            step: the training step they belong to.
+            log_kwargs: further arguments for single trackers, by tracker name.
+        """
+        arguments = log_kwargs or {}
+        for tracker in self._runtime.trackers:
+            tracker.log(values, step=step, **arguments.get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Finish all trackers and close the process group; call it last, on all ranks."""
+        for tracker in self._runtime.trackers:
+            tracker.finish()
+        self._runtime.state.destroy_process_group()

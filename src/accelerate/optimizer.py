@@ -1,0 +1,215 @@
+"""AcceleratedOptimizer: a torch optimizer that steps only when gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from accelerate.nested import honor_type
+from accelerate.state import AcceleratorState, GradientState
+
+_ATTACHED_BY_SCALER = (
+    "_accelerate_step_called",
+    "_optimizer_original_step_method",
+    "_optimizer_patched_step_method",
+)
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Return an optimizer state with its tensors on `device`.
+
+    Args:
+        state: a nested structure of lists, tuples, mappings and tensors.
+        device: where the tensors shall lie.
+    """
+    if isinstance(state, (list, tuple)):
+        return honor_type(state, (move_to_device(value, device) for value in state))
+    if isinstance(state, Mapping):
+        return type(state)({key: move_to_device(value, device) for key, value in state.items()})  # type: ignore[call-arg]
+    return state.to(device) if isinstance(state, torch.Tensor) else state
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `method` with a note on `accelerated_optimizer` that it was called.
+
+    A gradient scaler calls the step of its optimizer only when all gradients are finite; the note tells
+    whether it did.
+
+    Args:
+        accelerated_optimizer: takes the note as `_accelerate_step_called`.
+        method: the step of the inner optimizer.
+    """
+
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer: steps and clears gradients only on synchronising rounds, and through the
+    gradient scaler.
+
+    Args:
+        optimizer: the optimizer to wrap; all of its attributes are reached through this object.
+        device_placement: whether its state is moved to the device of the run.
+        scaler: the gradient scaler of float16 training, `None` for the other formats.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # The inner optimizer owns groups, state and hooks: torch's constructor would make second ones.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self.gradients_unscaled = False
+        self.note_scaled_step: Callable[[], None] | None = None
+        self._is_overflow = False
+        if scaler is not None:
+            self._attach_step_note()
+        if device_placement:
+            self._move_state()
+
+    def _attach_step_note(self) -> None:
+        self._accelerate_step_called = False
+        self._optimizer_original_step_method = self.optimizer.step
+        self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
+
+    def _move_state(self) -> None:
+        if self.optimizer.state:  # a fresh optimizer has none, and torch's state_dict() loads its compiler
+            moved = move_to_device(self.optimizer.state_dict(), self.accelerator_state.device)
+            self.optimizer.load_state_dict(moved)
+
+    @property
+    def state(self) -> Any:
+        """State of each parameter, as the inner optimizer holds it."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """Parameter groups of the inner optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """Default options of the inner optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that neither this object nor its class has, such as hooks and methods of
+        # subclasses.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the inner optimizer; its tensors go to the device of their parameters."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner optimizer, in its own format."""
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; does nothing while they accumulate.
+
+        Args:
+            set_to_none: `False` fills with zeros; the default drops the gradient tensors, as torch does.
+        """
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none is None or set_to_none)
+
+    def train(self) -> None:
+        """Switch optimizers that know a training mode to it, as schedule-free ones do; nothing for the others."""
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        """Switch optimizers that know an evaluation mode to it; nothing for the others."""
+        if hasattr(self.optimizer, "eval") and callable(self.optimizer.eval):
+            self.optimizer.eval()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters; does nothing while gradients accumulate.
+
+        Args:
+            closure: reevaluates the model and returns the loss, for optimizers that need it.
+
+        Returns:
+            What the inner optimizer returns; `None` when the step was left out.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self.scaler is None:
+            return self.optimizer.step(closure)
+        return self._scaled_step(closure)
+
+    def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
+        scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
+        self.optimizer.step = self._optimizer_patched_step_method  # type: ignore[method-assign]
+        try:
+            result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
+        finally:
+            self.optimizer.step = self._optimizer_original_step_method  # type: ignore[method-assign]
+        self._is_overflow = not self._accelerate_step_called
+        self._accelerate_step_called = False
+        self.gradients_unscaled = False
+        if self.note_scaled_step is None:
+            scaler.update()
+        else:
+            self.note_scaled_step()
+        return result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a gradient was infinite or not a number."""
+        return self._is_overflow
+
+    def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters_map.get(p, p) for p in group["params"]]
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Iterate over all parameters of all groups."""
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in (*_ATTACHED_BY_SCALER, "note_scaled_step", "accelerator_state", "gradient_state"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self.note_scaled_step = None
+        if self.scaler is not None:
+            self._attach_step_note()

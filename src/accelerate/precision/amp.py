@@ -1,0 +1,188 @@
+"""Mixed precision by `torch.autocast`: bfloat16, and float16 with a gradient scaler.
+
+Source: https://docs.pytorch.org/docs/stable/amp.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import PreparationError
+from accelerate.base.text import listed
+from accelerate.ops.casting import convert_to_fp32
+from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.precision.base import Precision, ScaledOptimizer
+from accelerate.state import AcceleratorState
+
+AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""The dtype of autocast by `mixed_precision`; what FP8 layers leave over runs in bfloat16."""
+
+
+class AutocastForward:
+    """A module's forward under autocast, with float32 outputs.
+
+    It is set as the instance attribute `forward` of the module, so the module stays the object that the user
+    knows. Unlike a closure it follows the module through pickle and `copy.deepcopy`.
+
+    Args:
+        module: the module whose forward runs under autocast.
+        precision: the format; its `autocast` opens the context.
+        settings: keyword arguments for each context.
+    """
+
+    def __init__(
+        self, module: nn.Module, device_type: str, dtype: torch.dtype, settings: AutocastKwargs
+    ) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.device_type = device_type
+        self.dtype = dtype
+        self.enabled = settings.enabled
+        self.cache_enabled = settings.cache_enabled
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward without autocast; `inspect.signature` follows this name."""
+        if self.inner is not None:
+            return self.inner
+        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            outputs = self.__wrapped__(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    def restore(self, module: nn.Module) -> None:
+        """Give `module` back the forward it had before."""
+        if self.inner is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self.inner
+
+
+class MixedPrecision(Precision):
+    """bfloat16 by autocast; no scaling is needed because its range is that of float32.
+
+    Args:
+        name: "bf16" or "fp16".
+        device_type: the torch device type that computes.
+        settings: user's autocast arguments.
+    """
+
+    def __init__(self, name: str, device_type: str, settings: AutocastKwargs | None = None) -> None:
+        super().__init__(name)
+        self.device_type = device_type
+        self.dtype = AUTOCAST_DTYPES[name]
+        self.settings = settings or AutocastKwargs()
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Let the forward of `model` run under autocast and return float32."""
+        if not isinstance(model.__dict__.get("forward"), AutocastForward):
+            model.__dict__["forward"] = AutocastForward(model, self.device_type, self.dtype, self.settings)
+        return model
+
+    def autocast(
+        self, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return `torch.autocast` for this device and dtype."""
+        return torch.autocast(self.device_type, self.dtype, enabled, cache_enabled)
+
+
+class ScaledPrecision(MixedPrecision):
+    """float16 by autocast, with a gradient scaler against underflow.
+
+    One scaler serves all optimizers. With several of them its scale may change only after the last one has
+    stepped, so the update waits for the next backward pass.
+
+    Args:
+        name: "fp16".
+        device_type: the torch device type that computes.
+        scaler: the gradient scaler.
+        settings: user's autocast arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_type: str,
+        scaler: torch.amp.GradScaler,
+        settings: AutocastKwargs | None = None,
+    ) -> None:
+        super().__init__(name, device_type, settings)
+        self.scaler: torch.amp.GradScaler = scaler
+        self.update_is_due = False
+        self.optimizers: list[Any] = []
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse float16 parameters that train: their gradients cannot be unscaled."""
+        half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+        if half:
+            raise PreparationError(
+                f"{len(half)} trainable parameters of {type(model).__name__} are float16 "
+                f"({listed(half)}), but mixed_precision='fp16' scales gradients and torch cannot unscale "
+                "float16 ones. Keep trainable parameters in float32 (model.float(), or p.data = p.data.float() "
+                "for those that train), or use mixed_precision='no'."
+            )
+
+    def adopt(self, optimizers: list[Any]) -> None:
+        """Let several optimizers share the scaler: its update then waits until all of them have stepped."""
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            optimizer.note_scaled_step = self._postpone_update if len(optimizers) > 1 else None
+
+    def _postpone_update(self) -> None:
+        self.update_is_due = True
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of the scaled loss."""
+        if self.update_is_due:
+            self.update_is_due = False
+            self.scaler.update()
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
+        """Unscale the gradients of each optimizer that has not been since its last step."""
+        for optimizer in optimizers:
+            if optimizer.gradients_unscaled or optimizer.scaler is None:
+                continue
+            optimizer.scaler.unscale_(optimizer.optimizer)
+            optimizer.gradients_unscaled = True
+
+    def gradient_scale(self) -> float:
+        """Return the current loss scale."""
+        return float(self.scaler.get_scale())
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast context of the running `AcceleratorState`.
+
+    Args:
+        native_amp: `False` gives a context that does nothing.
+        autocast_kwargs: arguments for `torch.autocast`; the default enables it.
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    settings = autocast_kwargs or AutocastKwargs()
+    dtype = AUTOCAST_DTYPES.get(state.mixed_precision)
+    return torch.autocast(state.device.type, dtype, settings.enabled, settings.cache_enabled)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return the gradient scaler that suits the device of this process.
+
+    Args:
+        distributed_type: the method of the run; accepted for callers that name it, the device decides.
+        **kwargs: arguments of `torch.amp.GradScaler`.
+    """
+    scaler: torch.amp.GradScaler = AcceleratorState().device_backend.grad_scaler(**kwargs)
+    return scaler

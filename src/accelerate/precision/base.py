@@ -1,0 +1,70 @@
+"""The interface of a number format; the base class is full precision and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class ScaledOptimizer(Protocol):
+    """What a number format needs of a prepared optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    gradients_unscaled: bool
+
+
+class Precision:
+    """Full precision: the null case of every number format.
+
+    A strategy calls, in this order and on every rank: `convert` once for each prepared model, `autocast`
+    where the user opens a context, `backward` for each loss, `unscale` before gradients are read or clipped.
+
+    Args:
+        name: the value users give as `mixed_precision`.
+    """
+
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, name: str = "no") -> None:
+        self.name = name
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that cannot train in this format."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return `model` ready to run its forward in this format; the very object that was passed.
+
+        Args:
+            model: a module on its device.
+        """
+        return model
+
+    def autocast(
+        self, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which operations run in this format.
+
+        Args:
+            enabled: `False` turns the format off inside the context.
+            cache_enabled: whether casts of weights are cached; `None` keeps torch's choice.
+        """
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`, a 0-d tensor that is already divided by the accumulation steps."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
+        """Bring the gradients of `optimizers` to their true size, once for each update."""
+
+    def gradient_scale(self) -> float:
+        """Return the factor by which gradients are too large before `unscale`."""
+        return 1.0
+
+    def adopt(self, optimizers: list[Any]) -> None:
+        """Take note of all optimizers that step in this format."""

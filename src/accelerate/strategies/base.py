@@ -1,0 +1,216 @@
+"""The interface of a way of training; the base class is one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import PreparationError
+from accelerate.compilation import compiler_for
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision.base import Precision
+from accelerate.precision.resolve import PrecisionRequest
+from accelerate.precision.resolve import resolve as resolve_precision
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared
+from accelerate.strategies.ownership import find_orphans, find_strangers
+from accelerate.strategies.request import Context
+from accelerate.unwrapping import extract_model_from_parallel
+
+logger = get_logger(__name__)
+
+
+class Preparer(Protocol):
+    """Prepares one object at a time and remembers it; `Accelerator` is one.
+
+    Strategies call these methods of the accelerator instead of their own, so a client that replaces one of
+    them on the accelerator is heard.
+    """
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module: ...
+    def prepare_optimizer(
+        self, optimizer: Any, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer: ...
+    def prepare_scheduler(self, scheduler: Any) -> Any: ...
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any: ...
+
+
+class Prepared:
+    """Everything a run has prepared so far, by kind, in the order of preparation."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self.custom: list[Any] = []
+
+    def clear(self) -> None:
+        """Forget all objects; the lists stay the same objects."""
+        for objects in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
+            objects.clear()
+
+
+class Strategy:
+    """One plain process: the null case of every way of training.
+
+    All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
+    `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model
+    back, `release` once.
+
+    Args:
+        context: all that it may know; complete.
+    """
+
+    distributed_type: ClassVar[DistributedType | None] = None
+    """The label users see; `None` leaves the one of the hardware."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.precision = self.choose_precision()
+        self.backward: Callable[..., None] = self.precision.backward
+        """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""
+
+    def choose_precision(self) -> Precision:
+        """Return the number format; engines that own theirs answer with the null format."""
+        request = self.context.request
+        return resolve_precision(
+            PrecisionRequest(
+                self.context.mixed_precision, self.context.backend, request.autocast, request.scaler
+            )
+        )
+
+    # Prepare
+
+    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+        """Refuse what cannot work and warn about what looks like a mistake, before anything is changed.
+
+        Args:
+            bundle: objects of this call.
+            prepared: objects of earlier calls.
+
+        Raises:
+            PreparationError: with the objects at fault and the mend.
+        """
+        new_models = [model for model in bundle.models if not is_prepared(model)]
+        new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        for model in new_models:
+            self.check_model(model)
+        if not new_optimizers:
+            return
+        for message in find_orphans(new_models, [*prepared.optimizers, *bundle.optimizers]):
+            logger.warning(message)
+        models = [*prepared.models, *bundle.models]
+        for message in find_strangers(new_optimizers, models) if models else []:
+            logger.warning(message)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this method cannot train."""
+        self.precision.check(model)
+
+    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+        """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers.
+
+        Args:
+            bundle: objects of this call, checked.
+            preparer: does the work for one object.
+        """
+        bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
+        bundle.replace(Kind.MODEL, preparer.prepare_model)
+        bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
+        bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
+        return bundle
+
+    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+        """Return `model` placed, converted to the number format, wrapped and compiled.
+
+        Args:
+            model: a user's module.
+            place: whether to move it to the device.
+            evaluation: `True` leaves out what only training needs.
+        """
+        if place:
+            model = model.to(self.context.device)
+        model = self.precision.convert(model)
+        return self.compile(model) if evaluation else self.wrap(model, self.compile)
+
+    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return `model` in the wrapper of this method.
+
+        Args:
+            model: a placed module.
+            compile: compiles a module as the run asks; the strategy decides when.
+        """
+        return compile(model)
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """Return `model` compiled as the run asks; the very object when it does not."""
+        return compiler_for(self.context.request.dynamo)(model)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
+        """Return `optimizer` in our wrapper, with the scaler of the number format."""
+        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
+
+    def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
+        """Return the user's module out of `model`; the very object when nothing wraps it.
+
+        Args:
+            model: a prepared module.
+            keep_fp32: keep the forward that runs under autocast.
+            keep_compiled: keep the compiled module around it.
+        """
+        return extract_model_from_parallel(model, keep_fp32, keep_compiled)
+
+    # Step
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the backward pass of `model` exchanges no gradients."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of batches at different times."""
+        return nullcontext()
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Scale gradients so that their joint norm is at most `max_norm`; return the norm they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # End
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state of `model` on every rank that asks."""
+        inner = self.unwrap(model, keep_compiled=False) if unwrap else model
+        state: dict[str, Any] = inner.state_dict()
+        return state
+
+    def release(self) -> None:
+        """Let go of what the method holds beyond the prepared objects."""
+
+
+def refuse_split_model(model: nn.Module, reason: str) -> None:
+    """Raise for a model that a device map has put on several devices.
+
+    Args:
+        model: a module, maybe with `hf_device_map`.
+        reason: what cannot be done with such a model.
+    """
+    device_map = getattr(model, "hf_device_map", None) or {}
+    devices = {str(device) for device in device_map.values()}
+    if len(devices) > 1:
+        raise PreparationError(
+            f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device map, "
+            f"{reason}. Load it without device_map='auto' (or with a map of one device for each process), or "
+            "launch one process."
+        )

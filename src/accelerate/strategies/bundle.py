@@ -1,0 +1,112 @@
+"""The objects of one `prepare` call, by kind, in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+
+PREPARED_MARK = "_is_accelerate_prepared"
+T = TypeVar("T")
+
+
+class Kind(Enum):
+    """What an object is to `prepare`."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    SCHEDULER = "scheduler"
+    LOADER = "loader"
+    OTHER = "other"
+
+
+_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, AcceleratedScheduler)
+
+
+def _is_scheduler(obj: Any) -> bool:
+    return isinstance(obj, _SCHEDULERS) or (
+        callable(getattr(obj, "step", None)) and callable(getattr(obj, "get_last_lr", None))
+    )
+
+
+KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
+    (Kind.LOADER, lambda obj: isinstance(obj, DataLoader)),
+    (Kind.MODEL, lambda obj: isinstance(obj, nn.Module)),
+    (Kind.OPTIMIZER, lambda obj: isinstance(obj, torch.optim.Optimizer)),
+    (Kind.SCHEDULER, _is_scheduler),
+)
+"""Each kind with the claim that makes an object one; the first that holds counts."""
+
+
+def kind_of(obj: Any) -> Kind:
+    """Return what `obj` is to `prepare`; `Kind.OTHER` is handed back untouched."""
+    return next((kind for kind, claim in KINDS if claim(obj)), Kind.OTHER)
+
+
+def is_prepared(obj: Any) -> bool:
+    """Whether `obj` came out of a `prepare` call."""
+    return (
+        isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler))
+        or getattr(obj, PREPARED_MARK, False) is True
+    )
+
+
+def mark_prepared(obj: T) -> T:
+    """Note on `obj` that it came out of a `prepare` call, and return it."""
+    setattr(obj, PREPARED_MARK, True)
+    return obj
+
+
+class Bundle:
+    """The objects of one `prepare` call.
+
+    Args:
+        objects: what the user passed, in order.
+        placement: for each of them whether it is moved to the device; `None` leaves it to the run.
+    """
+
+    def __init__(self, objects: Sequence[Any], placement: Sequence[bool | None] | None = None) -> None:
+        self.objects = list(objects)
+        self.placement = list(placement) if placement is not None else [None] * len(self.objects)
+        self.kinds = [kind_of(obj) for obj in self.objects]
+
+    def of(self, kind: Kind) -> list[Any]:
+        """Return the objects of one kind, in order."""
+        return [obj for obj, its_kind in zip(self.objects, self.kinds, strict=True) if its_kind is kind]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, in order."""
+        return self.of(Kind.MODEL)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in order."""
+        return self.of(Kind.OPTIMIZER)
+
+    def places(self, *kinds: Kind) -> Iterator[tuple[int, Any, bool | None]]:
+        """Iterate over place, object and placement of all objects of `kinds`."""
+        for place, kind in enumerate(self.kinds):
+            if kind in kinds:
+                yield place, self.objects[place], self.placement[place]
+
+    def replace(self, kind: Kind, prepare: Callable[[Any, bool | None], Any]) -> None:
+        """Put `prepare(object, placement)` in the place of each object of `kind`."""
+        for place, obj, placement in list(self.places(kind)):
+            self.objects[place] = prepare(obj, placement)
+
+    def result(self) -> Any:
+        """Return what `prepare` returns: the objects as a tuple, or the one object."""
+        return self.objects[0] if len(self.objects) == 1 else tuple(self.objects)
+
+
+def parameter_ids(optimizers: Iterable[Any]) -> set[int]:
+    """Return the identities of all parameters that `optimizers` own."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

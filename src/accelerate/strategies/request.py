@@ -1,0 +1,94 @@
+"""What a run asks for, checked, and what a strategy is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.base.enums import RNGType
+from accelerate.devices.backend import DeviceBackend
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from accelerate.plugins.profile import ProfileKwargs
+from accelerate.plugins.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from accelerate.scheduler import StepPolicy
+from accelerate.state import GradientState
+from accelerate.state.topology import Topology
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of a run, laid over its environment and checked.
+
+    The plugins in it are the user's own objects: clients change their fields after construction, and a change
+    counts from the next `prepare` on.
+
+    Args:
+        mixed_precision: name of the number format, `None` to take the one that is already set, or "no".
+        cpu: whether the run stays on the CPU although the machine has something faster.
+        device_placement: whether `prepare` moves objects to the device.
+        step_scheduler_with_optimizer: when schedulers step.
+        rng_types: generators that are synchronised at the start of each epoch; `None` for the default.
+        dataloader_config: how loaders are sharded.
+        accumulation: gradient accumulation.
+        project: where the run writes.
+        dynamo: compilation.
+        ddp: arguments of DistributedDataParallel.
+        scaler: arguments of the gradient scaler.
+        autocast: arguments of autocast.
+        process_group: arguments of the process group.
+        profile: arguments of the profiler.
+        handlers: all handlers the user gave, also those of other number formats.
+        notes: what the user should know about how the request came about, one line each.
+    """
+
+    mixed_precision: str | None = None
+    cpu: bool = False
+    device_placement: bool = True
+    step_scheduler_with_optimizer: StepPolicy = True
+    rng_types: Sequence[str | RNGType] | None = None
+    dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    process_group: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+    handlers: tuple[KwargsHandler, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that a strategy is given; complete when the strategy is built.
+
+    Args:
+        topology: who this process is.
+        backend: its hardware.
+        device: its torch device.
+        request: what the run asks for; its number format is resolved.
+        mixed_precision: name of the number format in force.
+        gradients: whether this round synchronises.
+        mesh: the device mesh, `None` for plain data parallelism.
+    """
+
+    topology: Topology
+    backend: DeviceBackend
+    device: Any
+    request: RunRequest
+    mixed_precision: str
+    gradients: GradientState
+    mesh: Any = None

@@ -1,0 +1,49 @@
+"""What every number format promises."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate.devices.catalogue import CPU
+from accelerate.precision.base import Precision
+from accelerate.precision.resolve import FORMATS, PrecisionRequest, resolve
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def precision(request: pytest.FixtureRequest) -> Precision:
+    return resolve(PrecisionRequest(request.param, CPU))
+
+
+def test_convert_returns_the_module_it_was_given(precision: Precision) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert precision.convert(model) is model
+    assert precision.convert(model) is model
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_gradients_are_true_after_unscale(precision: Precision) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    optimizer = SimpleNamespace(optimizer=inner, scaler=precision.scaler, gradients_unscaled=False)
+    precision.backward((weight * 2).sum())
+    precision.unscale([optimizer])
+    precision.unscale([optimizer])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_backward_passes_its_arguments_on(precision: Precision) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    loss = (weight * 2).sum()
+    precision.backward(loss, retain_graph=True)
+    precision.backward(loss)
+    assert weight.grad is not None
+    assert weight.grad.item() / precision.gradient_scale() == 4.0
+
+
+def test_autocast_can_be_turned_off(precision: Precision) -> None:
+    with precision.autocast(enabled=False):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32

@@ -1,0 +1,144 @@
+"""gather_for_metrics over any prepared loader yields exactly the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from accelerate import Accelerator, DataLoaderConfiguration
+
+Run = Callable[..., list[Any]]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, samples: int, *, sized: bool) -> None:
+        self.samples = samples
+        if sized:
+            self.__class__ = SizedStream
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(self.samples))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.samples
+
+
+class Growing(BatchSampler):
+    """Batches of 1, 2, 3, ... samples."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, size = 0, 1
+        while start < self.samples:
+            yield list(range(start, min(start + size, self.samples)))
+            start, size = start + size, size + 1
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def make_loader(kind: str, samples: int, batch: int) -> DataLoader[Any]:
+    data = torch.arange(samples)
+    if kind == "growing":
+        return DataLoader(data, batch_sampler=Growing(samples))  # type: ignore[arg-type]
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), batch, False))  # type: ignore[arg-type]
+    if kind == "stream":
+        return DataLoader(Stream(samples, sized=False), batch_size=batch)
+    if kind == "sized stream":
+        return DataLoader(Stream(samples, sized=True), batch_size=batch)
+    return DataLoader(data, batch_size=batch, shuffle=kind == "shuffled")  # type: ignore[arg-type]
+
+
+def evaluate(kind: str, samples: int, batch: int, settings: dict[str, Any]) -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    loader = accelerator.prepare(make_loader(kind, samples, batch))
+    seen: list[int] = []
+    nested: list[int] = []
+    words: list[str] = []
+    for part in loader:
+        seen += accelerator.gather_for_metrics(part).tolist()
+        tree = accelerator.gather_for_metrics({"a": part, "b": [part * 2, (part.float(),)]})
+        assert torch.equal(tree["a"] * 2, tree["b"][0])
+        nested += tree["b"][1][0].long().tolist()
+        words += accelerator.gather_for_metrics([str(number) for number in part.tolist()])
+    return [seen, nested, [int(word) for word in words]]
+
+
+KINDS = ("plain", "shuffled", "batch sampler", "growing", "stream", "sized stream")
+SIZES = ((11, 3), (12, 3), (1, 4), (2, 4), (13, 5))
+
+
+def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple[str, int, int], list[Any]]:
+    results = {}
+    for kind in kinds:
+        for samples, batch in SIZES:
+            if settings.get("split_batches"):
+                batch = 6
+            results[kind, samples, batch] = evaluate(kind, samples, batch, settings)
+    return results
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({}, KINDS),
+        ({"split_batches": True}, tuple(kind for kind in KINDS if kind != "growing")),
+        ({"dispatch_batches": True}, ("plain", "batch sampler", "stream")),
+        ({"dispatch_batches": False}, ("stream", "sized stream")),
+    ],
+    ids=["default", "split", "dispatch", "sharded streams"],
+)
+def test_the_dataset_comes_back_once(
+    run: Run, processes: int, settings: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    for results in run(evaluate_all, settings, kinds, processes=processes, timeout=120):
+        for (kind, samples, batch), collected in results.items():
+            for numbers in collected:
+                if kind == "shuffled":
+                    numbers = sorted(numbers)
+                assert numbers == list(range(samples)), (kind, samples, batch)
+
+
+def evaluate_inside_training() -> tuple[list[int], list[bool]]:
+    """An evaluation inside a training epoch sees its own loader, and the training loader again after it."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    train, test = accelerator.prepare(
+        DataLoader(torch.arange(12), batch_size=2),  # type: ignore[arg-type]
+        DataLoader(torch.arange(5), batch_size=2),  # type: ignore[arg-type]
+    )
+    seen: list[int] = []
+    ends = []
+    for number, _ in enumerate(train):
+        if number == 1:
+            for part in test:
+                seen += accelerator.gather_for_metrics(part).tolist()
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    return seen, ends
+
+
+def test_nested_loaders(run: Run) -> None:
+    for seen, ends in run(evaluate_inside_training):
+        assert seen == [0, 1, 2, 3, 4]
+        assert ends == [False, False, True]
+
+
+def gather_means() -> list[list[float]]:
+    """Values that are not one per sample are gathered whole, also for the last, filled batch."""
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=5))  # type: ignore[arg-type]
+    return [accelerator.gather_for_metrics(part.mean()).tolist() for part in loader]
+
+
+def test_a_value_per_rank_is_not_cut(run: Run) -> None:
+    means = run(gather_means)
+    assert all(len(values) == 2 for values in means[0])

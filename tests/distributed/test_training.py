@@ -1,0 +1,294 @@
+"""Training on several processes equals training on one with the joined batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import extract_model_from_parallel
+
+SAMPLES, BATCH = 48, 4
+Run = Callable[..., list[Any]]
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def network(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in extract_model_from_parallel(model).parameters()]
+
+
+def train(
+    batch_size: int, *, steps: int = 1, clip: float | None = None, split: bool = False
+) -> list[torch.Tensor]:
+    """Two epochs; `batch_size` is that of one process, or the joined one with `split`."""
+    accelerator = Accelerator(
+        gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(split_batches=split)
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(dataset(), batch_size=batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                if clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def equal(several: list[list[torch.Tensor]], one: list[torch.Tensor]) -> None:
+    for ours in several:
+        for a, b in zip(ours, one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def one_process(run: Run) -> Callable[..., list[torch.Tensor]]:
+    def one_process(function: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
+        return list(run(function, *args, processes=1)[0])
+
+    return one_process
+
+
+def train_plain(processes: int) -> list[torch.Tensor]:
+    return train(BATCH * processes)
+
+
+def train_accumulating(processes: int) -> list[torch.Tensor]:
+    return train(BATCH * processes, steps=2)
+
+
+def train_clipped(processes: int) -> list[torch.Tensor]:
+    return train(BATCH * processes, steps=2, clip=0.05)
+
+
+def train_split(processes: int) -> list[torch.Tensor]:
+    return train(BATCH * 2, split=True)
+
+
+@pytest.mark.parametrize("function", [train_plain, train_accumulating, train_clipped, train_split])
+def test_two_processes_equal_one_with_the_joined_batch(
+    run: Run, one_process: Any, function: Callable[[int], list[torch.Tensor]]
+) -> None:
+    equal(run(function, 1), one_process(function, 2))
+
+
+def test_three_processes_equal_one_with_the_joined_batch(run: Run, one_process: Any) -> None:
+    equal(run(train_plain, 1, processes=3), one_process(train_plain, 3))
+
+
+def accumulated_gradients(batch_size: int, steps: int) -> list[torch.Tensor]:
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model, loader = accelerator.prepare(network(), DataLoader(dataset(), batch_size=batch_size))
+    for _, (inputs, targets) in zip(range(steps), loader, strict=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+    return [p.grad.clone() for p in extract_model_from_parallel(model).parameters()]
+
+
+def test_accumulated_gradients_equal_those_of_one_big_batch(run: Run, one_process: Any) -> None:
+    equal(run(accumulated_gradients, 4, 3), one_process(accumulated_gradients, 24, 1))
+
+
+def train_two_models(batch_size: int) -> list[torch.Tensor]:
+    """A pair that trains against each other, each with an optimizer of its own."""
+    accelerator = Accelerator()
+    maker, judge = network(1), network(2)
+    make = torch.optim.Adam(maker.parameters(), lr=0.01)
+    rate = torch.optim.SGD(judge.parameters(), lr=0.1)
+    maker, judge, make, rate, loader = accelerator.prepare(
+        maker, judge, make, rate, DataLoader(dataset(), batch_size=batch_size)
+    )
+    for inputs, targets in loader:
+        accelerator.backward((judge(inputs) - maker(inputs).detach()).square().mean())
+        rate.step()
+        rate.zero_grad()
+        with accelerator.no_sync(judge):
+            accelerator.backward((maker(inputs) - targets - judge(inputs).detach()).square().mean())
+        make.step()
+        make.zero_grad()
+    return weights(maker) + weights(judge)
+
+
+def test_two_models_with_two_optimizers(run: Run, one_process: Any) -> None:
+    equal(run(train_two_models, 4), one_process(train_two_models, 8))
+
+
+def accumulate_without_exchange() -> tuple[list[bool], bool]:
+    """Whether gradients were equal on both ranks after each of two micro-batches, and with a late exchange."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(network())
+    rank = accelerator.process_index
+    agree = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 6), rank + 1.0)).sum())
+        agree.append(same_gradients(accelerator, model))
+    model.zero_grad()
+    with accelerator.no_sync(model):
+        loss = model(torch.full((1, 6), rank + 1.0)).sum() + model(torch.full((1, 6), rank + 2.0)).sum()
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+    return agree, same_gradients(accelerator, model)
+
+
+def same_gradients(accelerator: Accelerator, model: torch.nn.Module) -> bool:
+    gradient = extract_model_from_parallel(model)[0].weight.grad  # type: ignore[index]
+    both = accelerator.gather(gradient.unsqueeze(0))
+    return bool(torch.allclose(both[0], both[1], atol=1e-7))
+
+
+def test_only_synchronising_rounds_exchange_gradients(run: Run) -> None:
+    for agree, late in run(accumulate_without_exchange):
+        assert agree == [False, True]
+        assert late
+
+
+def sync_each_batch() -> bool:
+    from accelerate.utils import GradientAccumulationPlugin
+
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model = accelerator.prepare(network())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 6), accelerator.process_index + 1.0)).sum())
+        assert not accelerator.sync_gradients
+    return same_gradients(accelerator, model)
+
+
+def test_every_batch_may_exchange_gradients(run: Run) -> None:
+    assert run(sync_each_batch) == [True, True]
+
+
+def join_uneven() -> tuple[int, list[torch.Tensor]]:
+    accelerator = Accelerator()
+    model = network()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset(), batch_size=16)
+    )
+    batches = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for inputs, targets in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            batches += 1
+    assert loader.batch_sampler.even_batches
+    accelerator.wait_for_everyone()
+    return batches, weights(model)
+
+
+def test_ranks_may_run_out_of_batches_at_different_times(run: Run) -> None:
+    (first, ours), (second, theirs) = run(join_uneven)
+    assert (first, second) == (2, 1)
+    equal([ours], theirs)
+
+
+def skip_together() -> tuple[bool, list[torch.Tensor], float]:
+    """One rank's gradients overflow in float16: DDP hands the infinity to all, so all skip."""
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    value = float("inf") if accelerator.process_index == 1 else 1.0
+    accelerator.backward(model(torch.full((2, 6), value)).sum())
+    optimizer.step()
+    scheduler.step()
+    return accelerator.optimizer_step_was_skipped, weights(model), scheduler.get_last_lr()[0]
+
+
+def test_all_ranks_skip_a_step_together_and_the_schedule_waits(run: Run) -> None:
+    for skipped, after, rate in run(skip_together):
+        assert skipped
+        assert rate == 0.1
+        equal([after], [p.detach() for p in network().parameters()])
+
+
+def schedule_pace(policy: bool | str) -> float:
+    accelerator = Accelerator(step_scheduler_with_optimizer=policy)  # type: ignore[arg-type]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(1, 6)).sum())
+    optimizer.step()
+    scheduler.step()
+    return float(scheduler.get_last_lr()[0])
+
+
+@pytest.mark.parametrize(("policy", "rate"), [(True, 0.25), ("per_update", 0.5)])
+def test_a_schedule_steps_per_process_or_per_update(run: Run, policy: bool | str, rate: float) -> None:
+    assert run(schedule_pace, policy) == [rate, rate]
+
+
+def wrap_once() -> dict[str, bool]:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+    model = network()
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    prepared, still = accelerator.prepare(model, frozen)
+    evaluated = accelerator.prepare_model(network(3), evaluation_mode=True)
+    return {
+        "wrapped": type(prepared).__name__ == "DistributedDataParallel" and prepared.static_graph,
+        "again": accelerator.prepare(prepared) is prepared and accelerator.prepare(model) is prepared,
+        "unwrapped": accelerator.unwrap_model(prepared) is model,
+        "frozen": still is frozen,
+        "evaluation": type(evaluated).__name__ == "Sequential",
+        "label": accelerator.distributed_type == "MULTI_CPU" and not accelerator.multi_device,
+        "clean names": set(accelerator.get_state_dict(prepared)) == set(model.state_dict()),
+    }
+
+
+def test_models_are_wrapped_once_and_come_out_again(run: Run) -> None:
+    for facts in run(wrap_once):
+        assert all(facts.values()), facts
+
+
+def raise_a_flag() -> list[bool]:
+    accelerator = Accelerator()
+    answers = [accelerator.check_trigger()]
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    answers.append(accelerator.check_trigger())
+    answers.append(accelerator.check_trigger())
+    return answers
+
+
+def test_a_flag_raised_on_one_rank_is_seen_on_all(run: Run) -> None:
+    assert run(raise_a_flag) == [[False, True, False]] * 2
+
+
+def compiled_step() -> list[torch.Tensor]:
+    accelerator = Accelerator(dynamo_backend="eager", mixed_precision="bf16")
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        outputs = model(torch.full((1, 6), accelerator.process_index + 1.0))
+        accelerator.backward(outputs.sum())
+        optimizer.step()
+    assert outputs.dtype == torch.float32
+    assert set(accelerator.get_state_dict(model)) == set(network().state_dict())
+    return weights(model)
+
+
+def test_compiled_models_train_in_low_precision(run: Run) -> None:
+    ours, theirs = run(compiled_step, timeout=120)
+    equal([ours], theirs)
+    assert not torch.equal(ours[0], next(network().parameters()))

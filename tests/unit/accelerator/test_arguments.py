@@ -1,0 +1,161 @@
+"""Constructor arguments and environment, laid over each other and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerate.accelerator.arguments import Arguments, build_request, refuse_other_methods
+from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
+from accelerate.base.errors import ConfigurationError
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import AutocastKwargs, DistributedDataParallelKwargs
+from accelerate.plugins.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+
+STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (None, {}, None),
+        ("bf16", {}, "bf16"),
+        (PrecisionType.FP16, {}, "fp16"),
+        ("BF16", {}, "bf16"),
+        (None, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
+        (None, {"MIXED_PRECISION": "bf16"}, "bf16"),
+        (None, {"ACCELERATE_MIXED_PRECISION": "no", "MIXED_PRECISION": "bf16"}, "no"),
+        ("no", {"ACCELERATE_MIXED_PRECISION": "bf16"}, "no"),
+    ],
+)
+def test_mixed_precision(given: Any, environ: dict[str, str], expected: str | None) -> None:
+    assert build_request(Arguments(mixed_precision=given), environ).mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (Arguments(), {}, 1),
+        (Arguments(gradient_accumulation_steps=3), {}, 3),
+        (Arguments(), {STEPS: "4"}, 4),
+        (Arguments(gradient_accumulation_steps=3), {STEPS: "4"}, 3),
+        (Arguments(), {STEPS: "auto"}, 1),
+        (Arguments(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)), {STEPS: "4"}, 5),
+        (
+            Arguments(gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True)),
+            {STEPS: "4"},
+            4,
+        ),
+    ],
+)
+def test_accumulation_steps(arguments: Arguments, environ: dict[str, str], expected: int) -> None:
+    request = build_request(arguments, environ)
+    assert request.accumulation.num_steps == expected
+    if arguments.gradient_accumulation_plugin is not None:
+        assert request.accumulation.sync_each_batch == arguments.gradient_accumulation_plugin.sync_each_batch
+
+
+def test_a_disagreement_is_noted_with_both_sources() -> None:
+    request = build_request(Arguments(mixed_precision="no"), {"ACCELERATE_MIXED_PRECISION": "bf16"})
+    (note,) = request.notes
+    assert "mixed_precision='no'" in note
+    assert "ACCELERATE_MIXED_PRECISION='bf16'" in note
+    assert (
+        build_request(Arguments(mixed_precision="bf16"), {"ACCELERATE_MIXED_PRECISION": "bf16"}).notes == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (Arguments(mixed_precision="fp4"), {}, "mixed_precision='fp4'.*no, fp8, fp16, bf16"),
+        (Arguments(), {"ACCELERATE_MIXED_PRECISION": "half"}, "ACCELERATE_MIXED_PRECISION='half'"),
+        (Arguments(), {"MIXED_PRECISION": "half"}, "MIXED_PRECISION='half'"),
+        (Arguments(gradient_accumulation_steps=0), {}, "gradient_accumulation_steps=0"),
+        (Arguments(gradient_accumulation_steps=1.5), {}, "gradient_accumulation_steps=1.5"),  # type: ignore[arg-type]
+        (Arguments(), {STEPS: "two"}, f"{STEPS}='two'"),
+        (Arguments(), {STEPS: "0"}, f"{STEPS}='0'"),
+        (
+            Arguments(
+                gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin()
+            ),
+            {},
+            "gradient_accumulation_steps=2.*one of them",
+        ),
+        (Arguments(rng_types=["dice"]), {}, "rng_types='dice'"),
+        (Arguments(step_scheduler_with_optimizer="often"), {}, "step_scheduler_with_optimizer='often'"),  # type: ignore[arg-type]
+        (Arguments(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), {}, "AutocastKwargs.*twice"),
+        (Arguments(kwargs_handlers=["ddp"]), {}, "not a KwargsHandler"),  # type: ignore[list-item]
+        (
+            Arguments(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin()),
+            {},
+            "dynamo_backend='eager'.*one of them",
+        ),
+        (
+            Arguments(split_batches=True, dataloader_config=DataLoaderConfiguration()),
+            {},
+            "split_batches=True.*dataloader_config only",
+        ),
+        (
+            Arguments(project_dir="a", project_config=ProjectConfiguration(project_dir="b")),
+            {},
+            "project_dir='a'.*'b'",
+        ),
+        (Arguments(), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU='maybe'"),
+    ],
+)
+def test_wrong_values_name_value_reason_and_mend(
+    arguments: Arguments, environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_request(arguments, environ)
+
+
+def test_each_handler_finds_its_field() -> None:
+    ddp, autocast = DistributedDataParallelKwargs(static_graph=True), AutocastKwargs(cache_enabled=False)
+    request = build_request(Arguments(kwargs_handlers=[autocast, ddp]), {})
+    assert request.ddp is ddp
+    assert request.autocast is autocast
+    assert request.scaler is None
+
+
+def test_the_users_objects_stay_live() -> None:
+    config = DataLoaderConfiguration()
+    request = build_request(Arguments(dataloader_config=config), {})
+    config.dispatch_batches = True
+    assert request.dataloader_config.dispatch_batches
+
+
+def test_other_arguments() -> None:
+    request = build_request(
+        Arguments(split_batches=True, rng_types=["torch"], project_dir="logs", dynamo_backend="inductor"),
+        {"ACCELERATE_USE_CPU": "true"},
+    )
+    assert request.dataloader_config.split_batches
+    assert request.rng_types == [RNGType.TORCH]
+    assert request.project.logging_dir == "logs"
+    assert request.dynamo.backend == DynamoBackend.INDUCTOR
+    assert request.cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "named"),
+    [
+        ({"fsdp_plugin": object()}, {}, "fsdp_plugin asks for FullyShardedDataParallel"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP asks for"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED asks for DeepSpeed"),
+        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism config"),
+    ],
+)
+def test_other_methods_are_refused_and_not_ignored(
+    given: dict[str, Any], environ: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        refuse_other_methods(given, environ)
+    refuse_other_methods({"fsdp_plugin": None}, {"ACCELERATE_USE_FSDP": "false"})

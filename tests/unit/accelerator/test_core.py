@@ -1,0 +1,232 @@
+"""prepare and its relatives on one process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import accelerate.accelerator
+from accelerate import Accelerator
+from accelerate.base.errors import ConfigurationError
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def training_objects() -> tuple[
+    torch.nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, DataLoader
+]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return model, optimizer, scheduler, DataLoader(torch.arange(4.0).reshape(4, 1))
+
+
+def test_objects_come_back_in_the_order_given() -> None:
+    model, optimizer, scheduler, loader = training_objects()
+    accelerator = Accelerator(cpu=True)
+    kinds = [type(obj) for obj in accelerator.prepare("text", scheduler, loader, None, optimizer, model)]
+    assert kinds[0] is str
+    assert kinds[1] is AcceleratedScheduler
+    assert issubclass(kinds[2], DataLoader)
+    assert kinds[3] is type(None)
+    assert kinds[4] is AcceleratedOptimizer
+    assert kinds[5] is torch.nn.Linear
+
+
+def test_the_lists_know_everything_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [scheduler]
+    assert accelerator._dataloaders == [loader]
+
+
+def test_nothing_is_prepared_twice() -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(*training_objects())
+    assert all(a is b for a, b in zip(accelerator.prepare(*prepared), prepared, strict=True))
+    assert [len(objects) for objects in (accelerator._models, accelerator._optimizers)] == [1, 1]
+    assert [len(objects) for objects in (accelerator._schedulers, accelerator._dataloaders)] == [1, 1]
+
+
+def test_several_models_and_loaders() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert accelerator.prepare(first, second) == (first, second)
+    train, test = accelerator.prepare(DataLoader([1, 2]), DataLoader([3]))
+    assert [batch.item() for batch in train] == [1, 2]
+    assert [batch.item() for batch in test] == [3]
+
+
+def test_a_scheduler_follows_its_own_optimizer_only() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1.0)
+    *_, prepared_second, prepared_scheduler = accelerator.prepare(first, second, *optimizers, scheduler)[2:]
+    assert prepared_scheduler.optimizers == [prepared_second]
+
+
+def test_device_placement_must_fit() -> None:
+    with pytest.raises(ConfigurationError, match="1 entries for 2 objects"):
+        Accelerator(cpu=True).prepare("a", "b", device_placement=[True])
+
+
+def test_unplaced_models_stay_where_they_are() -> None:
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert next(accelerator.prepare(torch.nn.Linear(1, 1, device="meta")).parameters()).is_meta
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, device="meta")
+    assert next(accelerator.prepare(model, device_placement=[False]).parameters()).is_meta
+
+
+def test_evaluation_mode_prepares_a_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    assert accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) is model
+    assert accelerator._models == [model]
+
+
+def test_clients_may_replace_parts_on_class_and_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    original = Accelerator.prepare_model
+
+    def prepare_model(
+        self: Accelerator, model: torch.nn.Module, *args: object, **kwargs: object
+    ) -> torch.nn.Module:
+        seen.append("model")
+        return original(self, model, *args, **kwargs)  # type: ignore[arg-type]
+
+    def prepare_data_loader(loader: DataLoader, *args: object, **kwargs: object) -> DataLoader:
+        seen.append(sorted(kwargs))
+        return loader
+
+    monkeypatch.setattr(Accelerator, "prepare_model", prepare_model)
+    monkeypatch.setattr(accelerate.accelerator, "prepare_data_loader", prepare_data_loader)
+    Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), DataLoader([1]))
+    names, what = seen
+    assert what == "model"
+    assert {"num_processes", "process_index", "torch_device_mesh"} <= set(names)  # type: ignore[call-overload]
+
+
+def test_free_memory_forgets_and_a_new_prepare_works() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
+    models = accelerator._models
+    assert accelerator.free_memory(optimizer, scheduler) == [None, None]
+    assert accelerator._models is models
+    assert models == []
+    assert accelerator.prepare(model) is model
+    assert accelerator.clear() == []
+    assert models == []
+
+
+def test_prepared_objects_copy_and_pickle() -> None:
+    accelerator = Accelerator(cpu=True)
+    for obj in accelerator.prepare(*training_objects())[:2]:
+        assert type(copy.deepcopy(obj)) is type(obj)
+        assert type(pickle.loads(pickle.dumps(obj))) is type(obj)
+    loader = accelerator.prepare(DataLoader(torch.arange(4.0)))
+    assert len(list(pickle.loads(pickle.dumps(loader)))) == 4
+    assert copy.deepcopy(accelerator) is accelerator
+
+
+def test_settings_may_be_assigned_between_prepares() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.even_batches = False
+    assert not accelerator.dataloader_config.even_batches
+    accelerator.dataloader_config.split_batches = True
+    assert accelerator.split_batches
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert accelerator.scaler is not None
+
+
+def test_a_second_accelerator_must_agree_on_the_number_format() -> None:
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="mixed_precision"):
+        Accelerator(cpu=True, mixed_precision="no")
+
+
+def test_disagreement_with_the_environment_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with caplog.at_level(logging.WARNING):
+        assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+    assert "ACCELERATE_MIXED_PRECISION='bf16'" in caplog.text
+
+
+def test_views_of_a_plain_run() -> None:
+    accelerator = Accelerator(cpu=True, project_dir="here")
+    assert str(accelerator.device) == "cpu"
+    assert accelerator.distributed_type == "NO"
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (
+        1,
+        0,
+        0,
+    )
+    assert not accelerator.use_distributed
+    assert not accelerator.multi_device
+    assert accelerator.is_main_process
+    assert accelerator.project_dir == accelerator.logging_dir == "here"
+    assert accelerator.save_iteration == 0
+    assert accelerator.parallelism_config is None
+    assert accelerator.torch_device_mesh is None
+    assert accelerator.deepspeed_plugin is None
+    assert not accelerator.is_fsdp2
+    assert not accelerator.is_composable_parallelism_enabled
+    ranks = ("tensor", "pipeline", "context", "data")
+    assert [getattr(accelerator, f"{axis}_parallel_rank") for axis in ranks] == [0, 0, 0, 0]
+    assert accelerator.data_parallel_shard_rank == 0
+    assert accelerator.should_save_model
+    assert accelerator.fp8_backend.value == "NO"
+
+
+def test_the_label_may_be_assigned() -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState().distributed_type = "MULTI_GPU"
+    assert accelerator.distributed_type == "MULTI_GPU"
+    assert accelerator.prepare(torch.nn.Linear(1, 1))(torch.ones(1, 1)).shape == (1, 1)
+
+
+def test_facets_are_stateless_and_do_not_overlap() -> None:
+    members: dict[str, type] = {}
+    for facet in Accelerator.__mro__[1:-1]:
+        assert "__init__" not in vars(facet)
+        own = {name for name in vars(facet) if not name.startswith("__") and name != "_abc_impl"}
+        assert not {name for name in own if not callable(inspect.unwrap(getattr(facet, name)))} - {
+            name for name in own if isinstance(vars(facet)[name], property)
+        }
+        for name in own:
+            assert name not in members, f"{name} is in {members.get(name)} and {facet}"
+            members[name] = facet
+
+
+def test_clients_find_what_they_look_for_in_signatures() -> None:
+    assert "use_gather_object" in inspect.signature(Accelerator.gather_for_metrics).parameters
+
+
+def test_a_plain_loop_trains_without_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
+        for batch in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert not accelerator.optimizer_step_was_skipped

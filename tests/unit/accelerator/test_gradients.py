@@ -1,0 +1,135 @@
+"""Accumulation, clipping and flags on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.base.errors import ConfigurationError
+from accelerate.utils import GradientAccumulationPlugin
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def sync_pattern(accelerator: Accelerator, samples: int, epochs: int = 1) -> list[bool]:
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(samples, 1))
+    )
+    pattern = []
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                pattern.append(accelerator.sync_gradients)
+    return pattern
+
+
+def test_every_nth_batch_and_the_last_one_synchronise() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert sync_pattern(accelerator, 5, epochs=2) == [False, True, False, True, True] * 2
+
+
+def test_a_window_may_cross_the_end_of_the_loader() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    assert sync_pattern(accelerator, 3, epochs=2) == [False, True, False, True, False, True]
+
+
+def test_the_steps_can_be_changed_between_epochs() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.gradient_accumulation_steps == 1
+    accelerator.gradient_accumulation_steps = 3
+    assert sync_pattern(accelerator, 4) == [False, False, True, True]
+
+
+def test_step_counts_the_batches_of_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.step == 0
+    with accelerator.accumulate():
+        assert accelerator.step == 1
+
+
+def test_accumulated_gradients_equal_the_big_batch() -> None:
+    data = torch.arange(8.0).reshape(8, 1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    for chunk in data.split(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(chunk).square().mean())
+    accumulated = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(data).square().mean().backward()
+    for ours, whole in zip(accumulated, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, whole.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_sync_gradients_can_be_assigned() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.sync_gradients = False
+    assert not accelerator.gradient_state.sync_gradients
+
+
+def test_backward_passes_arguments_on_and_accepts_those_of_engines() -> None:
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    loss = (weight * 2).sum()
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss, scale_wrt_gas=False, learning_rate=0.1)
+    assert weight.grad is not None
+    assert weight.grad.item() == 4.0
+
+
+def test_clipping_returns_the_norm_before() -> None:
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(4))
+    accelerator.backward(weight.sum())
+    assert accelerator.clip_grad_norm_(iter([weight]), float("inf")) == 2.0
+    assert accelerator.clip_grad_norm_([weight], 1.0, norm_type=2) == 2.0
+    assert weight.grad is not None
+    assert weight.grad.norm() == pytest.approx(1.0, abs=1e-5)
+    accelerator.clip_grad_value_([weight], 0.25)
+    assert weight.grad.max() == 0.25
+
+
+def test_a_raised_flag_is_seen_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+    accelerator.set_breakpoint()
+    assert accelerator.check_breakpoint()
+
+
+class Fused(torch.optim.SGD):
+    """Updates while gradients appear, as LOMO does."""
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        self.fused_with = (loss.item(), lr)
+
+
+def test_fused_optimizers_get_loss_and_learning_rate() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, Fused(model.parameters(), lr=1.0))
+    accelerator.backward(torch.tensor(4.0), learning_rate=0.5)
+    assert optimizer.fused_with == (2.0, 0.5)
+
+
+def test_lomo_backward_needs_such_an_optimizer() -> None:
+    with pytest.raises(ConfigurationError, match="fused_backward"):
+        Accelerator(cpu=True).lomo_backward(torch.tensor(1.0), 0.1)
+
+
+def test_contexts_do_nothing_on_one_process() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert model.weight.grad is not None

@@ -1,0 +1,176 @@
+"""Mixed precision: autocast forwards, float32 outputs, one scaler for several optimizers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base.errors import PreparationError
+from accelerate.precision import get_grad_scaler, get_mixed_precision_context_manager
+from accelerate.precision.amp import AutocastForward
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, pixels: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        hidden = self.layer(pixels)
+        self.seen.append(hidden.dtype)
+        return {"logits": hidden * scale}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_runs_in_low_precision_and_returns_float32(name: str, dtype: torch.dtype) -> None:
+    model = Accelerator(cpu=True, mixed_precision=name).prepare(Net())
+    outputs = model(torch.ones(1, 4))
+    assert model.seen == [dtype]
+    assert outputs["logits"].dtype == torch.float32
+
+
+def test_the_model_stays_the_object_that_was_passed() -> None:
+    model = Net()
+    assert Accelerator(cpu=True, mixed_precision="bf16").prepare(model) is model
+    assert list(inspect.signature(model.forward).parameters) == ["pixels", "scale"]
+
+
+def test_copies_and_pickles_run_their_own_weights() -> None:
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.nn.init.zeros_(twin.layer.weight)
+        torch.nn.init.ones_(twin.layer.bias)
+        assert twin(torch.ones(1, 4))["logits"].tolist() == [[1.0, 1.0]]
+        assert twin.seen[-1] == torch.bfloat16
+        assert not torch.equal(twin.layer.weight, model.layer.weight)
+
+
+def test_unwrapping_gives_the_plain_forward_back() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Net())
+    assert accelerator.unwrap_model(model) is model
+    assert isinstance(model.forward, AutocastForward)
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+    assert "forward" not in vars(model)
+    assert model(torch.ones(1, 4))["logits"].dtype == torch.float32
+
+
+def test_a_forward_set_on_the_object_is_kept_inside() -> None:
+    model = Net()
+    model.forward = lambda pixels: model.layer(pixels) + 100  # type: ignore[method-assign]
+    own = model.forward
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    assert prepared(torch.zeros(1, 4)).min() > 50
+    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert vars(model)["forward"] is own
+
+
+def test_autocast_arguments_reach_forward_and_context() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]
+    )
+    model = accelerator.prepare(Net())
+    model(torch.ones(1, 4))
+    assert model.seen == [torch.float32]
+    with accelerator.autocast():
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+    with accelerator.autocast(AutocastKwargs(enabled=True)):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+
+
+def test_the_scaler_takes_its_arguments() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
+    )
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 8.0
+    assert Accelerator(cpu=True, mixed_precision="fp16").native_amp
+
+
+def test_half_parameters_that_train_are_refused_with_their_names() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(
+        PreparationError, match=r"2 trainable parameters of Linear are float16 \(weight, bias\)"
+    ):
+        accelerator.prepare(torch.nn.Linear(2, 2).half())
+    frozen = torch.nn.Linear(2, 2).half().requires_grad_(False)
+    assert accelerator.prepare(frozen) is frozen
+
+
+def step_two_models(accelerator: Accelerator, scale: float) -> list[float]:
+    """Backward both losses, then step both; return the two weights."""
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for model in models:
+        torch.nn.init.ones_(model.weight)
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    for _ in range(3):
+        accelerator.backward(first(torch.ones(1, 1)).sum() * scale)
+        accelerator.backward(second(torch.ones(1, 1)).sum() * scale)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [model.weight.item() for model in (first, second)]
+
+
+def test_two_optimizers_see_one_scale_until_both_have_stepped() -> None:
+    """With a scale that doubles at each update, an update between the two steps would halve the second step."""
+    growing = GradScalerKwargs(init_scale=2.0, growth_interval=1)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[growing])
+    assert step_two_models(accelerator, 0.25) == pytest.approx([1 - 3 * 0.125] * 2)
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 8.0
+
+
+def test_clipping_sees_true_gradients_and_unscales_only_once() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 1), 4.0)).sum())
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == pytest.approx(4.0)
+    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    accelerator.unscale_gradients()
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(0.5)
+
+
+def test_clipping_measures_true_norms_while_gradients_accumulate() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), 4.0)).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 10.0) == pytest.approx(2.0)
+        optimizer.step()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), 4.0)).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 10.0) == pytest.approx(4.0)
+        optimizer.step()
+
+
+def test_public_constructors_follow_the_state() -> None:
+    Accelerator(cpu=True, mixed_precision="bf16")
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+    with get_mixed_precision_context_manager(native_amp=False):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+    assert get_grad_scaler(init_scale=4.0).get_scale() == 4.0

@@ -1,0 +1,67 @@
+"""One plain process is the null case of every way of training."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base.errors import PreparationError
+from accelerate.strategies.base import refuse_split_model
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_one_process_returns_the_very_model() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_mistakes_are_logged_when_objects_are_prepared(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    stale = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    with caplog.at_level(logging.WARNING):
+        Accelerator(cpu=True).prepare(model, stale)
+    assert "weight, bias" in caplog.text
+    assert "steps no parameter of any prepared model" in caplog.text
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_right_preparation_is_silent(caplog: pytest.LogCaptureFixture, together: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accelerator = Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        if together:
+            accelerator.prepare(optimizer, model)
+        else:
+            accelerator.prepare(model)
+            accelerator.prepare(optimizer)
+    assert caplog.text == ""
+
+
+def test_compilation_keeps_the_model_behind_the_wrapper() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend.EAGER))
+    model = torch.nn.Linear(2, 2)
+    prepared = accelerator.prepare(model)
+    assert torch.equal(prepared(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    assert set(accelerator.get_state_dict(prepared)) == {"weight", "bias"}
+
+
+def test_a_compiled_forward_runs_under_autocast() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+    prepared = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert prepared(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_model_on_several_devices_is_refused_for_several_processes() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.hf_device_map = {"a": 0, "b": "cpu"}  # type: ignore[assignment]
+    with pytest.raises(PreparationError, match="several devices \\(0, cpu\\).*cannot replicate.*device_map"):
+        refuse_split_model(model, "which it cannot replicate")
+    assert Accelerator(cpu=True).verify_device_map(model)
+    assert not Accelerator(cpu=True).verify_device_map(torch.nn.Linear(2, 2))

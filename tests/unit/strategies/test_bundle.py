@@ -1,0 +1,65 @@
+"""A bundle knows what each object is and keeps it in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared, kind_of, mark_prepared, parameter_ids
+
+
+class OwnScheduler:
+    def step(self) -> None: ...
+
+    def get_last_lr(self) -> list[float]:
+        return [0.0]
+
+
+def objects() -> dict[Kind, Any]:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return {
+        Kind.MODEL: model,
+        Kind.OPTIMIZER: optimizer,
+        Kind.SCHEDULER: torch.optim.lr_scheduler.ConstantLR(optimizer),
+        Kind.LOADER: DataLoader([1, 2]),
+        Kind.OTHER: "text",
+    }
+
+
+def test_each_object_has_its_kind() -> None:
+    for kind, obj in objects().items():
+        assert kind_of(obj) is kind
+    assert kind_of(OwnScheduler()) is Kind.SCHEDULER
+    assert kind_of(None) is Kind.OTHER
+
+
+def test_replace_keeps_the_places() -> None:
+    given = list(objects().values())
+    bundle = Bundle(given, [True, None, None, False, None])
+    seen = []
+    bundle.replace(Kind.LOADER, lambda obj, placement: seen.append((obj, placement)) or "loader")
+    assert seen == [(given[3], False)]
+    assert bundle.result() == (*given[:3], "loader", "text")
+    assert bundle.models == [given[0]]
+    assert bundle.optimizers == [given[1]]
+
+
+def test_one_object_comes_back_alone() -> None:
+    assert Bundle(["a"]).result() == "a"
+    assert Bundle(["a", "b"]).result() == ("a", "b")
+
+
+def test_marks() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert not is_prepared(model)
+    assert mark_prepared(model) is model
+    assert is_prepared(model)
+
+
+def test_parameter_ids() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 2.0}], lr=1.0)
+    assert parameter_ids([optimizer]) == {id(model.weight), id(model.bias)}

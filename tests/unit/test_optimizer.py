@@ -1,0 +1,163 @@
+"""AcceleratedOptimizer: steps when gradients are complete, and stays a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from accelerate.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accelerate.state import AcceleratorState, GradientState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def make(scaler: torch.amp.GradScaler | None = None) -> tuple[torch.nn.Linear, AcceleratedOptimizer]:
+    AcceleratorState(cpu=True, mixed_precision="no", _from_accelerator=True)
+    model = torch.nn.Linear(2, 1)
+    return model, AcceleratedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), scaler=scaler)
+
+
+def test_is_a_torch_optimizer_and_carries_a_scheduler() -> None:
+    _, optimizer = make()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_neither_steps_nor_clears_while_gradients_accumulate() -> None:
+    model, optimizer = make()
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    GradientState()._set_sync_gradients(False)
+    assert optimizer.step() is None
+    optimizer.zero_grad()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight, before)
+    GradientState()._set_sync_gradients(True)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    assert not torch.equal(model.weight, before)
+
+
+def test_zero_grad_fills_with_zeros_when_asked() -> None:
+    model, optimizer = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
+def test_groups_state_and_defaults_are_those_of_the_inner_optimizer() -> None:
+    _, optimizer = make()
+    extra = torch.nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    assert optimizer.optimizer.param_groups[1]["lr"] == 1.0
+    optimizer.param_groups = optimizer.param_groups[:1]
+    optimizer.defaults = {"lr": 7.0}
+    optimizer.state = {"kept": 1}
+    assert len(optimizer.optimizer.param_groups) == 1
+    assert optimizer.optimizer.defaults == {"lr": 7.0}
+    assert optimizer.optimizer.state == {"kept": 1}
+    assert {id(p) for p in optimizer.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+
+
+def test_state_dict_is_that_of_the_inner_optimizer() -> None:
+    model, optimizer = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    plain = torch.optim.Adam(model.parameters(), lr=9.0)
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.1
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_step_returns_what_a_closure_computed() -> None:
+    model, optimizer = make()
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    assert torch.is_tensor(optimizer.step(closure))
+
+
+def test_train_and_eval_reach_optimizers_that_have_modes() -> None:
+    _, optimizer = make()
+    optimizer.train()
+    optimizer.eval()
+    called = []
+    optimizer.optimizer.train = lambda: called.append("train")  # type: ignore[attr-defined]
+    optimizer.optimizer.eval = lambda: called.append("eval")  # type: ignore[attr-defined]
+    optimizer.train()
+    optimizer.eval()
+    assert called == ["train", "eval"]
+
+
+def test_a_scaled_step_is_skipped_when_a_gradient_is_infinite() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer = make(scaler)
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_scaled_step_works_through_names_that_clients_replace() -> None:
+    """Some clients give each optimizer a scaler of its own by assigning these four attributes."""
+    model, optimizer = make()
+    optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer._accelerate_step_called = False
+    optimizer._optimizer_original_step_method = optimizer.optimizer.step
+    optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+    optimizer.scaler.scale(model(torch.full((1, 2), float("nan"))).sum()).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_copies_and_pickles(scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    _, optimizer = make(scaler)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.param_groups[0]["lr"] == 0.1
+        assert twin.optimizer is not optimizer.optimizer
+        (p,) = twin.param_groups[0]["params"][:1]
+        p.grad = torch.ones_like(p)
+        before = p.detach().clone()
+        if scaled:
+            twin.scaler.scale(torch.ones(()))
+        twin.step()
+        assert not torch.equal(p, before)
+
+
+def test_unknown_attributes_come_from_the_inner_optimizer() -> None:
+    _, optimizer = make()
+    optimizer.optimizer.special = 3  # type: ignore[attr-defined]
+    assert optimizer.special == 3
+    with pytest.raises(AttributeError):
+        _ = optimizer.not_there
+
+
+def test_move_to_device_keeps_the_structure() -> None:
+    state = {"state": {0: {"step": torch.tensor(1.0), "name": "a"}}, "groups": [(torch.ones(2), 3)]}
+    moved = move_to_device(state, "meta")
+    assert moved["state"][0]["step"].device.type == "meta"
+    assert moved["state"][0]["name"] == "a"
+    assert moved["groups"][0][0].device.type == "meta"
+    assert moved["groups"][0][1] == 3
