@@ -11,11 +11,28 @@ import sys
 from typing import Any
 
 from accelerate.base import environ
+from accelerate.base.lazy import attach
 from accelerate.base.versions import installed_version
 from accelerate.commands.utils import make_parser, run_command
 from accelerate.settings import config_file as files
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+
+__getattr__, __dir__, _ = attach(
+    __name__,
+    dict.fromkeys(
+        (
+            "is_mlu_available",
+            "is_mps_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_sdaa_available",
+            "is_xpu_available",
+        ),
+        "accelerate.devices.availability",
+    ),
+)
 
 DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"

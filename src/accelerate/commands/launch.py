@@ -8,14 +8,64 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate.base import environ
+from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
 from accelerate.launch import machine
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import resolve
 from accelerate.settings import config_file, env, flags
+from accelerate.settings.config_file import SageMakerConfig as SageMakerConfig
+from accelerate.settings.config_file import default_config_file as default_config_file
+from accelerate.settings.config_file import load_config_from_file as load_config_from_file
 from accelerate.settings.flags import CustomHelpFormatter
+from accelerate.settings.flags import clean_option as clean_option
+from accelerate.settings.flags import options_to_group as options_to_group
 from accelerate.settings.merge import Layer, Settings, merge
+
+_CONSTANTS = "accelerate.base.constants"
+_AVAILABILITY = "accelerate.devices.availability"
+_NAMESPACE = "accelerate.launch.namespace"
+_OTHER_NAMES = {
+    **dict.fromkeys(("ComputeEnvironment", "DistributedType"), "accelerate.base.enums"),
+    **dict.fromkeys(
+        ("convert_dict_to_env_variables", "get_int_from_env", "patch_environment", "str_to_bool"),
+        "accelerate.base.environ",
+    ),
+    **dict.fromkeys(
+        ("is_deepspeed_available", "is_rich_available", "is_sagemaker_available"), "accelerate.base.packages"
+    ),
+    **dict.fromkeys(("DEEPSPEED_MULTINODE_LAUNCHERS", "TORCH_DYNAMO_MODES"), _CONSTANTS),
+    **dict.fromkeys(
+        (
+            "is_bf16_available",
+            "is_hpu_available",
+            "is_mlu_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_sdaa_available",
+            "is_torch_xla_available",
+            "is_xpu_available",
+        ),
+        _AVAILABILITY,
+    ),
+    **dict.fromkeys(
+        (
+            "multi_gpu_launcher",
+            "prepare_multi_gpu_env",
+            "prepare_simple_launcher_cmd_env",
+            "simple_launcher",
+        ),
+        _NAMESPACE,
+    ),
+    "DYNAMO_BACKENDS": "accelerate.commands.config.config_utils",
+    "PrepareForLaunch": "accelerate.launch.worker",
+    "check_cuda_p2p_ib_support": "accelerate.devices.nvidia",
+}
+"""Names that live elsewhere and can also be imported from here, on first use: a launch needs none of them."""
+
+__getattr__, __dir__, _ = attach(__name__, _OTHER_NAMES)
 
 DESCRIPTION = (
     "Run a script on one or several processes, on one or several machines. Every option can also be "
@@ -37,7 +87,14 @@ class LaunchParser(CustomArgumentParser):
         ):  # here and not in the parent parser, which knows none of these flags and could not suggest one
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         flags.mark_given(self, parsed, words)
+        parsed.training_script_args = _own_words(parsed.training_script, parsed.training_script_args, words)
         return parsed, rest
+
+
+def _own_words(script: str, found: list[str], words: Sequence[str]) -> list[str]:
+    """The script's words with the ``--`` that some versions of argparse drop when it comes first."""
+    before = words[: len(words) - len(found)]
+    return ["--", *found] if list(before[-2:]) == [script, "--"] else found
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -10,10 +10,11 @@ from typing import Any
 
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.command import local_command
-from accelerate.launch.plan import Target
+from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
-from accelerate.launch.resolve import INTEL_OPENMP, device_ids
+from accelerate.launch.resolve import INTEL_OPENMP, device_ids, meeting
 from accelerate.settings import env
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge
 from accelerate.settings.option import Section
@@ -26,7 +27,8 @@ from accelerate.settings.sections.parallelism import (
     ParallelismSection,
     SequenceParallelSection,
 )
-from accelerate.settings.sections.precision import PRECISIONS, Fp8Section, PrecisionSection
+from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
+from accelerate.settings.sections.rendezvous import RendezvousSection
 
 MESH = (ParallelismSection, ContextParallelSection, SequenceParallelSection)
 SIMPLE = (LaunchSection, PrecisionSection, DynamoSection, Fp8Section)
@@ -163,18 +165,6 @@ def prepare_extend_env_parallelism_config(
     return current_env
 
 
-def check_precision(name: str) -> str:
-    """Check the name of a number format.
-
-    Raises:
-        ConfigurationError: there is no such format.
-    """
-    if name.lower() in PRECISIONS:
-        return name.lower()
-    mend = f"Use one of {', '.join(PRECISIONS)}"
-    raise wrong_value("mixed_precision", name, "there is no such number format", mend)
-
-
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: list[str] | None = None
 ) -> argparse.Namespace:
@@ -230,3 +220,47 @@ def _value_of(word: str) -> Any:
         except ValueError:
             continue
     return word
+
+
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script as one process.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: the script failed; with its exit code.
+    """
+    _, variables = prepare_simple_launcher_cmd_env(args)
+    _run(LaunchPlan("local", _target(args), environment=variables))
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script in several processes.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: a process failed; with its exit code.
+    """
+    variables = prepare_multi_gpu_env(args)
+    settings = settings_of(args)
+    wanted = settings[RendezvousSection]
+    port = wanted.main_process_port or DEFAULT_PORT
+    plan = LaunchPlan(
+        launcher="elastic",
+        target=_target(args),
+        processes=args.num_processes,
+        machines=settings.values["num_machines"],
+        machine=wanted.machine_rank,
+        rendezvous=meeting(wanted, int(getattr(args, "master_port", None) or port)),
+        environment=variables,
+    )
+    _run(plan)
+
+
+def _run(plan: LaunchPlan) -> None:
+    code = launcher_for(plan).run(plan)
+    if code:
+        raise SystemExit(code)

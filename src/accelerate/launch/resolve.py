@@ -180,25 +180,26 @@ def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Re
     wanted = settings[RendezvousSection]
     if launcher == "local":
         return Rendezvous(), ()
-    address = wanted.main_process_ip
     several = settings.values["num_machines"] > 1
-    if several and not address:
+    if several and not wanted.main_process_ip:
         mend = "Pass the address of the machine of rank 0"
-        raise wrong_value("--main_process_ip", address, "several machines need a place to meet", mend)
+        raise wrong_value("--main_process_ip", None, "several machines need a place to meet", mend)
     port, notes = _port(settings, machine, several)
-    return (
-        Rendezvous(
-            backend=wanted.rdzv_backend,
-            address=address or "127.0.0.1",
-            port=port,
-            configuration=wanted.rdzv_conf,
-            restarts=wanted.max_restarts,
-            interval=wanted.monitor_interval,
-            role=wanted.role,
-            tee=wanted.tee,
-            log_dir=wanted.log_dir,
-        ),
-        notes,
+    return meeting(wanted, port), notes
+
+
+def meeting(wanted: RendezvousSection, port: int) -> Rendezvous:
+    """How the processes meet, once the port is known."""
+    return Rendezvous(
+        backend=wanted.rdzv_backend,
+        address=wanted.main_process_ip or "127.0.0.1",
+        port=port,
+        configuration=wanted.rdzv_conf,
+        restarts=wanted.max_restarts,
+        interval=wanted.monitor_interval,
+        role=wanted.role,
+        tee=wanted.tee,
+        log_dir=wanted.log_dir,
     )
 
 

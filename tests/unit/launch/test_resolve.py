@@ -20,7 +20,7 @@ TARGET = Target("script", "train.py", ("--lr", "1"))
 
 def machine(
     gpus: int = 0, *, cores: int = 8, busy: tuple[int, ...] = (), environ: Mapping[str, str] = {}
-) -> Machine:  # noqa: B006
+) -> Machine:
     return Machine(
         hardware=CUDA if gpus else CPU,
         devices=max(gpus, 1),

@@ -9,11 +9,28 @@ from typing import Any
 from accelerate.base import environ
 from accelerate.base.enums import ComputeEnvironment, DistributedType
 from accelerate.base.errors import wrong_value
+from accelerate.base.lazy import attach
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.launch.machine import look
 from accelerate.settings.config_file import ClusterConfig, default_config_file
 from accelerate.settings.config_file import default_json_config_file as default_json_config_file
 from accelerate.settings.sections.precision import PRECISIONS
+
+__getattr__, __dir__, _ = attach(
+    __name__,
+    dict.fromkeys(
+        (
+            "is_hpu_available",
+            "is_mlu_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_sdaa_available",
+            "is_xpu_available",
+        ),
+        "accelerate.devices.availability",
+    ),
+)
 
 description = "Create a default config file for Accelerate with only a few flags set."
 

@@ -1,0 +1,222 @@
+"""Real launches: scripts in processes of their own, started the way users start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+SECONDS = 120
+WRITER = """
+import json, os, sys
+folder = os.environ["SAMPLE_FOLDER"]
+rank = os.environ.get("RANK", "alone")
+with open(os.path.join(folder, rank + ".json"), "w") as file:
+    json.dump({"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}, file)
+"""
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Scripts:
+    """A folder of scripts, and what their processes wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def variables(self, **more: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        return {**kept, "SAMPLE_FOLDER": str(self.folder), "HF_HOME": str(self.folder), **more}
+
+    def run(self, *words: str, command: list[str] = LAUNCH, **more: str) -> Ended:
+        ended = subprocess.run(
+            [*command, *words],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            cwd=self.folder,
+            env=self.variables(**more),
+            check=False,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    def seen(self) -> dict[str, Mapping[str, Any]]:
+        """What each process wrote, by its rank."""
+        return {path.stem: json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))}
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)
+
+
+def test_one_process_runs_the_script_directly(scripts: Scripts) -> None:
+    ended = scripts.run("--cpu", "--mixed_precision", "bf16", scripts.write(WRITER), "--x", "1", "--", "-h")
+    assert ended.code == 0, ended.err
+    (seen,) = scripts.seen().values()
+    assert seen["arguments"] == ["--x", "1", "--", "-h"]
+    assert seen["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert seen["environment"]["ACCELERATE_USE_CPU"] == "True"
+    assert "RANK" not in seen["environment"]
+    assert "OMP_NUM_THREADS" not in seen["environment"]
+
+
+def test_two_processes_have_ranks_and_their_share_of_the_cores(scripts: Scripts) -> None:
+    ended = scripts.run(
+        "--cpu", "--num_processes", "2", "--debug", scripts.write(WRITER), "--num_processes", "9"
+    )
+    assert ended.code == 0, ended.err
+    seen = scripts.seen()
+    assert list(seen) == ["0", "1"]
+    for rank, one in seen.items():
+        variables = one["environment"]
+        assert one["arguments"] == ["--num_processes", "9"]
+        assert (variables["LOCAL_RANK"], variables["WORLD_SIZE"]) == (rank, "2")
+        assert variables["ACCELERATE_DEBUG_MODE"] == "true"
+        assert int(variables["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert "assumed" not in ended.err
+
+
+def test_modules_and_programs_are_launched_too(scripts: Scripts) -> None:
+    scripts.write(WRITER, "sample_module.py")
+    ended = scripts.run("--cpu", "-m", "sample_module", "a")
+    assert ended.code == 0, ended.err
+    assert scripts.seen()["alone"]["arguments"] == ["a"]
+    words = ("--cpu", "--num_processes", "2", "--no_python", sys.executable, scripts.write(WRITER), "b")
+    ended = scripts.run(*words)
+    assert ended.code == 0, ended.err
+    assert scripts.seen()["1"]["arguments"] == ["b"]
+
+
+@pytest.mark.parametrize(("count", "code"), [("1", 5), ("2", 5)])
+def test_the_exit_code_is_that_of_the_script(scripts: Scripts, count: str, code: int) -> None:
+    script = scripts.write(
+        "import os, sys, time\nsys.exit(5) if os.environ.get('RANK') != '1' else time.sleep(60)"
+    )
+    ended = scripts.run("--cpu", "--num_processes", count, script)
+    assert ended.code == code
+    if count == "2":
+        assert "accelerate launch: rank 0 failed first, with exit code 5." in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts) -> None:
+    text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 3)"
+    ended = scripts.run("--cpu", "--num_processes", "2", "--max_restarts", "1", scripts.write(text))
+    assert ended.code == 0, ended.err
+
+
+def test_a_busy_port_is_replaced_and_said(scripts: Scripts) -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        words = ("--cpu", "--num_processes", "2", "--main_process_port", port, scripts.write(WRITER))
+        ended = scripts.run(*words)
+        assert ended.code == 0, ended.err
+        assert f"port {port} is in use" in ended.err
+        assert scripts.seen()["0"]["environment"]["MASTER_PORT"] != port
+        several = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--machine_rank", "0")
+        ended = scripts.run(*several, *words)
+        assert ended.code == 1
+        assert ended.err.startswith(f"accelerate: error: Port {port} is in use on this machine")
+
+
+def test_logs_of_the_processes_are_kept(scripts: Scripts) -> None:
+    script = scripts.write("import os\nprint('hello from', os.environ['RANK'])")
+    logs = scripts.folder / "logs"
+    ended = scripts.run("--cpu", "--num_processes", "2", "--tee", "3", "--log_dir", str(logs), script)
+    assert ended.code == 0, ended.err
+    assert "hello from 1" in ended.out
+    assert {"hello from 0\n", "hello from 1\n"} <= {path.read_text() for path in logs.rglob("stdout.log")}
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ending_the_launcher_ends_its_processes(scripts: Scripts, count: str, number: signal.Signals) -> None:
+    script = scripts.write(WRITER + "\nimport time\ntime.sleep(100)")
+    launcher = subprocess.Popen(
+        [*LAUNCH, "--cpu", "--num_processes", count, script],
+        env=scripts.variables(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(pids := written_pids(scripts.folder)) < int(count) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(pids) == int(count)
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode in ((130, 1) if number == signal.SIGINT else (143,)), err
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def written_pids(folder: Path) -> list[int]:
+    texts = [path.read_text() for path in folder.glob("*.json")]
+    return [json.loads(text)["pid"] for text in texts if text.endswith("}")]
+
+
+def test_a_configuration_file_is_used(scripts: Scripts) -> None:
+    path = scripts.folder / "c.yaml"
+    path.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\ndistributed_type: MULTI_CPU\n")
+    ended = scripts.run("--config_file", str(path), scripts.write(WRITER))
+    assert ended.code == 0, ended.err
+    assert len(scripts.seen()) == 2
+    assert scripts.seen()["0"]["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+CHECKED = """
+from accelerate import PartialState
+state = PartialState()
+print(state.process_index, state.num_processes, state.device.type, flush=True)
+"""
+
+
+@pytest.mark.parametrize("command", [["accelerate", "launch"], ["accelerate-launch"], LAUNCH])
+def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[str]) -> None:
+    words = (
+        command
+        if command[0] == sys.executable
+        else [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    )
+    ended = scripts.run("--cpu", "--num_processes", "2", scripts.write(CHECKED), command=words)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.split("\n")) == ["", "0 2 cpu", "1 2 cpu"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_self_check_passes(scripts: Scripts, count: int) -> None:
+    path = scripts.folder / "c.yaml"
+    path.write_text(f"use_cpu: true\nnum_processes: {count}\nmixed_precision: 'no'\n")
+    ended = scripts.run(
+        "--config_file", str(path), command=[sys.executable, "-m", "accelerate.commands.test"]
+    )
+    assert ended.code == 0, ended.out + ended.err
+    assert "All checks passed." in ended.out
+    assert ended.out.count("\n    ok  ") == 8
+    assert "FAILED" not in ended.out

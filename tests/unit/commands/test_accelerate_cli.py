@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from accelerate.commands import accelerate_cli
+from accelerate.commands.accelerate_cli import COMMANDS, make_cli_parser
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_only_the_command_that_was_asked_for_is_loaded(name: str) -> None:
+    parser = make_cli_parser([name])
+    subparsers = next(a for a in parser._actions if a.dest != "help")
+    assert list(subparsers.choices or ()) == [name]
+
+
+def test_without_a_command_all_are_there() -> None:
+    parser = make_cli_parser([])
+    subparsers = next(a for a in parser._actions if a.dest != "help")
+    assert list(subparsers.choices or ()) == list(COMMANDS)
+
+
+def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        accelerate_cli.main()
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for name, (_, summary) in COMMANDS.items():
+        assert name in out
+        assert summary.split()[0] in out
+
+
+def test_an_unknown_command_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate", "lanch"])
+    with pytest.raises(SystemExit) as caught:
+        accelerate_cli.main()
+    assert caught.value.code == 2
+    assert "invalid choice: 'lanch'" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate"])
+    with pytest.raises(SystemExit) as caught:
+        accelerate_cli.main()
+    assert caught.value.code == 1
+    assert "usage: accelerate" in capsys.readouterr().out
+
+
+def test_a_command_runs_through_the_whole_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--cpu", "--num_proceses", "2", "a.py"])
+    with pytest.raises(SystemExit) as caught:
+        accelerate_cli.main()
+    assert caught.value.code == 2
+    assert "did you mean --num_processes?" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate.base.environ import patch_environment
+from accelerate.commands.env import env_command, env_command_parser
+
+
+def test_the_report_names_versions_devices_and_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    with patch_environment(ACCELERATE_LOG_LEVEL="info"):
+        env_command(env_command_parser().parse_args(["--config_file", str(path)]))
+    out = capsys.readouterr().out
+    assert "independent implementation" in out
+    assert f"- torch: {torch.__version__}" in out
+    assert f"- python: {platform.python_version()}" in out
+    assert "ACCELERATE_LOG_LEVEL: info" in out
+    assert "mixed_precision: bf16" in out
+    assert f"- configuration file: {path}" in out
+
+
+def test_json_is_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    env_command(env_command_parser().parse_args(["--json"]))
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["configuration"] is None
+    assert facts["torch"] == torch.__version__
+    assert facts["devices"] >= 1

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError
+from accelerate.commands import launch
+from accelerate.commands.launch import launch_command, launch_command_parser, make_plan
+from accelerate.launch.resolve import CHOSEN
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return launch_command_parser().parse_args(list(words))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("import sys; sys.exit(int(sys.argv[1]))\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["--num_processes", "7", "--cpu"],
+        ["--", "-m", "x"],
+        ["-h"],
+        ["a b", "--config_file=x", ""],
+        ["--unknown", "--mixed-precision", "fp8"],
+    ],
+)
+def test_what_follows_the_script_is_the_scripts_own(own: list[str]) -> None:
+    plan, settings = make_plan(parse("--cpu", "train.py", *own))
+    assert list(plan.target.arguments) == own
+    assert plan.target.name == "train.py"
+    assert plan.processes == 1
+    assert settings.source("num_processes") == CHOSEN
+
+
+def test_kinds_of_targets() -> None:
+    assert launch.read_target(parse("-m", "a.b", "1")).kind == "module"
+    assert launch.read_target(parse("--no_python", "a")).kind == "program"
+    assert launch.read_target(parse("a.py")).kind == "script"
+
+
+@pytest.mark.parametrize(
+    "words", [("--num_processes", "2"), ("--num-processes", "2"), ("--num-processes=2",)]
+)
+def test_both_spellings_count(words: tuple[str, ...]) -> None:
+    plan, _ = make_plan(parse("--cpu", *words, "train.py"))
+    assert plan.processes == 2
+
+
+def test_flag_over_environment_over_file_over_default_file(tmp_path: Path) -> None:
+    default = tmp_path / "accelerate" / "default_config.yaml"
+    default.parent.mkdir()
+    default.write_text("mixed_precision: fp16\nuse_cpu: true\n")
+    given = tmp_path / "given.yaml"
+    given.write_text("mixed_precision: bf16\nuse_cpu: true\n")
+
+    def chosen(*words: str) -> tuple[str, str]:
+        _, settings = make_plan(parse(*words, "--cpu", "train.py"))
+        return settings.values["mixed_precision"], settings.source("mixed_precision")
+
+    assert chosen() == ("no", "built-in")
+    with patch_environment(HF_HOME=tmp_path):
+        assert chosen() == ("fp16", f"default file {default}")
+        assert chosen("--config_file", str(given)) == ("bf16", str(given))
+        with patch_environment(ACCELERATE_MIXED_PRECISION="no"):
+            assert chosen("--config_file", str(given)) == ("no", "environment")
+            assert chosen("--config_file", str(given), "--mixed_precision", "fp8") == ("fp8", "flag")
+
+
+def test_a_parsed_namespace_can_be_launched_as_a_function(script: Path) -> None:
+    launch_command(parse("--cpu", "--quiet", str(script), "0"))
+    with pytest.raises(SystemExit) as caught:
+        launch_command(parse("--cpu", "--quiet", str(script), "3"))
+    assert caught.value.code == 3
+
+
+def test_what_was_assumed_is_said_once_unless_quiet(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launch_command(parse("--cpu", str(script), "0"))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("accelerate launch: assumed 1 process on CPU")
+    assert err.count("\n") == 1
+    launch_command(parse("--cpu", "-q", str(script), "0"))
+    assert capfd.readouterr().err == ""
+
+
+def test_validate_fills_the_namespace(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("mixed_precision: bf16\nuse_cpu: true\n")
+    args, config, from_file = launch._validate_launch_command(parse("--config_file", str(path), "train.py"))
+    assert (args.num_processes, args.mixed_precision, from_file) == (1, "bf16", True)
+    assert config.mixed_precision == "bf16"
+    args, config, from_file = launch._validate_launch_command(parse("--cpu", "train.py"))
+    assert (args.mixed_precision, config, from_file) == ("no", None, False)
+
+
+BAD = [
+    (["--num_proceses", "2", "train.py"], "did you mean --num_processes?"),
+    (["--num_processes", "two", "train.py"], "invalid int value: 'two'"),
+    (["--mixed_precision", "fp32", "train.py"], "invalid choice: 'fp32'"),
+    (["--multi_gpu", "--num_processes", "2", "train.py"], "shows no accelerator"),
+    (["--config_file", "nowhere.yaml", "train.py"], "--config_file='nowhere.yaml': there is no such file"),
+    (["--cpu", "--num_processes", "-3", "train.py"], "--num_processes=-3: at least one process is needed"),
+    (["--cpu", "--num_machines", "2", "train.py"], "several machines need a place to meet"),
+    (["--tpu", "train.py"], "This version cannot launch on TPU hosts"),
+    ([], "the following arguments are required: training_script"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), BAD)
+def test_bad_input_gives_one_message_and_exit_code_2(
+    words: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate-launch", *words])
+    with pytest.raises(SystemExit) as caught:
+        launch.main()
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert problem in err
+    assert "Traceback" not in err
+    assert "error: " in err
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with (
+        patch_environment(ACCELERATE_MIXED_PRECISION="fp32"),
+        pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION='fp32'"),
+    ):
+        make_plan(parse("--cpu", "train.py"))
+
+
+def test_help_fits_a_narrow_terminal_and_leaves_out_other_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def help_of(*words: str) -> str:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["accelerate", "launch", *words, "-h"])
+        with pytest.raises(SystemExit):
+            launch_command_parser().parse_args([*words, "-h"])
+        return capsys.readouterr().out
+
+    everything = help_of()
+    assert max(map(len, everything.splitlines())) <= 80
+    assert "FSDP Arguments" in everything
+    assert "DeepSpeed Arguments" in everything
+    assert "in total, over all" in everything
+    only_fsdp = help_of("--use_fsdp")
+    assert "--fsdp_version" in only_fsdp
+    assert "--zero_stage" not in only_fsdp
+
+
+@pytest.mark.parametrize("name", sorted(launch._OTHER_NAMES))
+def test_names_that_live_elsewhere_can_be_imported_from_here(name: str) -> None:
+    value: object = getattr(launch, name)
+    assert value is not None
+    assert isinstance(value, Callable | list)  # type: ignore[arg-type]

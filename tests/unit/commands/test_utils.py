@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError, LaunchError
+from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigurationError("wrong"), 2), (LaunchError("failed"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(args: argparse.Namespace) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(command, argparse.Namespace())
+    assert caught.value.code == code
+    assert capsys.readouterr().err == ("" if code == 130 else f"accelerate: error: {error}\n")
+
+
+def test_success_is_zero_and_other_exits_pass() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_command(lambda args: None, argparse.Namespace())
+    assert caught.value.code == 0
+    with pytest.raises(SystemExit) as caught:
+        run_command(lambda args: exit(7), argparse.Namespace())
+    assert caught.value.code == 7
+
+
+def test_a_bug_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda args: 1 / 0, argparse.Namespace())
+
+
+class Special(CustomArgumentParser):
+    """A parser class of its own."""
+
+
+def test_a_subcommand_may_have_a_parser_class_of_its_own() -> None:
+    parent = CustomArgumentParser()
+    children = parent.add_subparsers()
+    assert type(make_parser("a", "A.", children, Special)) is Special
+    assert type(make_parser("b", "B.", children)) is CustomArgumentParser
+    assert make_parser("c", "C.").prog == "accelerate c"
