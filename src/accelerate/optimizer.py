@@ -147,7 +147,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none is None or set_to_none)
 
     def train(self) -> None:
-        """Switch optimizers that know a training mode to it, as schedule-free ones do; nothing for the others."""
+        """Switch optimizers that know a training mode to it, such as schedule-free ones."""
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
 
@@ -156,7 +156,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if hasattr(self.optimizer, "eval") and callable(self.optimizer.eval):
             self.optimizer.eval()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; does nothing while gradients accumulate.
 
         Args:

@@ -87,8 +87,9 @@ def _gather_samples(tensor: torch.Tensor, counts: tuple[int, ...]) -> Any:
     """Gather a tensor with one row per sample without filler; one that has no such rows is gathered whole."""
     if tensor.ndim == 0:
         logger.warning_once(
-            "gather_for_metrics got a value for the whole batch: it is gathered as it is, one for each process, and its "
-            "mean weighs processes with fewer samples too much. Gather values per sample, and average then."
+            "gather_for_metrics got a value for the whole batch: it is gathered as it is, one for each "
+            "process, and its mean weighs processes with fewer samples too much. Gather values per sample, "
+            "and average then."
         )
         return gather(tensor)
     return gather_valid(tensor, counts)

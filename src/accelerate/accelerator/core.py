@@ -317,9 +317,11 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         if scheduler.step_with_optimizer is not True or steps == 1:
             return
         logger.warning_once(
-            f"Prepared schedulers step {steps} times per optimizer step, once for each of the {steps} processes: a "
-            f"schedule of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted "
-            "in batches of one process; for schedules counted in optimizer steps pass "
+            f"Prepared schedulers step {steps} times per optimizer step, once for each of the {steps} "
+            "processes: "
+            f"a schedule of 1000 steps ends after {1000 // steps} optimizer steps. That is right for "
+            "schedules "
+            "counted in batches of one process; for schedules counted in optimizer steps pass "
             "step_scheduler_with_optimizer='per_update' to Accelerator."
         )
 
@@ -359,7 +361,8 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             dataloader: a prepared loader.
             num_batches: batches of this process to leave out.
         """
-        return skip_first_batches(dataloader, num_batches)
+        rest: DataLoader[Any] = skip_first_batches(dataloader, num_batches)
+        return rest
 
     # State and end
 

@@ -200,7 +200,7 @@ class Gradients:
         self.flag_tensor = torch.tensor(1, device=self._runtime.state.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised its flag since the last check; lowers the flags. Call it on all ranks."""
+        """Whether any process has raised its flag since the last check; called on all ranks."""
         flag = self.flag_tensor
         if flag is None:
             flag = torch.tensor(0, device=self._runtime.state.device)

@@ -133,7 +133,7 @@ class Introspection:
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes get equally many, equally large batches; set it between two `prepare` calls."""
+        """Whether all processes get equally many, equally large batches; counts at the next `prepare`."""
         return self._runtime.request.dataloader_config.even_batches
 
     @even_batches.setter

@@ -127,8 +127,8 @@ class ScaledPrecision(MixedPrecision):
             raise PreparationError(
                 f"{len(half)} trainable parameters of {type(model).__name__} are float16 "
                 f"({listed(half)}), but mixed_precision='fp16' scales gradients and torch cannot unscale "
-                "float16 ones. Keep trainable parameters in float32 (model.float(), or p.data = p.data.float() "
-                "for those that train), or use mixed_precision='no'."
+                "float16 ones. Keep trainable parameters in float32 (model.float(), or "
+                "p.data = p.data.float() for those that train), or use mixed_precision='no'."
             )
 
     def adopt(self, optimizers: list[Any]) -> None:

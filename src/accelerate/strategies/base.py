@@ -210,7 +210,8 @@ def refuse_split_model(model: nn.Module, reason: str) -> None:
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1:
         raise PreparationError(
-            f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device map, "
-            f"{reason}. Load it without device_map='auto' (or with a map of one device for each process), or "
+            f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device "
+            f"map, {reason}. Load it without device_map='auto' (or with a map of one device for each "
+            "process), or "
             "launch one process."
         )

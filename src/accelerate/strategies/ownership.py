@@ -29,9 +29,10 @@ def find_orphans(new_models: Iterable[nn.Module], optimizers: Sequence[Any]) -> 
         orphans = orphan_parameters(model, owned)
         if orphans:
             warnings.append(
-                f"{len(orphans)} trainable parameters of {type(model).__name__} belong to no prepared optimizer "
-                f"and will not change: {listed(orphans)}. Pass them to the optimizer before `prepare`, or freeze "
-                "them with requires_grad_(False) if that is meant."
+                f"{len(orphans)} trainable parameters of {type(model).__name__} belong to no prepared "
+                f"optimizer and will not change: {listed(orphans)}. Pass them to the optimizer before "
+                "`prepare`, "
+                "or freeze them with requires_grad_(False) if that is meant."
             )
     return warnings
 
@@ -48,8 +49,8 @@ def find_strangers(new_optimizers: Iterable[Any], models: Sequence[nn.Module]) -
     for optimizer in new_optimizers:
         if not parameter_ids([optimizer]) & known:
             warnings.append(
-                f"{type(optimizer).__name__} steps no parameter of any prepared model: was it built before the "
-                "model was copied or replaced, or for a model that was not prepared? Build it from the parameters "
-                "of the model that you pass to `prepare`, and pass that model too."
+                f"{type(optimizer).__name__} steps no parameter of any prepared model: was it built before "
+                "the model was copied or replaced, or for a model that was not prepared? Build it from the "
+                "parameters of the model that you pass to `prepare`, and pass that model too."
             )
     return warnings
