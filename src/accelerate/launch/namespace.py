@@ -1,4 +1,4 @@
-"""The entry points that take an `argparse.Namespace`: calls of the declarations that `resolve` uses too.
+"""The entry points that take an `argparse.Namespace`: calls of what the resolver uses too.
 
 Such a namespace holds every option, already decided, under its name; nothing is looked up on the machine.
 """
@@ -12,9 +12,9 @@ from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.command import local_command
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.environment import INTEL_OPENMP, device_ids
+from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
-from accelerate.launch.resolve import INTEL_OPENMP, device_ids, meeting
 from accelerate.settings import env
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge
 from accelerate.settings.option import Section
@@ -254,7 +254,7 @@ def multi_gpu_launcher(args: argparse.Namespace) -> None:
         processes=args.num_processes,
         machines=settings.values["num_machines"],
         machine=wanted.machine_rank,
-        rendezvous=meeting(wanted, int(getattr(args, "master_port", None) or port)),
+        rendezvous=Rendezvous.of(wanted, int(getattr(args, "master_port", None) or port)),
         environment=variables,
     )
     _run(plan)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from accelerate.settings.sections.rendezvous import RendezvousSection
+
 
 @dataclass(frozen=True)
 class Target:
@@ -47,6 +49,21 @@ class Rendezvous:
     role: str = "default"
     tee: str = "0"
     log_dir: str | None = None
+
+    @classmethod
+    def of(cls, wanted: RendezvousSection, port: int) -> Rendezvous:
+        """The meeting that the settings describe, at a port that was chosen."""
+        return cls(
+            backend=wanted.rdzv_backend,
+            address=wanted.main_process_ip or "127.0.0.1",
+            port=port,
+            configuration=wanted.rdzv_conf,
+            restarts=wanted.max_restarts,
+            interval=wanted.monitor_interval,
+            role=wanted.role,
+            tee=wanted.tee,
+            log_dir=wanted.log_dir,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.catalogue import CPU
+from accelerate.launch.environment import device_ids, environment
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings import env
 from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 from accelerate.settings.sections.rendezvous import RendezvousSection
@@ -15,8 +15,6 @@ from accelerate.settings.sections.rendezvous import RendezvousSection
 CHOSEN = "chosen for this machine"
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 """Ways of training that need a process group, even with one process."""
-
-INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
 
 
 def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
@@ -105,20 +103,6 @@ def _refuse_devices(settings: Settings) -> None:
             raise wrong_value(_where(settings, name), value, "this machine shows no accelerator", mend)
 
 
-def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
-    """Split ``--gpu_ids``; empty for "all".
-
-    Raises:
-        ConfigurationError: an entry is empty or given twice.
-    """
-    if gpu_ids is None or gpu_ids.strip() in ("", "all"):
-        return ()
-    ids = tuple(part.strip() for part in gpu_ids.split(","))
-    if "" in ids or len(set(ids)) < len(ids):
-        raise wrong_value("--gpu_ids", gpu_ids, "an entry is empty or given twice", "Write for example 0,1")
-    return ids
-
-
 def _choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tuple[str, ...]]:
     """Fill in the number of processes where nobody gave it, and say what was assumed."""
     launch = settings[LaunchSection]
@@ -185,22 +169,7 @@ def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Re
         mend = "Pass the address of the machine of rank 0"
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", mend)
     port, notes = _port(settings, machine, several)
-    return meeting(wanted, port), notes
-
-
-def meeting(wanted: RendezvousSection, port: int) -> Rendezvous:
-    """How the processes meet, once the port is known."""
-    return Rendezvous(
-        backend=wanted.rdzv_backend,
-        address=wanted.main_process_ip or "127.0.0.1",
-        port=port,
-        configuration=wanted.rdzv_conf,
-        restarts=wanted.max_restarts,
-        interval=wanted.monitor_interval,
-        role=wanted.role,
-        tee=wanted.tee,
-        log_dir=wanted.log_dir,
-    )
+    return Rendezvous.of(wanted, port), notes
 
 
 def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tuple[str, ...]]:
@@ -230,18 +199,6 @@ def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
             f"Port {port} is in use on this machine, where the others would look for it. "
             f"Free it, or pass another --main_process_port on every machine."
         )
-
-
-def environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
-    """The variables that the workers get in addition to those of this process."""
-    added = env.encode(settings)
-    ids = device_ids(settings.values["gpu_ids"])
-    if ids and machine.hardware.visible_env:
-        added[machine.hardware.visible_env] = ",".join(ids)
-    if launcher == "local" and settings.values["cpu"]:
-        present = machine.environ or {}
-        added.update({name: text for name, text in INTEL_OPENMP.items() if name not in present})
-    return added
 
 
 def _where(settings: Settings, name: str) -> str:

@@ -10,7 +10,7 @@ from accelerate.base.errors import ConfigurationError, LaunchError
 from accelerate.devices.catalogue import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import CHOSEN, device_ids, resolve
+from accelerate.launch.resolve import CHOSEN, resolve
 from accelerate.settings import config_file
 from accelerate.settings.merge import FLAG, Layer, merge
 
@@ -90,11 +90,6 @@ def test_chosen_devices_are_the_visible_ones() -> None:
     assert made.processes == 2
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert "CUDA_VISIBLE_DEVICES" not in plan(machine(4), gpu_ids="all").environment
-
-
-def test_device_ids_are_split() -> None:
-    assert device_ids("0, 2") == ("0", "2")
-    assert device_ids("all") == device_ids(None) == ()
 
 
 @pytest.mark.parametrize("name", ["use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"])

@@ -1,7 +1,7 @@
 """The self-check that `accelerate test` launches: one line for each check, exit code 1 when one failed.
 
 Every process runs every check; a check fails when it fails on any process. Processes agree on the result
-before the next check begins, so that a failure on one does not leave the others waiting in a later collective.
+before the next check begins, so a failure on one does not leave the others waiting in a later collective.
 """
 
 from __future__ import annotations
