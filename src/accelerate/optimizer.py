@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from accelerate.base.enums import DistributedType as DistributedType
+from accelerate.base.packages import is_lomo_available as is_lomo_available
+from accelerate.devices.availability import is_torch_xla_available as is_torch_xla_available
 from accelerate.nested import honor_type
 from accelerate.state import AcceleratorState, GradientState
 

@@ -1,12 +1,85 @@
 """The public class: `Accelerator`.
 
-`prepare_data_loader` and the names below are looked up here when they are used, so a client that replaces one
-of them in this module is heard.
+`prepare_data_loader` and the other names of `__all__` are looked up here when they are used, so a client that
+replaces one of them in this module is heard. The rest is part of this import path.
 """
 
 from accelerate.accelerator.core import Accelerator
+from accelerate.base.constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
+from accelerate.base.constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
+from accelerate.base.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
+from accelerate.base.constants import MODEL_NAME as MODEL_NAME
+from accelerate.base.constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accelerate.base.constants import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accelerate.base.constants import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accelerate.base.constants import SCALER_NAME as SCALER_NAME
+from accelerate.base.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.base.constants import WEIGHTS_NAME as WEIGHTS_NAME
+from accelerate.base.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accelerate.base.enums import DistributedType as DistributedType
+from accelerate.base.enums import DynamoBackend as DynamoBackend
+from accelerate.base.enums import FP8BackendType as FP8BackendType
+from accelerate.base.enums import LoggerType as LoggerType
+from accelerate.base.enums import PrecisionType as PrecisionType
+from accelerate.base.enums import RNGType as RNGType
+from accelerate.base.environ import parse_choice_from_env as parse_choice_from_env
+from accelerate.base.packages import (
+    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
+)
+from accelerate.base.packages import is_deepspeed_available as is_deepspeed_available
+from accelerate.base.packages import is_lomo_available as is_lomo_available
+from accelerate.base.packages import is_megatron_lm_available as is_megatron_lm_available
+from accelerate.base.packages import is_msamp_available as is_msamp_available
+from accelerate.base.packages import is_torchao_available as is_torchao_available
+from accelerate.base.system import check_os_kernel as check_os_kernel
+from accelerate.base.text import get_pretty_name as get_pretty_name
+from accelerate.base.versions import compare_versions as compare_versions
+from accelerate.base.versions import is_torch_version as is_torch_version
+from accelerate.compilation import compile_regions as compile_regions
+from accelerate.compilation import compile_regions_deepspeed as compile_regions_deepspeed
+from accelerate.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
+from accelerate.compilation import is_compiled_module as is_compiled_module
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.data_loader.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from accelerate.devices.availability import is_bf16_available as is_bf16_available
+from accelerate.devices.availability import is_mlu_available as is_mlu_available
+from accelerate.devices.availability import is_musa_available as is_musa_available
+from accelerate.devices.availability import is_npu_available as is_npu_available
+from accelerate.devices.availability import is_torch_xla_available as is_torch_xla_available
+from accelerate.devices.availability import is_transformer_engine_available as is_transformer_engine_available
+from accelerate.devices.availability import is_xpu_available as is_xpu_available
+from accelerate.devices.memory import release_memory as release_memory
+from accelerate.logging import get_logger as get_logger
+from accelerate.nested import recursively_apply as recursively_apply
+from accelerate.ops.casting import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.ops.collectives import gather as gather
+from accelerate.ops.collectives import gather_object as gather_object
+from accelerate.ops.collectives import reduce as reduce
+from accelerate.ops.padding import pad_across_processes as pad_across_processes
+from accelerate.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
+from accelerate.plugins.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.plugins.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.plugins.fp8 import TERecipeKwargs as TERecipeKwargs
+from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
+from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
+from accelerate.plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accelerate.plugins.handlers import KwargsHandler as KwargsHandler
+from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
+from accelerate.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.plugins.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.plugins.training import ProjectConfiguration as ProjectConfiguration
+from accelerate.precision.amp import get_grad_scaler as get_grad_scaler
+from accelerate.precision.amp import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+)
+from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 
 __all__ = [
     "Accelerator",
