@@ -148,6 +148,7 @@ from accelerate.devices.nvidia import (
     get_gpu_info as get_gpu_info,
 )
 from accelerate.devices.xla import install_xla as install_xla
+from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
 from accelerate.launch.namespace import (
     prepare_multi_gpu_env as prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,

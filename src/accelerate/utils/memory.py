@@ -15,3 +15,7 @@ from accelerate.devices.memory import (
     clear_device_cache as clear_device_cache,
     release_memory as release_memory,
 )
+from accelerate.diagnostics.batch_size import (
+    find_executable_batch_size as find_executable_batch_size,
+    should_reduce_batch_size as should_reduce_batch_size,
+)
