@@ -317,11 +317,9 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         if scheduler.step_with_optimizer is not True or steps == 1:
             return
         logger.warning_once(
-            f"Prepared schedulers step {steps} times per optimizer step, once for each of the {steps} "
-            "processes: "
-            f"a schedule of 1000 steps ends after {1000 // steps} optimizer steps. That is right for "
-            "schedules "
-            "counted in batches of one process; for schedules counted in optimizer steps pass "
+            f"Prepared schedulers step {steps} times per optimizer step, once for each process: a schedule "
+            f"of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted in "
+            "batches of one process; for schedules counted in optimizer steps pass "
             "step_scheduler_with_optimizer='per_update' to Accelerator."
         )
 

@@ -212,6 +212,5 @@ def refuse_split_model(model: nn.Module, reason: str) -> None:
         raise PreparationError(
             f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device "
             f"map, {reason}. Load it without device_map='auto' (or with a map of one device for each "
-            "process), or "
-            "launch one process."
+            "process), or launch one process."
         )

@@ -31,8 +31,7 @@ def find_orphans(new_models: Iterable[nn.Module], optimizers: Sequence[Any]) -> 
             warnings.append(
                 f"{len(orphans)} trainable parameters of {type(model).__name__} belong to no prepared "
                 f"optimizer and will not change: {listed(orphans)}. Pass them to the optimizer before "
-                "`prepare`, "
-                "or freeze them with requires_grad_(False) if that is meant."
+                "`prepare`, or freeze them with requires_grad_(False) if that is meant."
             )
     return warnings
 
