@@ -1,0 +1,386 @@
+"""What all prepared loaders share: a torch loader underneath, and the book of where in the epoch it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import new_class
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from accelerate.base.errors import StateError
+from accelerate.base.packages import require
+from accelerate.data_loader.plan import ShardPlan
+from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
+from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
+from accelerate.state import GradientState
+
+_END = object()
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+_LIVE = ("gradient_state", "_iterator", "origin")
+_GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
+
+
+class DataLoaderStateMixin:
+    """Where a loader is in its epoch; `GradientState` reports it for the loader that is being read.
+
+    Attributes:
+        end_of_dataloader: Whether the batch just yielded is the last one.
+        remainder: With the last batch of a loader of known length, the number of real samples in it over all
+            processes, 0 where the length divides evenly; -1 otherwise.
+        valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
+            when all are real.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    valid_counts: Counts | None = None
+    gradient_state: GradientState
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.valid_counts = None
+
+    def begin(self) -> None:
+        """A pass starts: this loader becomes the active one."""
+        self.reset()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """A pass ended, at its last batch or before: the loader around it, if any, is active again."""
+        self.gradient_state._remove_dataloader(self)
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A torch `DataLoader`, or torchdata's `StatefulDataLoader`, that prepared loaders build on.
+
+    Args:
+        dataset: The dataset.
+        use_stateful_dataloader: Be a `torchdata.stateful_dataloader.StatefulDataLoader` too: `state_dict`
+            then holds the position after the batch just yielded.
+        batch_sampler: As for `torch.utils.data.DataLoader`.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Raises:
+        MissingPackageError: `use_stateful_dataloader` without torchdata.
+    """
+
+    plan: ShardPlan = ShardPlan()
+    iteration: int = 0
+    skip_batches: int = 0
+    use_stateful_dataloader: bool = False
+    _drop_last: bool = False
+    _told_epoch: int | None = None
+    origin: Any = None
+    """The loader that this one is a late start of; both count epochs together."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if use_stateful_dataloader:
+            self.__class__ = _stateful(type(self))  # type: ignore[arg-type]  # classes can be hashed
+        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.dl_state_dict: dict[str, Any] | None = None
+        if use_stateful_dataloader:
+            self.dl_state_dict = self._capture_state()
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The torch loader: this object itself."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.plan}>"
+
+    def __len__(self) -> int:
+        return max(self._source_length() - self.skip_batches, 0)
+
+    def _source_length(self) -> int:
+        """The number of batches that torch's iterator gives."""
+        return super().__len__()
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of the dataset make one batch of this loader, as far as skipping is concerned."""
+        return 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {name: value for name, value in self.__dict__.items() if name not in _LIVE}
+        plain = type(self).__mro__[1] if self.use_stateful_dataloader else type(self)
+        return _restore, (plain, self.use_stateful_dataloader, kept)
+
+    # Position of a stateful loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch just yielded; needs `use_stateful_dataloader`."""
+        if self.dl_state_dict is None:
+            raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position that `state_dict` gave; needs `use_stateful_dataloader`."""
+        if self.dl_state_dict is None:
+            raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
+        cast(Any, super()).load_state_dict(state_dict)
+        self.dl_state_dict = state_dict
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Correct `dl_state_dict` for batches read ahead; nothing to do: it is taken before anything is."""
+
+    def _capture_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = cast(Any, super()).state_dict()
+        return state
+
+    def _update_state_dict(self) -> None:
+        """Take down the position; called before a batch is read ahead."""
+        self.dl_state_dict = self._capture_state()
+        self.adjust_state_dict_for_prefetch()
+
+    # The sampler
+
+    def get_sampler(self) -> Any:
+        """The innermost sampler: the one that orders the indices; None where there is none."""
+        return sampler_under(self._index_sampler, self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the innermost sampler."""
+        innermost(self._index_sampler).sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next pass at an epoch: sampler, batch sampler and dataset are told, where they listen.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self.iteration = epoch
+        self._told_epoch = epoch
+        for listener in self._epoch_listeners():
+            listener.set_epoch(epoch)
+
+    def _epoch_listeners(self) -> Iterator[Any]:
+        index_sampler = self._index_sampler
+        chain = [self.dataset, index_sampler]
+        while (index_sampler := getattr(index_sampler, "batch_sampler", None)) is not None:
+            chain.append(index_sampler)
+        chain.append(self.get_sampler())
+        seen: set[int] = set()
+        for listener in chain:
+            owner = getattr(listener, "set_epoch", None)
+            if callable(owner) and id(listener) not in seen:
+                seen.add(id(listener))
+                yield listener
+
+    def _agree_on_epoch(self) -> int:
+        """Bring all that depends on the epoch to the same one; an epoch that the user set on it wins."""
+        for listener in self._epoch_listeners():
+            epoch = getattr(listener, "epoch", None)
+            if isinstance(epoch, int) and epoch not in (self._told_epoch, self.iteration):
+                self.iteration = epoch
+        self.set_epoch(self.iteration)
+        return self.iteration
+
+    def _advance(self, epoch: int) -> None:
+        """The pass at `epoch` is over, here and in the loader this one is a late start of."""
+        for loader in (self, self.origin):
+            if loader is not None and loader.iteration == epoch:
+                loader.iteration = epoch + 1
+
+    # Reading
+
+    def _open_source(self) -> tuple[Iterator[Any], Fillers]:
+        """Start torch's iterator; the record of fillers it will fill comes with it."""
+        collate, generator = self.collate_fn, self.generator
+        tagged = getattr(self.dataset, "tagged", False)
+        if tagged:
+            self.collate_fn = CountingCollate(collate)
+        if self.plan.group and self.num_workers:
+            self.generator = _generator_of_group(generator, self.plan.group)
+        try:
+            source: Iterator[Any] = super().__iter__()
+        finally:
+            self.collate_fn, self.generator = collate, generator
+        if not tagged:
+            return source, _find_fillers(self._index_sampler)
+        fillers: Fillers = {}
+        return untagged(source, fillers), fillers
+
+    @property
+    def _counts_batches(self) -> bool:
+        """Whether what is dealt out are whole batches: the loader doesn't build batches itself."""
+        return not self._auto_collation and not isinstance(self.sampler, BatchSampler)
+
+    def _first_number(self) -> int:
+        """Number, in the whole pass, of the first batch that torch's iterator gives."""
+        number, sampler = 0, self._index_sampler
+        while isinstance(sampler, SkipBatchSampler):
+            number, sampler = number + sampler.skip_batches, sampler.batch_sampler
+        return number
+
+
+def look_ahead(
+    loader: Any, source: Iterator[Any], fillers: Fillers, number: int, place: Callable[[Any], Any] | None
+) -> Iterator[Any]:
+    """Yield batches while one more is already read, so that the last one is known to be the last.
+
+    Args:
+        loader: The prepared loader, told of the end and of fillers.
+        source: The batches.
+        fillers: Number of the batch -> real samples on each rank; may grow while `source` is read.
+        number: Number of the first batch.
+        place: What brings a batch to its device, or None where it stays.
+    """
+    stateful = loader.use_stateful_dataloader
+    current = next(source, _END)
+    while current is not _END:
+        if stateful:
+            loader._update_state_dict()
+        upcoming = next(source, _END)
+        if fillers:
+            loader.valid_counts = weigh(fillers.get(number), loader, current)
+        if upcoming is _END:
+            if stateful:
+                loader._update_state_dict()
+            loader.end_of_dataloader = True
+            loader.remainder = last_remainder(loader)
+        yield current if place is None else place(current)
+        current = upcoming
+        number += 1
+
+
+def choose_placement(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """What brings each batch of a pass to `device`; decided once for the pass.
+
+    Args:
+        device: Where batches go; None leaves them.
+        non_blocking: Don't wait for copies from pinned memory.
+    """
+    if device is None:
+        return None
+    if torch.device(device).type == "cpu":
+        return _CpuPlacement()
+    return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+
+
+class _CpuPlacement:
+    """Batches come from CPU memory as a rule: the first one is looked at, the rest of the pass follows it."""
+
+    def __init__(self) -> None:
+        self.elsewhere: bool | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        if self.elsewhere is None:
+            found = find_device(batch)
+            self.elsewhere = found is not None and found.type != "cpu"
+        return send_to_device(batch, "cpu") if self.elsewhere else batch
+
+
+def weigh(counts: Counts | None, loader: Any, batch: Any) -> Counts | None:
+    """Turn the counts of a batch into samples, where they count whole batches."""
+    if counts is None or not loader._counts_batches:
+        return counts
+    size = ignorant_find_batch_size(batch) or 1
+    return tuple(count * size for count in counts)
+
+
+def last_remainder(loader: Any) -> int:
+    """How many samples of the last global batch are real; 0: nothing is to be cut, -1: nobody knows."""
+    if loader._drop_last:
+        return -1
+    if loader.valid_counts is not None:
+        return sum(loader.valid_counts)
+    whole, length = loader.total_batch_size, length_of(loader.get_sampler())
+    if length is None:
+        length = length_of(loader.dataset)
+    return -1 if not whole or length is None else length % whole
+
+
+def length_of(sized: Any) -> int | None:
+    """The length of something, None where it has none."""
+    if not hasattr(sized, "__len__"):
+        return None
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # a wrapper around something without a length
+        return None
+
+
+def innermost(index_sampler: Any) -> Any:
+    """The batch sampler, or sampler, under all that wrap it."""
+    while (inner := getattr(index_sampler, "batch_sampler", None)) is not None:
+        index_sampler = inner
+    return index_sampler
+
+
+def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
+    """The sampler that orders the indices of a loader, None for a batch sampler that has none.
+
+    Args:
+        index_sampler: What the loader reads by, or is going to.
+        loader: The loader.
+    """
+    inner = innermost(index_sampler)
+    return getattr(inner, "sampler", None if loader._auto_collation else inner)
+
+
+def kept_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Everything about a loader that sharing it out does not change, as arguments for a new one."""
+    return {name: getattr(loader, name) for name in _KEPT}
+
+
+def find_shard(index_sampler: Any) -> BatchSamplerShard | SamplerShard | None:
+    """The shard in a chain of samplers, None where nothing is shared."""
+    while isinstance(index_sampler, SkipBatchSampler):
+        index_sampler = index_sampler.batch_sampler
+    return index_sampler if isinstance(index_sampler, (BatchSamplerShard, SamplerShard)) else None
+
+
+def _find_fillers(index_sampler: Any) -> Fillers:
+    shard = find_shard(index_sampler)
+    return {} if shard is None else shard.fillers
+
+
+def _generator_of_group(generator: torch.Generator | None, group: int) -> torch.Generator:
+    """A generator for the seeds of the workers: one draw from the user's, told apart by group."""
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    return torch.Generator().manual_seed((drawn + group * _GOLDEN) % 2**64)
+
+
+@cache
+def _stateful(cls: type) -> type:
+    require("torchdata", "use_stateful_dataloader")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return new_class(
+        cls.__name__, (cls, StatefulDataLoader), {}, lambda body: body.update(__module__=cls.__module__)
+    )
+
+
+def _restore(plain: type, stateful: bool, kept: dict[str, Any]) -> Any:
+    loader: Any = object.__new__(_stateful(plain) if stateful else plain)
+    loader.__dict__.update(kept, _iterator=None, gradient_state=GradientState())
+    return loader

@@ -1,0 +1,124 @@
+"""Who reads which batch of a loader: decided once, from loader, mesh and settings; nothing is done here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+
+SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
+"""Mesh axes whose ranks work on the same batch together."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the batches of one loader reach the data-parallel groups.
+
+    Attributes:
+        how: `leave` (one group reads everything), `shard` (each group reads its share) or `dispatch` (process
+            0 reads, the others receive).
+        groups: Number of data-parallel groups.
+        group: The group of this process, from 0.
+        batch_size: Batch size of one group, None where the user's loader doesn't build batches of one size
+            itself.
+        split: Whether the user's batch is the global one.
+        even: Whether the short end is filled.
+        why: The reason for `how`, for people.
+    """
+
+    how: Literal["leave", "shard", "dispatch"] = "leave"
+    groups: int = 1
+    group: int = 0
+    batch_size: int | None = None
+    split: bool = False
+    even: bool = True
+    why: str = "one process"
+
+    def __str__(self) -> str:
+        share = "" if self.how == "leave" else f", part {self.group} of {self.groups}"
+        return f"{self.how}{share} ({self.why})"
+
+
+def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
+    """Count the data-parallel groups and find the one of this process.
+
+    Args:
+        mesh: The `DeviceMesh` of the run, or None. Ranks along a tensor, context, sequence or pipeline axis
+            share their batches.
+        num_processes: Number of processes; where it differs from the mesh's size, groups are already counted.
+        process_index: Rank of this process.
+
+    Returns:
+        Number of groups and index of this process' group.
+    """
+    if mesh is None or not mesh.mesh_dim_names or mesh.size() != num_processes:
+        return num_processes, process_index
+    groups, group = 1, 0
+    for name, size, place in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+        if name not in SHARED_AXES:
+            groups, group = groups * size, group * size + place
+    return groups, group
+
+
+def nominal_batch_size(loader: DataLoader[Any]) -> int | None:
+    """The batch size that a loader or its batch sampler declares; None where it declares none."""
+    index_sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    size = getattr(index_sampler, "batch_size", None)
+    return size if isinstance(size, int) else loader.batch_size
+
+
+def plan(
+    loader: DataLoader[Any],
+    *,
+    num_processes: int,
+    groups: int,
+    group: int,
+    split: bool,
+    even: bool,
+    dispatch: bool | None,
+    put_on_device: bool,
+) -> ShardPlan:
+    """Decide how the batches of a loader are shared out.
+
+    Args:
+        loader: The user's loader.
+        num_processes: Number of processes; several may make up one group.
+        groups: Number of data-parallel groups.
+        group: The group of this process.
+        split: Cut each batch instead of dealing whole ones.
+        even: Fill the short end.
+        dispatch: Read on process 0 only; None decides by the kind of dataset.
+        put_on_device: Whether batches are placed on the device.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigurationError: A batch size that cannot be split, or dispatching without device placement.
+    """
+    iterable = isinstance(loader.dataset, IterableDataset)
+    if dispatch and not put_on_device:
+        raise ConfigurationError(
+            "dispatch_batches=True: batches are sent from device to device, and device placement is off. "
+            "Leave device placement on, or dispatch_batches off."
+        )
+    size = nominal_batch_size(loader)
+    if split and size is not None and size % groups:
+        raise wrong_value(
+            "batch_size",
+            size,
+            f"with split_batches each batch is cut into {groups} equal parts",
+            f"Take a multiple of {groups}, or leave split_batches off",
+        )
+    part = size // groups if split and size is not None else size
+    if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
+        why = "asked for" if dispatch else "an iterable dataset may differ between processes"
+        return ShardPlan("dispatch", groups, group, part, split, even, why)
+    if groups == 1:
+        why = "one process" if num_processes == 1 else "all processes share each batch"
+        return ShardPlan("leave", batch_size=size, split=split, even=even, why=why)
+    why = "each process iterates the whole dataset" if iterable else "by the batch sampler"
+    return ShardPlan("shard", groups, group, part, split, even, why)

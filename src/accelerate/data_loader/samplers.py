@@ -1,0 +1,265 @@
+"""Which indices each process takes: batch samplers dealt out, a seeded shuffle, a late start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from itertools import chain, cycle, islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
+
+from accelerate.base.errors import wrong_value
+from accelerate.data_loader.validity import Fillers, real_per_part
+
+Batch = list[Any]
+_SEED_RANGE = 2**64
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order is a pure function of its seed and the epoch.
+
+    After a full pass the epoch advances by itself, so that the next pass has another order; `set_epoch`
+    goes to any epoch, also back.
+
+    Args:
+        *args: As for `torch.utils.data.RandomSampler`.
+        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed` (int, default: the seed that torch
+            was last given by `torch.manual_seed`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        data_seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed: int = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch
+        # A generator of its own for each pass: two passes at once don't disturb each other.
+        self.generator = torch.Generator().manual_seed((self.initial_seed + epoch) % _SEED_RANGE)
+        yield from super().__iter__()
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order, of the next pass."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """The share of one process in the batches of a batch sampler, of any kind and any batch sizes.
+
+    Without `split_batches`, batches are dealt in rounds of `num_processes`: process `i` takes the `i`-th of
+    each round. With it, each batch is cut in `num_processes` parts and process `i` takes the `i`-th.
+
+    The end of the epoch rarely fills a round. A sampler with a true `drop_last` loses the incomplete round.
+    Else, with `even_batches`, the short end is filled with indices from the beginning of the epoch, so that
+    all processes get the same number of batches of one size; without it, the short end is dealt as it is and
+    processes may get fewer or smaller batches. Where batch sizes vary by design, rounds are filled with whole
+    batches instead.
+
+    `fillers` says, for each batch of the latest pass that holds filler, how many of its indices are real on
+    each process. `num_processes` and `process_index` may be assigned; with one process every batch passes
+    unchanged.
+
+    Args:
+        batch_sampler: Iterable of lists of indices; all processes must see the same lists in the same order.
+        num_processes: How many processes share the batches.
+        process_index: Which of them this is, from 0.
+        split_batches: Cut each batch instead of dealing whole ones.
+        even_batches: Fill the short end.
+
+    Raises:
+        ConfigurationError: `split_batches` with a batch size that `num_processes` does not divide.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = cast(int, getattr(batch_sampler, "batch_size", None))
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.fillers: Fillers = {}
+        if split_batches and self.batch_size and self.batch_size % num_processes:
+            raise wrong_value(
+                "batch_size",
+                self.batch_size,
+                f"with split_batches each batch is cut into {num_processes} equal parts",
+                f"Take a multiple of {num_processes}, or leave split_batches off",
+            )
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler under the batch sampler, or None where it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches of all processes together, before they are dealt."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A record of its own for each pass, made before its first batch: two passes may be under way.
+        self.fillers = {}
+        if self.num_processes == 1:
+            return iter(self.batch_sampler)
+        return self._iter_with_split() if self.split_batches else self._iter_with_no_split()
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        if self.num_processes == 1:
+            return batches
+        if self.split_batches:
+            return batches - self._last_part_is_empty(batches)
+        rounds, rest = divmod(batches, self.num_processes)
+        if self.drop_last:
+            return rounds
+        return rounds + int(rest > 0 if self.even_batches else rest > self.process_index)
+
+    def _last_part_is_empty(self, batches: int) -> bool:
+        """Whether this process gets nothing of the last, short batch: only where it is not filled."""
+        if self.even_batches or self.drop_last or not self.batch_size or not isinstance(self.sampler, Sized):
+            return False
+        last = len(self.sampler) - (batches - 1) * self.batch_size
+        return 0 < last <= self.process_index * (self.batch_size // self.num_processes)
+
+    def _iter_with_no_split(self) -> Iterator[Batch]:
+        source = iter(self.batch_sampler)
+        if self.drop_last:
+            return _whole_rounds(source, self.num_processes, self.process_index)
+        if self.even_batches:
+            return self._even_rounds(source)
+        return islice(source, self.process_index, None, self.num_processes)
+
+    def _even_rounds(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        processes, index, fillers = self.num_processes, self.process_index, self.fillers
+        first = current = list(islice(source, processes))
+        size = len(first[0]) if len(first) > 1 else max(map(len, first), default=0)
+        uniform, number = True, 0
+        # One round is read ahead, because only the last one may be filled.
+        while upcoming := list(islice(source, processes)):
+            uniform = uniform and all(len(batch) == size for batch in current)
+            yield current[index]
+            current, number = upcoming, number + 1
+        if not current:
+            return
+        if number == 0 and len(current) == 1:
+            size = max(size, self.batch_size or 0)
+        uniform = uniform and all(len(batch) == size for batch in current[:-1]) and len(current[-1]) <= size
+        whole = (
+            _filled_round(current, first, processes, size)
+            if uniform
+            else _repeated(current, first, processes)
+        )
+        real = [len(batch) for batch in current] + [0] * (processes - len(current))
+        if uniform:
+            real = real_per_part(sum(real), size, processes)
+        if any(len(batch) != count for batch, count in zip(whole, real, strict=True)):
+            fillers[number] = tuple(real)
+        yield whole[index]
+
+    def _iter_with_split(self) -> Iterator[Batch]:
+        processes, index, fillers = self.num_processes, self.process_index, self.fillers
+        source = iter(self.batch_sampler)
+        first = current = next(source, None)
+        if first is None:
+            return
+        size, number = self.batch_size or len(first), 0
+        while current is not None:
+            upcoming = next(source, None)
+            samples = len(current)
+            fits = samples == size or (upcoming is None and samples < size)
+            part = -(-(size if fits else samples) // processes)
+            real = real_per_part(samples, part, processes)
+            if self.even_batches:
+                if samples < part * processes:
+                    current = list(islice(chain(current, cycle(first)), part * processes))
+                    fillers[number] = tuple(real)
+                yield current[index * part : (index + 1) * part]
+            elif real[index]:
+                yield current[index * part : (index + 1) * part]
+            current, number = upcoming, number + 1
+
+
+class SamplerShard(Sampler[Any]):
+    """The share of one process in a sampler whose every item already stands for a whole batch.
+
+    Args:
+        sampler: Where the items come from.
+        num_processes: How many processes share them.
+        process_index: Which of them this is, from 0.
+        even_batches: Fill the last round with items from the beginning, so that all processes get equally
+            many.
+    """
+
+    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
+        self.sampler = sampler
+        singles = BatchSampler(sampler, batch_size=1, drop_last=False)
+        self.shard = BatchSamplerShard(singles, num_processes, process_index, even_batches=even_batches)
+
+    @property
+    def fillers(self) -> Fillers:
+        """Number of the item in the latest pass -> 1 for each process that got a real one, 0 for a filler."""
+        return self.shard.fillers
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.shard)
+        return (item for (item,) in batches)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler that starts late: its first batches are passed over, without reading a sample.
+
+    Args:
+        batch_sampler: Where the batches come from.
+        skip_batches: How many to pass over at each pass.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not there yet while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches before any is skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def _whole_rounds(source: Iterator[Batch], processes: int, index: int) -> Iterator[Batch]:
+    while len(current := list(islice(source, processes))) == processes:
+        yield current[index]
+
+
+def _filled_round(current: list[Batch], first: list[Batch], processes: int, size: int) -> list[Batch]:
+    """A round of equal batches: what is there, then indices from the beginning of the epoch."""
+    indices = chain(chain.from_iterable(current), cycle(chain.from_iterable(first)))
+    return [list(islice(indices, size)) for _ in range(processes)]
+
+
+def _repeated(current: list[Batch], first: list[Batch], processes: int) -> list[Batch]:
+    """A round of batches of any size: what is there, then whole batches from the beginning of the epoch."""
+    return list(islice(chain(current, cycle(first)), processes))

@@ -1,0 +1,308 @@
+"""Prepared loaders on several processes: shares, shuffles, dispatch, random transforms, nesting, failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accelerate.state import GradientState, PartialState
+
+Run = Callable[..., list[Any]]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, items: list[Any], fail_at: int | None = None) -> None:
+        self.items, self.fail_at = items, fail_at
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self.items):
+            if number == self.fail_at:
+                raise LookupError(f"sample {number} is lost")
+            yield item
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Rare(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+        raise Unpicklable(1, 2)
+
+
+class Noise(Dataset[Any]):
+    """Each sample is what the three global generators of its process give."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def prepare(loader: DataLoader[Any], **config: Any) -> Any:
+    PartialState()
+    return prepare_data_loader(loader, put_on_device=True, rng_types=["generator"], **config)
+
+
+def batches(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+def read_shuffled(epochs: int, own_generator: bool, **config: Any) -> list[list[Any]]:
+    rank = PartialState().process_index
+    torch.manual_seed(rank + 1)  # each process for itself: only the loader can bring them together
+    generator = torch.Generator().manual_seed(rank + 7) if own_generator else None
+    loader = DataLoader(list(range(17)), batch_size=3, shuffle=True, generator=generator)
+    prepared = prepare(loader, **config)
+    return [batches(prepared) for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
+def test_shuffles_agree(run: Run, processes: int, own_generator: bool, config: dict[str, Any]) -> None:
+    ranks = run(
+        partial_read_shuffled, 2, own_generator, {**config, "even_batches": False}, processes=processes
+    )
+    orders = []
+    for epoch in zip(*ranks, strict=True):
+        seen = [sample for rank in epoch for batch in rank for sample in batch]
+        assert sorted(seen) == list(range(17))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+def partial_read_shuffled(epochs: int, own_generator: bool, config: dict[str, Any]) -> list[list[Any]]:
+    return read_shuffled(epochs, own_generator, **config)
+
+
+def read_custom_sampler() -> list[Any]:
+    torch.manual_seed(PartialState().process_index)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, replacement=False)
+    return batches(prepare(DataLoader(list(range(12)), sampler=sampler, batch_size=3)))
+
+
+def test_samplers_with_a_generator_agree(run: Run) -> None:
+    ranks = run(read_custom_sampler)
+    assert sorted(sample for rank in ranks for batch in rank for sample in batch) == list(range(12))
+
+
+def read_noise(persistent: bool) -> list[Any]:
+    torch.manual_seed(5)
+    loader = DataLoader(
+        Noise(),  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=1,
+        shuffle=True,
+        persistent_workers=persistent,
+    )
+    prepared = prepare(loader)
+    seen = [[column.tolist() for batch in prepared for column in batch] for _ in range(2)]
+    del prepared
+    return seen
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_random_transforms_in_workers_differ_between_processes_and_epochs(run: Run, persistent: bool) -> None:
+    ranks = run(read_noise, persistent)
+    values = [value for rank in ranks for epoch in rank for column in epoch for value in column]
+    assert len(values) == 2 * 2 * 4 * 3
+    assert len(set(values)) == len(values)
+
+
+def read_dispatched(items: Any, batch_size: int, config: dict[str, Any]) -> list[Any]:
+    prepared = prepare(DataLoader(Stream(items), batch_size=batch_size), **config)
+    assert isinstance(prepared, DataLoaderDispatcher)
+    return [
+        (batch, prepared.end_of_dataloader, prepared.remainder, prepared.valid_counts) for batch in prepared
+    ]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 12, 13, 17])
+def test_dispatched_samples_are_the_dataset_once(
+    run: Run, processes: int, split: bool, even: bool, size: int
+) -> None:
+    batch_size = 2 * processes if split else 2
+    config = {"split_batches": split, "even_batches": even}
+    ranks = run(read_dispatched, list(range(size)), batch_size, config, processes=processes)
+    seen = []
+    for step in range(max(map(len, ranks))):
+        for rank, steps in enumerate(ranks):
+            if step < len(steps):
+                batch, is_last, _, counts = steps[step]
+                assert is_last == (step == len(steps) - 1)
+                seen += batch.tolist()[: counts[rank] if counts else None]
+    assert seen == list(range(size))
+    if even:
+        assert len({len(steps) for steps in ranks}) == 1
+
+
+MIXED = [
+    {
+        "x": torch.full((2,), float(i)),
+        "flag": torch.tensor(i % 2 == 0),
+        "text": f"sample {i}",
+        "z": (i, [1j * i]),
+    }
+    for i in range(7)
+]
+
+
+def test_dispatched_batches_may_hold_anything(run: Run) -> None:
+    ranks = run(read_dispatched, MIXED, 2, {}, processes=2)
+    assert [batch["text"] for batch, *_ in ranks[0]] == [["sample 0", "sample 1"], ["sample 4", "sample 5"]]
+    assert [batch["text"] for batch, *_ in ranks[1]] == [["sample 2", "sample 3"], ["sample 6", "sample 0"]]
+    batch, is_last, remainder, counts = ranks[1][-1]
+    assert (is_last, remainder, counts) == (True, 3, (2, 1))
+    assert batch["x"].tolist() == [[6.0, 6.0], [0.0, 0.0]]
+    assert batch["flag"].dtype == torch.bool
+    assert batch["flag"].tolist() == [True, True]
+    assert batch["z"][0].tolist() == [6, 0]
+    assert batch["z"][1][0].tolist() == [6j, 0j]
+
+
+def cut_in_reverse(batch: Any, span: slice, process_index: int, num_processes: int) -> Any:
+    start, stop = span.start, span.stop
+    return batch[len(batch) - stop : len(batch) - start] * 10 + process_index
+
+
+def test_slice_fn_cuts_the_dispatched_batch(run: Run) -> None:
+    ranks = run(read_dispatched, [0, 1, 2, 3], 2, {"slice_fn_for_dispatch": cut_in_reverse})
+    assert [batch.tolist() for batch, *_ in ranks[0]] == [[20, 30]]
+    assert [batch.tolist() for batch, *_ in ranks[1]] == [[1, 11]]
+
+
+def ragged(samples: list[int]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.full((n + 1,), n) for n in samples], batch_first=True)
+
+
+def read_ragged() -> list[Any]:
+    loader = DataLoader(Stream(list(range(8))), batch_size=2, collate_fn=ragged)
+    return [tuple(batch.shape) for batch in prepare(loader)]
+
+
+def test_dispatched_batches_may_be_ragged(run: Run) -> None:
+    assert run(read_ragged) == [[(2, 2), (2, 6)], [(2, 4), (2, 8)]]
+
+
+def read_until_failure(dataset: Any, workers: int) -> tuple[list[Any], str, str, str]:
+    prepared = prepare(DataLoader(dataset, batch_size=2, num_workers=workers))
+    seen: list[Any] = []
+    try:
+        for batch in prepared:
+            seen.append(batch.tolist())
+    except Exception as error:
+        assert GradientState().active_dataloader is None
+        return seen, type(error).__name__, str(error), str(error.__cause__)
+    return seen, "", "", ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run, workers: int) -> None:
+    ranks = run(read_until_failure, Stream(list(range(20)), fail_at=11), workers)
+    assert ranks[0][0] == [[0, 1]]
+    assert ranks[1][0] == [[2, 3]]
+    for _, kind, text, _ in ranks:
+        assert kind == "LookupError"
+        assert "sample 11 is lost" in text
+    assert "process 0" in ranks[1][3]
+    assert "in __iter__" in ranks[1][3]
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words(run: Run) -> None:
+    ranks = run(read_until_failure, Rare(list(range(4))), 0)
+    assert ranks[0][1] == "Unpicklable"
+    assert ranks[1][1] == "RuntimeError"
+    assert "1 and 2" in ranks[1][2]
+
+
+def read_nested() -> list[Any]:
+    gradient_state = GradientState()
+    outer = prepare(DataLoader(list(range(8)), batch_size=2))
+    inner = prepare(DataLoader(list(range(3)), batch_size=1))
+    seen: list[Any] = []
+    for batch in outer:
+        assert gradient_state.active_dataloader is outer
+        for number, _ in enumerate(inner):
+            assert gradient_state.active_dataloader is inner
+            assert gradient_state.end_of_dataloader == (number == 1)
+            seen.append(inner.valid_counts)
+            if batch[0] > 3:
+                break
+        assert gradient_state.active_dataloader is outer
+        seen.append(gradient_state.end_of_dataloader)
+    assert gradient_state.active_dataloader is None
+    return seen
+
+
+def test_loaders_may_be_nested(run: Run) -> None:
+    assert run(read_nested) == [[None, (1, 0), False, None, True]] * 2
+
+
+def read_after_skip(dispatch: bool, iterable: bool) -> list[Any]:
+    dataset: Any = Stream(list(range(13))) if iterable else list(range(13))
+    prepared = prepare(DataLoader(dataset, batch_size=2), dispatch_batches=dispatch)
+    skipped: Any = skip_first_batches(prepared, 2)
+    seen = [(batch.tolist(), skipped.end_of_dataloader, skipped.valid_counts) for batch in skipped]
+    assert iterable or len(skipped) == len(seen) == len(prepared) - 2
+    assert prepared.iteration == 1
+    return seen
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_skipping_keeps_the_counts(run: Run, dispatch: bool, iterable: bool) -> None:
+    ranks = run(read_after_skip, dispatch, iterable)
+    real = []
+    for step in zip(*ranks, strict=True):
+        for rank, (batch, is_last, counts) in enumerate(step):
+            assert is_last == (step[0] is ranks[0][-1])
+            real += batch[: counts[rank] if counts else None]
+    assert real == list(range(8, 13))
+
+
+def read_on_a_mesh() -> tuple[list[Any], list[Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    state = PartialState()
+    torch.manual_seed(state.process_index)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    shuffled = prepare(DataLoader(list(range(6)), batch_size=2, shuffle=True), torch_device_mesh=mesh)
+    streamed = prepare(DataLoader(Stream(list(range(5))), batch_size=2), torch_device_mesh=mesh)
+    assert isinstance(streamed, DataLoaderDispatcher)
+    return batches(shuffled), batches(streamed)
+
+
+def test_ranks_along_a_tensor_axis_share_their_batches(run: Run) -> None:
+    first, second = run(read_on_a_mesh)
+    assert first == second
+    assert sorted(sample for batch in first[0] for sample in batch) == list(range(6))
+    assert first[1] == [[0, 1], [2, 3], [4]]
+
+
+def read_empty() -> list[Any]:
+    return batches(prepare(DataLoader(Stream([]), batch_size=2)))
+
+
+def test_an_empty_dispatched_loader_gives_nothing(run: Run) -> None:
+    assert run(read_empty) == [[], []]
+
+
+def test_the_prepared_sampler_is_not_the_users(states: None) -> None:
+    loader = DataLoader(list(range(4)), shuffle=True)
+    prepare_data_loader(loader, num_processes=2, process_index=0)
+    assert isinstance(loader.sampler, RandomSampler)
+    assert loader.sampler.generator is None
