@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.base import environ
 from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
-from accelerate.launch import machine
+from accelerate.launch import explain, machine
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import resolve
@@ -121,6 +121,14 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no_python", action="store_true", default=None, help="The script is a program, not a Python file."
     )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="Print every value with its source, the environment and the command, and start nothing.",
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
+    )
     flags.add_sections(parser)
     parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
@@ -169,8 +177,12 @@ def launch_command(args: argparse.Namespace) -> None:
         ConfigurationError: the settings cannot work.
         SystemExit: the script failed; with its exit code.
     """
-    plan, _ = make_plan(args)
+    plan, settings = make_plan(args)
     launcher = launcher_for(plan)
+    for name, render in (("explain", explain.as_text), ("dry_run", explain.as_json)):
+        if getattr(args, name, False):
+            print(render(plan, settings))
+            return
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()

@@ -40,6 +40,13 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     return [*words, plan.target.name, *plan.target.arguments]
 
 
+def command_words(plan: LaunchPlan) -> list[str]:
+    """The words that a shell would be told to run a plan, whichever its launcher."""
+    if plan.launcher == "elastic":
+        return ["torchrun", *torchrun_arguments(plan)]
+    return local_command(plan.target)
+
+
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """A search path with one folder more.
 

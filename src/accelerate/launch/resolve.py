@@ -154,7 +154,8 @@ def _choose_threads(settings: Settings, machine: Machine, launcher: str) -> Sett
     if given is not None and given < 1:
         where = _where(settings, "num_cpu_threads_per_process")
         raise wrong_value(where, given, "at least one thread is needed", "Use 1 or more")
-    if given is not None or launcher == "local":
+    kept = "OMP_NUM_THREADS" in (machine.environ or {})
+    if given is not None or kept or launcher == "local":
         return settings
     local = settings.values["num_processes"] // settings.values["num_machines"]
     return settings.replaced(CHOSEN, num_cpu_threads_per_process=max(1, machine.cores // local))

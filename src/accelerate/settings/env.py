@@ -73,7 +73,7 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]] = SECTION
             try:
                 found.update(_find(row, environ))
             except ValueError as error:
-                problems.append(str(error))
+                problems += [] if row.foreign else [str(error)]
     refuse_all(problems)
     return found
 

@@ -45,6 +45,8 @@ class Option:
         ask: the question of the questionnaire; ``None`` means that it is not asked.
         when: asked only if this holds for the answers so far (a mapping by option name).
         advanced: asked only when the user wants to see everything.
+        secret: never printed.
+        foreign: the variable is somebody else's, and may hold what only they understand; it is then left alone.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Option:
     ask: str | None
     when: Callable[[Mapping[str, Any]], bool] | None
     advanced: bool
+    secret: bool
+    foreign: bool
 
     def read(self, value: object, where: str) -> Any:
         """Turn a value of a file, a flag or a variable into the option's type.
@@ -149,6 +153,8 @@ def option(
     ask: str | None = None,
     when: Callable[[Mapping[str, Any]], bool] | None = None,
     advanced: bool = False,
+    secret: bool = False,
+    foreign: bool = False,
 ) -> Any:
     """Declare one option as a field of a :class:`Section`.
 
@@ -170,6 +176,8 @@ def option(
         ask: question of the questionnaire.
         when: condition of the question.
         advanced: the question belongs to the long questionnaire.
+        secret: the value is never printed.
+        foreign: the variable may hold what only others understand.
     """
     declared = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, kw_only=True, metadata={"option": declared})
@@ -235,6 +243,8 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         ask=declared["ask"],
         when=declared["when"],
         advanced=declared["advanced"],
+        secret=declared["secret"],
+        foreign=declared["foreign"],
     )
 
 

@@ -167,3 +167,11 @@ def test_names_that_live_elsewhere_can_be_imported_from_here(name: str) -> None:
     value: object = getattr(launch, name)
     assert value is not None
     assert isinstance(value, Callable | list)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", ["--explain", "--dry_run", "--dry-run"])
+def test_explaining_starts_nothing(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    launch_command(parse("--cpu", flag, "no_such_script.py", "0"))
+    out, err = capsys.readouterr()
+    assert "no_such_script.py" in out
+    assert err == ""

@@ -207,3 +207,8 @@ def test_values_chosen_here_are_marked() -> None:
     _, settings = resolve(merge(), machine(2), TARGET)
     assert settings.values["num_processes"] == 2
     assert settings.source("num_processes") == CHOSEN
+
+
+def test_threads_that_the_user_chose_are_kept() -> None:
+    made = plan(machine(2, environ={"OMP_NUM_THREADS": "4,2"}), num_processes=2)
+    assert "OMP_NUM_THREADS" not in made.environment

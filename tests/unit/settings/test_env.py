@@ -89,3 +89,8 @@ def test_wrong_variables_are_all_named() -> None:
 def test_no_two_options_share_a_variable() -> None:
     names = [name for row in all_options().values() for name in (*row.variables, *row.aliases)]
     assert len(names) == len(set(names))
+
+
+def test_a_variable_that_belongs_to_others_may_hold_what_only_they_understand() -> None:
+    assert env.read({"OMP_NUM_THREADS": "4"}) == {"num_cpu_threads_per_process": 4}
+    assert env.read({"OMP_NUM_THREADS": "4,2"}) == {}

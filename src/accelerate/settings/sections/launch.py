@@ -78,6 +78,7 @@ class LaunchSection(Section):
         "CPU threads each process may use (OMP_NUM_THREADS).",
         key=None,
         env="OMP_NUM_THREADS",
+        foreign=True,
         advanced=True,
     )
     enable_cpu_affinity: bool = option(

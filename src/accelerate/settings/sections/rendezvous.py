@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.settings.option import Section, option
 
@@ -67,3 +69,8 @@ class MpirunSection(Section):
     mpirun_hostfile: str | None = option(
         None, "Host file for mpirun; processes are then started by it.", env=()
     )
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only when mpirun starts the processes."""
+        return bool(values["mpirun_hostfile"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.settings.option import Section, option
 from accelerate.settings.sections.launch import HARDWARE
@@ -38,3 +40,8 @@ class TpuSection(Section):
     tpu_zone: str | None = option(None, "Zone of the TPU.", flags=())
     command_file: str | None = option(None, "File of commands that set up each host.", flags=())
     commands: tuple[str, ...] | None = option(None, "Commands that set up each host.", flags=())
+
+    @staticmethod
+    def active(values: Mapping[str, Any]) -> bool:
+        """Only on TPU."""
+        return bool(values["tpu"])

@@ -1,0 +1,94 @@
+"""A plan and where each value came from, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.launch.command import command_words
+from accelerate.launch.plan import LaunchPlan
+from accelerate.settings.merge import Settings
+from accelerate.settings.option import Option
+from accelerate.settings.sections import SECTIONS
+
+HIDDEN = "(hidden)"
+
+
+def as_text(plan: LaunchPlan, settings: Settings) -> str:
+    """Say what a launch would do: notes, values with their sources, environment, command.
+
+    Args:
+        plan: what was decided.
+        settings: the values it was decided from.
+    """
+    parts = [
+        _titled("Notes", [f"  {note}" for note in plan.notes] or ["  none"]),
+        _titled("Processes", [f"  {_layout(plan)}"]),
+        *(_section(section, settings) for section in SECTIONS),
+        _titled(
+            "Environment added", _columns([[name, text] for name, text in sorted(plan.environment.items())])
+        ),
+        _titled("Command", [f"  {shlex.join(command_words(plan))}"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_json(plan: LaunchPlan, settings: Settings) -> str:
+    """The same as one JSON object."""
+    meeting = plan.rendezvous
+    return json.dumps(
+        {
+            "launcher": plan.launcher,
+            "processes": plan.processes,
+            "machines": plan.machines,
+            "machine": plan.machine,
+            "meeting": {"backend": meeting.backend, "address": meeting.address, "port": meeting.port},
+            "command": command_words(plan),
+            "environment": dict(sorted(plan.environment.items())),
+            "notes": list(plan.notes),
+            "settings": {
+                row.name: {"value": _shown(row, value), "source": source} for row, value, source in settings
+            },
+        },
+        indent=2,
+    )
+
+
+def _layout(plan: LaunchPlan) -> str:
+    text = f"{plan.processes} in total by the {plan.launcher} launcher"
+    if plan.machines == 1:
+        return f"{text}, on this machine"
+    return (
+        f"{text}: {plan.local_processes} on each of {plan.machines} machines, this one being {plan.machine}"
+    )
+
+
+def _section(section: Any, settings: Settings) -> str:
+    """The values of one section; nothing where the run does not use it."""
+    if not section.active(settings.values):
+        return ""
+    rows = [
+        [row.name, str(_shown(row, settings.values[row.name])), settings.source(row.name)]
+        for row in section.options()
+    ]
+    return _titled(section.__doc__.split("\n")[0].rstrip("."), _columns(rows))
+
+
+def _shown(row: Option, value: Any) -> Any:
+    return HIDDEN if row.secret and value is not None else value
+
+
+def _titled(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([title, *lines])
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    """Lay cells out below each other; the last one is not filled up."""
+    if not rows:
+        return ["  none"]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
+    return [
+        "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]

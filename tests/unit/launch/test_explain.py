@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+
+from accelerate.launch.explain import as_json, as_text
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import Target
+from accelerate.launch.resolve import resolve
+from accelerate.settings.merge import FLAG, Layer, merge
+
+LAYERS = (
+    Layer("/home/me/config.yaml", {"mixed_precision": "bf16", "use_fsdp": True}),
+    Layer(FLAG, {"num_processes": 2, "aws_secret_access_key": "hush"}),
+)
+
+
+def explained() -> tuple[str, str]:
+    plan, settings = resolve(merge(*LAYERS), Machine(cores=4), Target("script", "my train.py", ("--lr", "1")))
+    return as_text(plan, settings), as_json(plan, settings)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith("  ")}
+
+
+def test_every_value_is_shown_with_its_source() -> None:
+    text, _ = explained()
+    seen = rows(text)
+    assert seen["mixed_precision"] == ["bf16", "/home/me/config.yaml"]
+    assert seen["num_processes"] == ["2", "flag"]
+    assert seen["fsdp_version"] == ["1", "built-in"]
+    assert seen["num_cpu_threads_per_process"] == ["2", "chosen", "for", "this", "machine"]
+    assert seen["FSDP_VERSION"] == ["1"]
+
+
+def test_ways_of_training_that_are_not_used_are_left_out() -> None:
+    text, _ = explained()
+    assert "megatron_lm_tp_degree" not in text
+
+
+def test_the_command_can_be_copied() -> None:
+    text, _ = explained()
+    assert text.splitlines()[-1].startswith("  torchrun --nnodes 1 --nproc_per_node 2")
+    assert text.endswith("'my train.py' --lr 1")
+
+
+def test_secrets_are_never_printed() -> None:
+    text, machine = explained()
+    assert "hush" not in text + machine
+    assert json.loads(machine)["settings"]["aws_secret_access_key"]["value"] == "(hidden)"
+
+
+def test_json_holds_the_whole_plan() -> None:
+    plan = json.loads(explained()[1])
+    assert (plan["launcher"], plan["processes"], plan["machines"]) == ("elastic", 2, 1)
+    assert plan["environment"]["ACCELERATE_USE_FSDP"] == "true"
+    assert plan["command"][0] == "torchrun"
+    assert plan["settings"]["zero_stage"] == {"value": None, "source": "built-in"}
