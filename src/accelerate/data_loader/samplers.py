@@ -138,11 +138,11 @@ class BatchSamplerShard(BatchSampler):
         if self.drop_last:
             return _whole_rounds(source, self.num_processes, self.process_index)
         if self.even_batches:
-            return self._even_rounds(source)
+            return self._even_rounds(source, self.fillers)
         return islice(source, self.process_index, None, self.num_processes)
 
-    def _even_rounds(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        processes, index, fillers = self.num_processes, self.process_index, self.fillers
+    def _even_rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
+        processes, index = self.num_processes, self.process_index
         first = current = list(islice(source, processes))
         size = len(first[0]) if len(first) > 1 else max(map(len, first), default=0)
         uniform, number = True, 0
@@ -169,8 +169,10 @@ class BatchSamplerShard(BatchSampler):
         yield whole[index]
 
     def _iter_with_split(self) -> Iterator[Batch]:
-        processes, index, fillers = self.num_processes, self.process_index, self.fillers
-        source = iter(self.batch_sampler)
+        return self._parts(iter(self.batch_sampler), self.fillers)
+
+    def _parts(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
+        processes, index = self.num_processes, self.process_index
         first = current = next(source, None)
         if first is None:
             return

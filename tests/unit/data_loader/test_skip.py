@@ -1,0 +1,94 @@
+"""Starting in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.data_loader import SkipDataLoader, prepare_data_loader, skip_first_batches
+from accelerate.state import GradientState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Recorder(Dataset[int]):
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+def read(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_indices_are_passed_over_without_reading() -> None:
+    dataset = Recorder()
+    plain = skip_first_batches(DataLoader(dataset, batch_size=4), 1)
+    assert type(plain) is DataLoader
+    assert read(plain) == [[4, 5, 6, 7], [8, 9]]
+    assert len(plain) == 2
+    prepared = prepare_data_loader(DataLoader(dataset, batch_size=2), num_processes=2, process_index=1)
+    assert read(skip_first_batches(skip_first_batches(prepared, 1), 1)) == [[0, 1]]
+    assert dataset.read == [4, 5, 6, 7, 8, 9, 0, 1]
+    assert read(prepared) == [[2, 3], [6, 7], [0, 1]]
+
+
+def test_both_loaders_count_epochs_together() -> None:
+    def make() -> Any:
+        loader = DataLoader(list(range(30)), batch_size=3, shuffle=True)
+        return prepare_data_loader(loader, use_seedable_sampler=True, data_seed=9)
+
+    uninterrupted = make()
+    epochs = [read(uninterrupted) for _ in range(3)]
+    loader = make()
+    loader.set_epoch(1)
+    assert read(skip_first_batches(loader, 4)) == epochs[1][4:]
+    assert loader.iteration == 2
+    assert read(loader) == epochs[2]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_iterable_data_is_read_and_left(prepared: bool) -> None:
+    loader: Any = DataLoader(Stream(), batch_size=3)
+    if prepared:
+        loader = prepare_data_loader(loader)
+    skipping = skip_first_batches(loader, 2)
+    assert prepared or isinstance(skipping, SkipDataLoader)
+    state = GradientState()
+    ends = []
+    for _ in skipping:
+        assert state.active_dataloader is skipping
+        ends.append((state.end_of_dataloader, state.remainder))
+    assert ends == [(False, -1), (True, 1)]
+    assert len(skipping) == 2
+    assert read(skipping) == [[6, 7, 8], [9]]
+    assert read(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_nothing_is_left_of_too_short_a_loader() -> None:
+    skipping = skip_first_batches(prepare_data_loader(DataLoader([1, 2])), 5)
+    assert read(skipping) == []
+    assert len(skipping) == 0
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="num_batches=-1"):
+        skip_first_batches(DataLoader([1]), -1)
