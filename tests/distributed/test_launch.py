@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,7 +174,7 @@ def test_ending_the_launcher_ends_its_processes(scripts: Scripts, count: str, nu
     finally:
         launcher.kill()
         launcher.wait()
-    assert launcher.returncode in ((130, 1) if number == signal.SIGINT else (143,)), err
+    assert launcher.returncode == 128 + number, err
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
@@ -220,3 +222,48 @@ def test_the_self_check_passes(scripts: Scripts, count: int) -> None:
     assert "All checks passed." in ended.out
     assert ended.out.count("\n    ok  ") == 8
     assert "FAILED" not in ended.out
+
+
+def test_a_key_press_reaches_the_script_once(scripts: Scripts) -> None:
+    """A terminal sends Ctrl-C to launcher and script alike; the launcher must not send it a second time."""
+    script = scripts.write(COUNTER)
+    terminal, other_end = os.openpty()
+    launcher = subprocess.Popen(
+        [*LAUNCH, "--cpu", "-q", script],
+        env=scripts.variables(),
+        stdin=other_end,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=own_terminal,
+    )
+    try:
+        os.close(other_end)
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "ready\n"
+        os.write(terminal, b"\x03")
+        out, _ = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        os.close(terminal)
+    assert out == "1 interrupt\n"
+    assert launcher.returncode == 4
+
+
+def own_terminal() -> None:
+    """Make standard input the controlling terminal of this process."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+COUNTER = """
+import signal, sys, time
+seen = []
+signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+print("ready", flush=True)
+while not seen:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(len(seen), "interrupt", flush=True)
+sys.exit(4)
+"""

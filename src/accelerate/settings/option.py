@@ -46,7 +46,7 @@ class Option:
         when: asked only if this holds for the answers so far (a mapping by option name).
         advanced: asked only when the user wants to see everything.
         secret: never printed.
-        foreign: the variable is somebody else's, and may hold what only they understand; it is then left alone.
+        foreign: the variable is somebody else's, and may hold what only they understand: then left alone.
     """
 
     name: str
