@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
+from accelerate.base.enums import DistributedType
 from accelerate.ops.collectives import broadcast, gather, gather_object
 from accelerate.rng import set_seed, synchronize_rng_states
 
@@ -180,7 +181,7 @@ def main() -> None:
     accelerator = Accelerator()
     accelerator.print(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
-        f"{accelerator.distributed_type}, mixed_precision={accelerator.mixed_precision}"
+        f"{DistributedType(accelerator.distributed_type).value}, mixed_precision={accelerator.mixed_precision}"
     )
     failed = 0
     for name, check in CHECKS.items():
