@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,32 +59,29 @@ def batches(loader: Any) -> list[Any]:
     return [batch.tolist() for batch in loader]
 
 
-def read_shuffled(epochs: int, own_generator: bool, **config: Any) -> list[list[Any]]:
+CONFIGS: list[dict[str, Any]] = [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}]
+
+
+def read_shuffled() -> list[list[Any]]:
     rank = PartialState().process_index
-    torch.manual_seed(rank + 1)  # each process for itself: only the loader can bring them together
-    generator = torch.Generator().manual_seed(rank + 7) if own_generator else None
-    loader = DataLoader(list(range(17)), batch_size=3, shuffle=True, generator=generator)
-    prepared = prepare(loader, **config)
-    return [batches(prepared) for _ in range(epochs)]
+    passes = []
+    for config in CONFIGS:
+        for seed in (None, rank + 7):  # each process for itself: only the loader can bring them together
+            torch.manual_seed(rank + 1)
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            loader = DataLoader(list(range(17)), batch_size=3, shuffle=True, generator=generator)
+            prepared = prepare(loader, even_batches=False, **config)
+            passes += [batches(prepared), batches(prepared)]
+    return passes
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("own_generator", [False, True])
-@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
-def test_shuffles_agree(run: Run, processes: int, own_generator: bool, config: dict[str, Any]) -> None:
-    ranks = run(
-        partial_read_shuffled, 2, own_generator, {**config, "even_batches": False}, processes=processes
-    )
-    orders = []
-    for epoch in zip(*ranks, strict=True):
-        seen = [sample for rank in epoch for batch in rank for sample in batch]
-        assert sorted(seen) == list(range(17))
-        orders.append(seen)
-    assert orders[0] != orders[1]
-
-
-def partial_read_shuffled(epochs: int, own_generator: bool, config: dict[str, Any]) -> list[list[Any]]:
-    return read_shuffled(epochs, own_generator, **config)
+def test_shuffles_agree(run: Run, processes: int) -> None:
+    passes = []
+    for ranks in zip(*run(read_shuffled, processes=processes), strict=True):
+        passes.append([sample for rank in ranks for batch in rank for sample in batch])
+    assert all(sorted(seen) == list(range(17)) for seen in passes)
+    assert all(first != second for first, second in zip(passes[::2], passes[1::2], strict=True))
 
 
 def read_custom_sampler() -> list[Any]:
@@ -120,7 +118,7 @@ def test_random_transforms_in_workers_differ_between_processes_and_epochs(run: R
     assert len(set(values)) == len(values)
 
 
-def read_dispatched(items: Any, batch_size: int, config: dict[str, Any]) -> list[Any]:
+def read_dispatched(items: Any, batch_size: int, **config: Any) -> list[Any]:
     prepared = prepare(DataLoader(Stream(items), batch_size=batch_size), **config)
     assert isinstance(prepared, DataLoaderDispatcher)
     return [
@@ -128,26 +126,29 @@ def read_dispatched(items: Any, batch_size: int, config: dict[str, Any]) -> list
     ]
 
 
+CASES = list(product([False, True], [False, True], [1, 2, 12, 13, 17]))
+
+
+def read_all_cases(processes: int) -> list[list[Any]]:
+    return [
+        read_dispatched(range(size), 2 * processes if split else 2, split_batches=split, even_batches=even)
+        for split, even, size in CASES
+    ]
+
+
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("even", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 12, 13, 17])
-def test_dispatched_samples_are_the_dataset_once(
-    run: Run, processes: int, split: bool, even: bool, size: int
-) -> None:
-    batch_size = 2 * processes if split else 2
-    config = {"split_batches": split, "even_batches": even}
-    ranks = run(read_dispatched, list(range(size)), batch_size, config, processes=processes)
-    seen = []
-    for step in range(max(map(len, ranks))):
-        for rank, steps in enumerate(ranks):
-            if step < len(steps):
-                batch, is_last, _, counts = steps[step]
-                assert is_last == (step == len(steps) - 1)
-                seen += batch.tolist()[: counts[rank] if counts else None]
-    assert seen == list(range(size))
-    if even:
-        assert len({len(steps) for steps in ranks}) == 1
+def test_dispatched_samples_are_the_dataset_once(run: Run, processes: int) -> None:
+    answers = run(read_all_cases, processes, processes=processes)
+    for (_, even, size), *ranks in zip(CASES, *answers, strict=True):
+        seen = []
+        for step in range(max(map(len, ranks))):
+            for rank, steps in enumerate(ranks):
+                if step < len(steps):
+                    batch, is_last, _, counts = steps[step]
+                    assert is_last == (step == len(steps) - 1)
+                    seen += batch.tolist()[: counts[rank] if counts else None]
+        assert seen == list(range(size))
+        assert not even or len({len(steps) for steps in ranks}) == 1
 
 
 MIXED = [
@@ -155,14 +156,18 @@ MIXED = [
         "x": torch.full((2,), float(i)),
         "flag": torch.tensor(i % 2 == 0),
         "text": f"sample {i}",
-        "z": (i, [1j * i]),
+        "z": (i, [torch.tensor(1j * i)]),
     }
     for i in range(7)
 ]
 
 
+def read_mixed() -> list[Any]:
+    return read_dispatched(MIXED, 2)
+
+
 def test_dispatched_batches_may_hold_anything(run: Run) -> None:
-    ranks = run(read_dispatched, MIXED, 2, {}, processes=2)
+    ranks = run(read_mixed)
     assert [batch["text"] for batch, *_ in ranks[0]] == [["sample 0", "sample 1"], ["sample 4", "sample 5"]]
     assert [batch["text"] for batch, *_ in ranks[1]] == [["sample 2", "sample 3"], ["sample 6", "sample 0"]]
     batch, is_last, remainder, counts = ranks[1][-1]
@@ -179,8 +184,12 @@ def cut_in_reverse(batch: Any, span: slice, process_index: int, num_processes: i
     return batch[len(batch) - stop : len(batch) - start] * 10 + process_index
 
 
+def read_cut() -> list[Any]:
+    return read_dispatched([0, 1, 2, 3], 2, slice_fn_for_dispatch=cut_in_reverse)
+
+
 def test_slice_fn_cuts_the_dispatched_batch(run: Run) -> None:
-    ranks = run(read_dispatched, [0, 1, 2, 3], 2, {"slice_fn_for_dispatch": cut_in_reverse})
+    ranks = run(read_cut)
     assert [batch.tolist() for batch, *_ in ranks[0]] == [[20, 30]]
     assert [batch.tolist() for batch, *_ in ranks[1]] == [[1, 11]]
 
@@ -198,7 +207,8 @@ def test_dispatched_batches_may_be_ragged(run: Run) -> None:
     assert run(read_ragged) == [[(2, 2), (2, 6)], [(2, 4), (2, 8)]]
 
 
-def read_until_failure(dataset: Any, workers: int) -> tuple[list[Any], str, str, str]:
+def read_until_failure(kind: str, workers: int) -> tuple[list[Any], str, str, str]:
+    dataset = Rare(list(range(4))) if kind == "rare" else Stream(list(range(20)), fail_at=11)
     prepared = prepare(DataLoader(dataset, batch_size=2, num_workers=workers))
     seen: list[Any] = []
     try:
@@ -212,7 +222,7 @@ def read_until_failure(dataset: Any, workers: int) -> tuple[list[Any], str, str,
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run, workers: int) -> None:
-    ranks = run(read_until_failure, Stream(list(range(20)), fail_at=11), workers)
+    ranks = run(read_until_failure, "common", workers)
     assert ranks[0][0] == [[0, 1]]
     assert ranks[1][0] == [[2, 3]]
     for _, kind, text, _ in ranks:
@@ -223,7 +233,7 @@ def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run,
 
 
 def test_an_exception_that_cannot_travel_is_told_in_words(run: Run) -> None:
-    ranks = run(read_until_failure, Rare(list(range(4))), 0)
+    ranks = run(read_until_failure, "rare", 0)
     assert ranks[0][1] == "Unpicklable"
     assert ranks[1][1] == "RuntimeError"
     assert "1 and 2" in ranks[1][2]
