@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from accelerate.base import environ
+from accelerate.base.errors import ConfigurationError
 from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
 from accelerate.launch import explain, machine
@@ -150,12 +152,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
     return merge(*layers, env.layer(environ.current()), flags.layer(args))
 
 
-def read_target(args: argparse.Namespace) -> Target:
-    """What runs in each process: the script and its own arguments, untouched."""
-    kind = "module" if args.module else "program" if args.no_python else "script"
-    return Target(kind, args.training_script, tuple(args.training_script_args))  # type: ignore[arg-type]
-
-
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     """Decide everything, start nothing.
 
@@ -164,7 +160,7 @@ def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     """
     settings = read_settings(args)
     here = machine.look(environ.current(), cpu=settings.values["cpu"])
-    return resolve(settings, here, read_target(args))
+    return resolve(settings, here, Target.of(args))
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -183,6 +179,8 @@ def launch_command(args: argparse.Namespace) -> None:
         if getattr(args, name, False):
             print(render(plan, settings))
             return
+    if plan.target.kind == "script" and not Path(plan.target.name).exists():
+        raise ConfigurationError(f"There is no script {plan.target.name!r} here. Check the path.")
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import wrong_value
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.command import local_command
 from accelerate.launch.environment import INTEL_OPENMP, device_ids
@@ -87,14 +87,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     if getattr(args, "num_machines", None) not in (None, 1) or getattr(args, "main_process_ip", None):
         variables["MASTER_ADDR"] = str(args.main_process_ip)
         variables["MASTER_PORT"] = str(args.main_process_port or DEFAULT_PORT)
-    return local_command(_target(args)), variables
-
-
-def _target(args: argparse.Namespace) -> Target:
-    if args.module and args.no_python:
-        raise ConfigurationError("--module and --no_python exclude each other. Keep one of them.")
-    kind = "module" if args.module else "program" if args.no_python else "script"
-    return Target(kind, args.training_script, tuple(args.training_script_args))  # type: ignore[arg-type]
+    return local_command(Target.of(args)), variables
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -232,7 +225,7 @@ def simple_launcher(args: argparse.Namespace) -> None:
         SystemExit: the script failed; with its exit code.
     """
     _, variables = prepare_simple_launcher_cmd_env(args)
-    _run(LaunchPlan("local", _target(args), environment=variables))
+    _run(LaunchPlan("local", Target.of(args), environment=variables))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
@@ -250,7 +243,7 @@ def multi_gpu_launcher(args: argparse.Namespace) -> None:
     port = wanted.main_process_port or DEFAULT_PORT
     plan = LaunchPlan(
         launcher="elastic",
-        target=_target(args),
+        target=Target.of(args),
         processes=args.num_processes,
         machines=settings.values["num_machines"],
         machine=wanted.machine_rank,

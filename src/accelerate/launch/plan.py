@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from accelerate.base.errors import ConfigurationError
 from accelerate.settings.sections.rendezvous import RendezvousSection
+
+Kind: TypeAlias = Literal["script", "module", "program"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,24 @@ class Target:
         arguments: its own arguments, untouched.
     """
 
-    kind: Literal["script", "module", "program"]
+    kind: Kind
     name: str
     arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Target:
+        """What a parsed command line names.
+
+        Args:
+            args: has ``module``, ``no_python``, ``training_script`` and ``training_script_args``.
+
+        Raises:
+            ConfigurationError: it is named as a module and as a program.
+        """
+        if args.module and args.no_python:
+            raise ConfigurationError("--module and --no_python exclude each other. Keep one of them.")
+        kind: Kind = "module" if args.module else "program" if args.no_python else "script"
+        return cls(kind, args.training_script, tuple(args.training_script_args))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -285,7 +285,10 @@ class BaseConfig:
     def _from_file(cls: type[Config], path: Path) -> Config:
         mapping = cls.process_config(read_mapping(path))
         accepted = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in mapping.items() if key in accepted and value is not None})
+        given = {key: value for key, value in mapping.items() if key in accepted and value is not None}
+        needed = (field.name for field in fields(cls) if field.default is MISSING)
+        refuse_all([f"{path}: {name} is missing. Add it." for name in needed if name not in given])
+        return cls(**given)
 
     def to_json_file(self, json_file: str) -> None:
         """Write the settings as JSON."""

@@ -11,6 +11,7 @@ from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser, make_plan
+from accelerate.launch.plan import Target
 from accelerate.launch.resolve import CHOSEN
 
 
@@ -44,9 +45,9 @@ def test_what_follows_the_script_is_the_scripts_own(own: list[str]) -> None:
 
 
 def test_kinds_of_targets() -> None:
-    assert launch.read_target(parse("-m", "a.b", "1")).kind == "module"
-    assert launch.read_target(parse("--no_python", "a")).kind == "program"
-    assert launch.read_target(parse("a.py")).kind == "script"
+    assert Target.of(parse("-m", "a.b", "1")).kind == "module"
+    assert Target.of(parse("--no_python", "a")).kind == "program"
+    assert Target.of(parse("a.py")).kind == "script"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,8 @@ BAD = [
     (["--cpu", "--num_processes", "-3", "train.py"], "--num_processes=-3: at least one process is needed"),
     (["--cpu", "--num_machines", "2", "train.py"], "several machines need a place to meet"),
     (["--tpu", "train.py"], "This version cannot launch on TPU hosts"),
+    (["--cpu", "nowhere.py"], "There is no script 'nowhere.py' here"),
+    (["-m", "--no_python", "a"], "--module and --no_python exclude each other"),
     ([], "the following arguments are required: training_script"),
 ]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +14,8 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.settings import config_file
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.settings.merge import merge
+from accelerate.settings.option import Option
+from accelerate.settings.sections import SECTIONS
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 
@@ -172,7 +175,55 @@ def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
     assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
 
 
+def test_what_a_job_on_sagemaker_lacks_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "compute_environment: AMAZON_SAGEMAKER\niam_role_name: trainer\n")
+    with pytest.raises(ConfigurationError, match="ec2_instance_type is missing"):
+        load_config_from_file(str(path))
+
+
 def test_every_field_of_the_classes_is_a_key_that_files_may_have() -> None:
     known = config_file._known("")
     for kind in (ClusterConfig, SageMakerConfig):
         assert {field.name for field in fields(kind)} <= set(known)
+
+
+def mapping_with_every_key() -> dict[str, Any]:
+    """A file that sets every key that a cluster's file may have to something else than the built-in value."""
+    cluster = {field.name for field in fields(ClusterConfig)}
+    mapping: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "fp8",
+    }
+    for section in SECTIONS:
+        for row in section.options():
+            if row.key is None or (section.file_key is None and row.key not in cluster):
+                continue
+            place = mapping.setdefault(section.file_key, {}) if section.file_key else mapping
+            place.setdefault(row.key, other_value(row))
+    return mapping
+
+
+def other_value(row: Option) -> Any:
+    if row.choices:
+        return row.choices[-1]
+    if row.kind is tuple:
+        return [True, False, True] if isinstance(row.default, tuple) else ["a", "b"]
+    return {bool: not row.default, int: 7, float: 0.5, str: "other"}[row.kind]
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_file_to_settings_to_file_is_the_identity(tmp_path: Path, suffix: str) -> None:
+    first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
+    mapping = mapping_with_every_key()
+    first.write_text(json.dumps(mapping) if suffix == "json" else yaml.safe_dump(mapping))
+    config = load_config_from_file(str(first))
+    (config.to_json_file if suffix == "json" else config.to_yaml_file)(str(second))
+    values = dict(config_file.layer(first, "file").values)
+    assert dict(config_file.layer(second, "file").values) == values
+    assert load_config_from_file(str(second)) == config
+    for section in SECTIONS:
+        for row in section.options():
+            place = mapping.get(section.file_key, {}) if section.file_key else mapping
+            if row.key in place and row.name != "distributed_type":
+                assert values[row.name] == row.read(place[row.key], row.name)

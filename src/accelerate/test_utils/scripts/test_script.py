@@ -179,9 +179,10 @@ def run_check(accelerator: Accelerator, check: Callable[[Accelerator], None]) ->
 def main() -> None:
     """Run every check and exit with 1 if one failed."""
     accelerator = Accelerator()
+    kind = DistributedType(accelerator.distributed_type).value
     accelerator.print(
-        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
-        f"{DistributedType(accelerator.distributed_type).value}, mixed_precision={accelerator.mixed_precision}"
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, {kind}, "
+        f"mixed_precision={accelerator.mixed_precision}"
     )
     failed = 0
     for name, check in CHECKS.items():
