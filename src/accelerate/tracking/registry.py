@@ -1,0 +1,159 @@
+"""Names -> trackers, and which of them are installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from accelerate.base.enums import LoggerType
+from accelerate.base.errors import wrong_value
+from accelerate.base.packages import is_tensorboard_available
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker
+
+TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
+# What users name: a member, its value, the name of a registered class, or a tracker of their own.
+Named = str | LoggerType | GeneralTracker
+
+
+@dataclass(frozen=True)
+class TrackerRow:
+    """One tracker that comes with the package.
+
+    Args:
+        tracker: Its class.
+        available: Whether its library is installed.
+        package: What to install.
+    """
+
+    tracker: type[GeneralTracker]
+    available: Callable[[], bool]
+    package: str
+
+
+ROWS: tuple[TrackerRow, ...] = (TrackerRow(TensorBoardTracker, is_tensorboard_available, "tensorboard"),)
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {row.tracker.name: row.tracker for row in ROWS}
+"""Every tracker that can be named, those that users register among them."""
+
+_ROWS_BY_NAME = {row.tracker.name: row for row in ROWS}
+
+
+def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
+    """Let a tracker be named in `log_with`; can be used as a decorator.
+
+    Args:
+        tracker_class: A subclass of `GeneralTracker` with a `name`; one that is registered later wins.
+
+    Returns:
+        The same class.
+
+    Raises:
+        ConfigurationError: It is no such class.
+    """
+    name = getattr(tracker_class, "name", None)
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker) and name):
+        raise wrong_value(
+            "tracker_class",
+            tracker_class,
+            "it is no tracker",
+            "Derive a class from GeneralTracker and give it a name",
+        )
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+    return tracker_class
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return the trackers that come with the package and whose libraries are installed."""
+    return [LoggerType(row.tracker.name) for row in ROWS if row.available()]
+
+
+def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str | None = None) -> list[Named]:
+    """Return the trackers that a run uses, each once, in the order in which they were named.
+
+    Args:
+        log_with: Names, members of `LoggerType`, or trackers of the user's own; "all" is every installed one.
+        logging_dir: Folder for those that write files.
+
+    Returns:
+        Names and the user's own trackers; one whose library is missing is left out with a warning.
+
+    Raises:
+        ConfigurationError: An unknown name, or no folder for a tracker that needs one.
+    """
+    chosen: list[Named] = []
+    for entry in _expand(log_with):
+        if entry not in chosen and _installed(entry):
+            _check_folder(entry, logging_dir)
+            chosen.append(entry)
+    return chosen
+
+
+def build_tracker(
+    entry: Named, project_name: str, logging_dir: str | None, init_kwargs: dict[str, dict[str, Any]]
+) -> GeneralTracker:
+    """Return the tracker of one entry that `filter_trackers` returned, not started.
+
+    Args:
+        entry: A name, or a tracker of the user's own, which is returned as it is.
+        project_name: Name of the run.
+        logging_dir: Folder for those that write files.
+        init_kwargs: Further arguments, by tracker name.
+    """
+    if isinstance(entry, GeneralTracker):
+        return entry
+    tracker: Callable[..., GeneralTracker] = LOGGER_TYPE_TO_CLASS[str(entry)]
+    kwargs = init_kwargs.get(str(entry), {})
+    if LOGGER_TYPE_TO_CLASS[str(entry)].requires_logging_directory:
+        return tracker(project_name, logging_dir, **kwargs)
+    return tracker(project_name, **kwargs)
+
+
+def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
+    if log_with is None:
+        return []
+    entries = [log_with] if isinstance(log_with, str | LoggerType | GeneralTracker) else list(log_with)
+    if not any(str(entry) == "all" for entry in entries):
+        return [_recognise(entry) for entry in entries]
+    own = [entry for entry in entries if isinstance(entry, GeneralTracker)]
+    return [*own, *get_available_trackers()]
+
+
+def _recognise(entry: Named) -> Named:
+    if isinstance(entry, GeneralTracker):
+        return entry
+    if str(entry) not in LOGGER_TYPE_TO_CLASS:
+        raise wrong_value(
+            "log_with",
+            str(entry),
+            "there is no such tracker",
+            f"Choose among {', '.join(LOGGER_TYPE_TO_CLASS)}, pass a GeneralTracker of your own, or register "
+            "its class with register_tracker_class",
+        )
+    return LoggerType(str(entry)) if str(entry) in LoggerType else str(entry)
+
+
+def _installed(entry: Named) -> bool:
+    row = None if isinstance(entry, GeneralTracker) else _ROWS_BY_NAME.get(str(entry))
+    if row is None or row.available() or LOGGER_TYPE_TO_CLASS[row.tracker.name] is not row.tracker:
+        return True
+    warnings.warn(
+        f"log_with={str(entry)!r} is left out: {row.package} is not installed, so nothing is logged to it. "
+        f"Run `pip install {row.package}`.",
+        stacklevel=3,
+    )
+    return False
+
+
+def _check_folder(entry: Named, logging_dir: str | None) -> None:
+    if logging_dir is not None or isinstance(entry, GeneralTracker):
+        return
+    if LOGGER_TYPE_TO_CLASS[str(entry)].requires_logging_directory:
+        raise wrong_value(
+            "log_with",
+            str(entry),
+            "it needs a folder to write to",
+            "Pass project_dir, or ProjectConfiguration(logging_dir=...), to Accelerator",
+        )

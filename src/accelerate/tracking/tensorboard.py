@@ -1,0 +1,128 @@
+"""TensorBoard."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate.base.packages import PACKAGES, require
+from accelerate.logging import get_logger
+from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
+
+logger = get_logger(__name__)
+
+HPARAMS_FILE = "hparams.yml"
+STORABLE = (bool, int, float, str, type(None))
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Logs to TensorBoard event files.
+
+    Args:
+        run_name: Name of the run: a folder inside `logging_dir`.
+        logging_dir: Folder of all runs.
+        **kwargs: Arguments of `SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir_param = logging_dir
+        self.logging_dir = str(Path(logging_dir, run_name))
+        self.init_kwargs = kwargs
+        self.writer: Any = Silence()
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the event file.
+
+        Raises:
+            MissingPackageError: Neither tensorboard nor tensorboardX is installed.
+        """
+        self.writer = _writer_class()(self.logging_dir, **self.init_kwargs)
+        logger.debug("TensorBoard run %s logs to %s", self.run_name, self.logging_dir)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`; on processes that do not log, an object whose calls do nothing."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep hyperparameters, for TensorBoard's own page and in `hparams.yml` beside the event file.
+
+        Args:
+            values: Hyperparameters by name; what is no number, text, bool or None is kept as its text.
+        """
+        storable = {
+            name: value if isinstance(value, STORABLE) else str(value) for name, value in values.items()
+        }
+        # TensorBoard has no None.
+        shown = {name: str(value) if value is None else value for name, value in storable.items()}
+        self.writer.add_hparams(shown, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable, sort_keys=False))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of one moment.
+
+        Args:
+            values: By name: numbers (tensors of one element too), texts, or dictionaries of numbers; others
+                are left out with a warning.
+            step: The training step they belong to.
+            **kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
+        """
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            elif _can_be_plotted(value):
+                self.writer.add_scalar(name, float(value), global_step=step, **kwargs)
+            else:
+                logger.warning_once(
+                    f"TensorBoard leaves out {name!r}: a {type(value).__name__} is no number, text or dict"
+                )
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of one moment.
+
+        Args:
+            values: By name: arrays or tensors of shape (images, channels, height, width).
+            step: The training step they belong to.
+            **kwargs: Arguments of `add_images`, such as `dataformats="NHWC"`.
+        """
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+def _can_be_plotted(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _writer_class() -> Any:
+    if PACKAGES["tensorboardX"].available() and not PACKAGES["tensorboard"].available():
+        return import_module("tensorboardX").SummaryWriter
+    require("tensorboard", "TensorBoardTracker")
+    return import_module("torch.utils.tensorboard").SummaryWriter

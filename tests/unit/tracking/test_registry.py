@@ -1,0 +1,147 @@
+"""Which trackers a run uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accelerate.base.enums import LoggerType
+from accelerate.base.errors import ConfigurationError
+from accelerate.tracking import registry
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.registry import (
+    LOGGER_TYPE_TO_CLASS,
+    ROWS,
+    build_tracker,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+)
+from accelerate.tracking.tensorboard import TensorBoardTracker
+
+
+class Notebook(GeneralTracker):
+    name = "notebook"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _registered_for_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    rows = tuple(dataclasses.replace(row, available=lambda: available) for row in ROWS)
+    monkeypatch.setattr(registry, "ROWS", rows)
+    monkeypatch.setattr(registry, "_ROWS_BY_NAME", {row.tracker.name: row for row in rows})
+
+
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, available=True)
+
+
+@pytest.fixture
+def _missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, available=False)
+
+
+def test_every_row_is_a_named_tracker() -> None:
+    for row in ROWS:
+        assert row.tracker.name in LoggerType
+        assert isinstance(row.tracker.requires_logging_directory, bool)
+        assert hasattr(row.tracker, "tracker")
+        assert LOGGER_TYPE_TO_CLASS[row.tracker.name] is row.tracker
+
+
+def test_no_tracker_is_asked_for() -> None:
+    assert filter_trackers(None) == []
+    assert filter_trackers([]) == []
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize(
+    "log_with",
+    ["tensorboard", LoggerType.TENSORBOARD, ["tensorboard", LoggerType.TENSORBOARD], "all", ["all"]],
+)
+def test_a_tracker_is_taken_once(log_with: Any) -> None:
+    assert filter_trackers(log_with, "logs") == [LoggerType.TENSORBOARD]
+
+
+@pytest.mark.usefixtures("_installed")
+def test_trackers_of_the_users_own_are_kept() -> None:
+    mine = Notebook()
+    assert filter_trackers(mine) == [mine]
+    assert filter_trackers([mine, mine, "tensorboard"], "logs") == [mine, LoggerType.TENSORBOARD]
+    assert filter_trackers([mine, "all"], "logs") == [mine, LoggerType.TENSORBOARD]
+
+
+@pytest.mark.usefixtures("_missing")
+def test_a_missing_library_is_said_and_left_out() -> None:
+    assert get_available_trackers() == []
+    with pytest.warns(UserWarning, match="tensorboard is not installed, so nothing is logged"):
+        assert filter_trackers("tensorboard", "logs") == []
+    assert filter_trackers("all", "logs") == []
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("log_with", ["tensorboard", "all"])
+def test_a_missing_folder_is_an_error(log_with: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"log_with='tensorboard': .*project_dir"):
+        filter_trackers(log_with)
+
+
+@pytest.mark.parametrize("log_with", ["paper", ["tensorboard", "paper"]])
+def test_an_unknown_name_is_an_error_that_names_the_others(log_with: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"log_with='paper': .*Choose among tensorboard"):
+        filter_trackers(log_with, "logs")
+
+
+def test_a_registered_class_can_be_named() -> None:
+    assert register_tracker_class(Notebook) is Notebook
+    assert filter_trackers("notebook") == ["notebook"]
+    tracker = build_tracker("notebook", "run", None, {"notebook": {"color": "red"}})
+    assert isinstance(tracker, Notebook)
+    assert (tracker.run_name, tracker.kwargs) == ("run", {"color": "red"})
+
+
+@pytest.mark.usefixtures("_missing")
+def test_a_registered_class_takes_the_place_of_ours() -> None:
+    @register_tracker_class
+    class Board(Notebook):
+        name = "tensorboard"
+
+    assert filter_trackers("tensorboard") == [LoggerType.TENSORBOARD]
+    assert isinstance(build_tracker(LoggerType.TENSORBOARD, "run", None, {}), Board)
+
+
+@pytest.mark.parametrize("wrong", [Notebook(), dict, GeneralTracker])
+def test_only_named_trackers_can_be_registered(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="tracker_class="):
+        register_tracker_class(wrong)
+
+
+def test_a_tracker_that_writes_files_gets_the_folder() -> None:
+    tracker = build_tracker("tensorboard", "run", "logs", {"tensorboard": {"flush_secs": 5}})
+    assert isinstance(tracker, TensorBoardTracker)
+    assert (tracker.run_name, tracker.logging_dir_param) == ("run", "logs")
+    assert tracker.init_kwargs == {"flush_secs": 5}
+
+
+def test_a_tracker_that_is_built_already_is_used_as_it_is() -> None:
+    mine = Notebook()
+    assert build_tracker(mine, "run", None, {}) is mine

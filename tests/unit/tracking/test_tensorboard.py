@@ -1,0 +1,132 @@
+"""What reaches the SummaryWriter."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from accelerate.base.errors import MissingPackageError
+from accelerate.base.packages import Package
+from accelerate.state import PartialState
+from accelerate.tracking import tensorboard
+from accelerate.tracking.tensorboard import TensorBoardTracker
+
+
+class SummaryWriter:
+    """Keeps the calls that it gets."""
+
+    def __init__(self, logging_dir: str, **kwargs: Any) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [("open", (logging_dir,), kwargs)]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+@pytest.fixture(autouse=True)
+def _writer(states: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "tensorboard", "torch.utils.tensorboard")
+    PartialState(cpu=True)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, package: str, home: str) -> None:
+    """Let one package look installed, with the writer of this file."""
+    installed = {name: Package(name, (name,)) for name in ("tensorboard", "tensorboardX")}
+    monkeypatch.setattr(Package, "available", lambda self: self.module == package)
+    monkeypatch.setattr(Package, "version", lambda self: None)
+    monkeypatch.setattr(tensorboard, "PACKAGES", installed)
+    module = types.ModuleType(home)
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home, module)
+
+
+def started(folder: Path, **kwargs: Any) -> TensorBoardTracker:
+    tracker = TensorBoardTracker("run", str(folder), **kwargs)
+    tracker.start()
+    return tracker
+
+
+def calls(tracker: TensorBoardTracker) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    return [call for call in tracker.tracker.calls if call[0] != "flush"]
+
+
+def test_a_run_is_a_folder_in_the_logging_folder(tmp_path: Path) -> None:
+    tracker = started(tmp_path, flush_secs=5)
+    assert calls(tracker) == [("open", (str(tmp_path / "run"),), {"flush_secs": 5})]
+
+
+def test_tensorboard_x_is_used_where_only_that_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, "tensorboardX", "tensorboardX")
+    assert isinstance(started(tmp_path).tracker, SummaryWriter)
+
+
+def test_without_either_the_mend_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, "neither", "neither")
+    with pytest.raises(MissingPackageError, match="pip install 'tensorboard'"):
+        started(tmp_path)
+
+
+def test_values_go_where_they_belong(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(
+        {"loss": torch.tensor(0.5), "epoch": 3, "note": "warm", "both": {"a": 1.0, "b": 2.0}},
+        step=7,
+        walltime=1.0,
+    )
+    extra = {"global_step": 7, "walltime": 1.0}
+    assert calls(tracker)[1:] == [
+        ("add_scalar", ("loss", 0.5), extra),
+        ("add_scalar", ("epoch", 3.0), extra),
+        ("add_text", ("note", "warm"), extra),
+        ("add_scalars", ("both", {"a": 1.0, "b": 2.0}), extra),
+    ]
+    assert tracker.tracker.calls[-1][0] == "flush"
+
+
+def test_what_cannot_be_plotted_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = started(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tracker.log({"weights": [1, 2], "loss": 1})
+    assert [call[0] for call in calls(tracker)[1:]] == ["add_scalar", "add_scalar"]
+    assert caplog.text.count("leaves out 'weights': a list") == 1
+
+
+def test_hyperparameters_are_kept_twice(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.store_init_configuration({"lr": 0.1, "name": "x", "layers": [1, 2], "seed": None})
+    assert calls(tracker)[1:] == [
+        ("add_hparams", ({"lr": 0.1, "name": "x", "layers": "[1, 2]", "seed": "None"},), {"metric_dict": {}})
+    ]
+    stored = yaml.safe_load((tmp_path / "run" / "hparams.yml").read_text())
+    assert stored == {"lr": 0.1, "name": "x", "layers": "[1, 2]", "seed": None}
+
+
+def test_images_are_kept(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log_images({"digits": "pixels"}, step=1, dataformats="NHWC")
+    assert calls(tracker)[1:] == [
+        ("add_images", ("digits", "pixels"), {"global_step": 1, "dataformats": "NHWC"})
+    ]
+
+
+def test_the_file_is_closed_at_the_end(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.finish()
+    assert calls(tracker)[-1][0] == "close"
+
+
+def test_other_processes_write_nothing(tmp_path: Path) -> None:
+    PartialState._shared_state["process_index"] = 1
+    tracker = started(tmp_path)
+    tracker.store_init_configuration({"lr": 1})
+    tracker.log({"loss": 1})
+    tracker.tracker.add_scalar("loss", 1)
+    tracker.finish()
+    assert not list(tmp_path.iterdir())
