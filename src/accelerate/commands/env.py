@@ -14,7 +14,7 @@ from accelerate.base import environ
 from accelerate.base.lazy import attach
 from accelerate.base.versions import installed_version
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings import config_file as files
+from accelerate.settings import file_layer
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
 
@@ -66,7 +66,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     from accelerate.devices.catalogue import detect
 
     backend = detect()
-    path = files.find_config_file(config_file)
+    path = file_layer.find_config_file(config_file)
     return {
         "accelerate": f"{version} ({IMPLEMENTATION})",
         "accelerate command": shutil.which("accelerate") or "not on PATH",

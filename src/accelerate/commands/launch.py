@@ -16,7 +16,7 @@ from accelerate.launch import explain, machine
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import resolve
-from accelerate.settings import config_file, env, flags
+from accelerate.settings import env, file_layer, flags
 from accelerate.settings.config_file import SageMakerConfig as SageMakerConfig
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
@@ -145,10 +145,10 @@ def read_settings(args: argparse.Namespace) -> Settings:
         ConfigurationError: a value is wrong, a key unknown, or the file missing.
     """
     given = getattr(args, "config_file", None)
-    path = config_file.find_config_file(given)
+    path = file_layer.find_config_file(given)
     layers: list[Layer] = []
     if path is not None:
-        layers.append(config_file.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
+        layers.append(file_layer.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
     return merge(*layers, env.layer(environ.current()), flags.layer(args))
 
 
@@ -199,8 +199,8 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     for row, value, _ in settings:
         setattr(args, row.name, value)
     given = getattr(args, "config_file", None)
-    path = config_file.find_config_file(given)
-    loaded = None if path is None else config_file.load_config_from_file(str(path))
+    path = file_layer.find_config_file(given)
+    loaded = None if path is None else load_config_from_file(str(path))
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 

@@ -11,7 +11,7 @@ from accelerate.devices.catalogue import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import CHOSEN, resolve
-from accelerate.settings import config_file
+from accelerate.settings import file_layer
 from accelerate.settings.merge import FLAG, Layer, merge
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
@@ -192,7 +192,7 @@ def test_what_cannot_work_is_refused_with_the_mend(flags: dict[str, Any], gpus: 
 
 
 def test_a_file_that_says_no_runs_one_process_unless_a_flag_asks_for_more() -> None:
-    layer = config_file.layer(SAMPLES / "single_gpu.yaml", "file")
+    layer = file_layer.layer(SAMPLES / "single_gpu.yaml", "file")
     assert plan(machine(4), layers=(layer,)).processes == 1
     assert plan(machine(4), layers=(layer,), num_processes=2).processes == 2
 

@@ -11,7 +11,7 @@ import yaml
 from accelerate.base.enums import ComputeEnvironment, DistributedType
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
-from accelerate.settings import config_file
+from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.settings.merge import merge
 from accelerate.settings.option import Option
@@ -41,7 +41,7 @@ def test_files_shipped_by_other_projects_load_and_write_back(path: Path, tmp_pat
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_such_files_choose_the_way_of_training(path: Path) -> None:
-    settings = merge(config_file.layer(path, "file"))
+    settings = merge(file_layer.layer(path, "file"))
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     assert settings.values["use_fsdp"] == (kind == "FSDP")
     assert settings.values["use_deepspeed"] == (kind == "DEEPSPEED")
@@ -61,7 +61,7 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
         parallelism_config: {parallelism_config_tp_size: 2}
         """,
     )
-    values = config_file.layer(path, "file").values
+    values = file_layer.layer(path, "file").values
     assert values["cpu"] is True
     assert values["fp8_backend"] == "te"
     assert values["fp8_margin"] == 2
@@ -96,7 +96,7 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
 def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigurationError) as caught:
-        config_file.layer(path, "file")
+        file_layer.layer(path, "file")
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -104,12 +104,12 @@ def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: 
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "num_proceses: 2\nmixed_precision: fp32\nuse_cpu: perhaps\n")
     with pytest.raises(ConfigurationError, match="3 settings are wrong"):
-        config_file.layer(path, "file")
+        file_layer.layer(path, "file")
 
 
 def test_empty_entries_say_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
-    assert dict(config_file.layer(path, "file").values) == {"mixed_precision": "bf16"}
+    assert dict(file_layer.layer(path, "file").values) == {"mixed_precision": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -125,20 +125,20 @@ def test_empty_entries_say_nothing(tmp_path: Path) -> None:
 )
 def test_the_default_place_follows_the_variables(variables: dict[str, str], wanted: str) -> None:
     with patch_environment(**variables):
-        assert str(config_file.default_place()) == wanted
+        assert str(file_layer.default_place()) == wanted
 
 
 def test_a_default_file_is_found_and_a_missing_given_one_is_an_error(tmp_path: Path) -> None:
     with patch_environment(HF_HOME=tmp_path):
-        assert config_file.find_config_file(None) is None
+        assert file_layer.find_config_file(None) is None
         with pytest.raises(ConfigurationError, match="There is no configuration file at"):
             load_config_from_file(None)
         (tmp_path / "accelerate").mkdir()
         path = write(tmp_path / "accelerate", json.dumps({"num_processes": 3}), "default_config.json")
-        assert config_file.find_config_file(None) == path
+        assert file_layer.find_config_file(None) == path
         assert load_config_from_file(None).num_processes == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match="--config_file='nowhere.yaml': there is no such file"):
-        config_file.find_config_file("nowhere.yaml")
+        file_layer.find_config_file("nowhere.yaml")
 
 
 def test_words_become_members_and_groups_are_never_none() -> None:
@@ -171,7 +171,7 @@ def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
     assert isinstance(config, SageMakerConfig)
     assert config.region == "eu-west-1"
     assert config.use_cpu is False
-    settings = merge(config_file.layer(path, "file"))
+    settings = merge(file_layer.layer(path, "file"))
     assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
 
 
@@ -182,7 +182,7 @@ def test_what_a_job_on_sagemaker_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_classes_is_a_key_that_files_may_have() -> None:
-    known = config_file._known("")
+    known = file_layer._known("")
     for kind in (ClusterConfig, SageMakerConfig):
         assert {field.name for field in fields(kind)} <= set(known)
 
@@ -219,8 +219,8 @@ def test_file_to_settings_to_file_is_the_identity(tmp_path: Path, suffix: str) -
     first.write_text(json.dumps(mapping) if suffix == "json" else yaml.safe_dump(mapping))
     config = load_config_from_file(str(first))
     (config.to_json_file if suffix == "json" else config.to_yaml_file)(str(second))
-    values = dict(config_file.layer(first, "file").values)
-    assert dict(config_file.layer(second, "file").values) == values
+    values = dict(file_layer.layer(first, "file").values)
+    assert dict(file_layer.layer(second, "file").values) == values
     assert load_config_from_file(str(second)) == config
     for section in SECTIONS:
         for row in section.options():

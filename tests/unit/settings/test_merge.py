@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import config_file, env
+from accelerate.settings import env, file_layer
 from accelerate.settings.merge import BUILT_IN, FLAG, Layer, merge
 from accelerate.settings.sections.launch import LaunchSection
 from accelerate.settings.sections.precision import PrecisionSection
@@ -27,10 +27,10 @@ def environment_layer(folder: Path) -> Layer:
     return env.layer({"ACCELERATE_MIXED_PRECISION": "bf16"})
 
 
-def file_layer(folder: Path) -> Layer:
+def layer_of_file(folder: Path) -> Layer:
     path = folder / "config.yaml"
     path.write_text("mixed_precision: fp8\n")
-    return config_file.layer(path, str(path))
+    return file_layer.layer(path, str(path))
 
 
 def nothing(folder: Path) -> Layer:
@@ -40,7 +40,7 @@ def nothing(folder: Path) -> Layer:
 STRENGTH: list[tuple[str, Callable[[Path], Layer]]] = [
     ("fp16", flag_layer),
     ("bf16", environment_layer),
-    ("fp8", file_layer),
+    ("fp8", layer_of_file),
 ]
 
 

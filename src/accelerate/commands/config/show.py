@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings import config_file
+from accelerate.settings import file_layer
+from accelerate.settings.config_file import load_config_from_file
 
 description = "Show the configuration file that the other commands read."
 
@@ -34,6 +35,6 @@ def show_config_command(args: argparse.Namespace) -> None:
     """Print the file's path and its settings in today's form."""
     import yaml
 
-    config = config_file.load_config_from_file(args.config_file)
-    print(f"# {config_file.find_config_file(args.config_file)}")
+    config = load_config_from_file(args.config_file)
+    print(f"# {file_layer.find_config_file(args.config_file)}")
     print(yaml.safe_dump(config.to_dict(), sort_keys=True), end="")

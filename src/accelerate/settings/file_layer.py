@@ -1,0 +1,196 @@
+"""Sections <-> YAML or JSON: where the file is, how it is read, and how it is checked."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.base.enums import ComputeEnvironment
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.settings.merge import Layer
+from accelerate.settings.migrations import migrate
+from accelerate.settings.option import Option, refuse_all
+from accelerate.settings.sections import SECTIONS
+from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
+
+FREE_FORM = ("additional_args",)
+"""Keys that hold a mapping of the user's own."""
+
+
+def _cache_home() -> str:
+    variables = environ.current()
+    base = variables.get("XDG_CACHE_HOME") or str(Path("~", ".cache").expanduser())
+    return str(Path(variables.get("HF_HOME") or str(Path(base, "huggingface"))).expanduser())
+
+
+hf_cache_home = _cache_home()
+cache_dir = str(Path(hf_cache_home, "accelerate"))
+default_json_config_file = str(Path(cache_dir, "default_config.yaml"))
+default_yaml_config_file = str(Path(cache_dir, "default_config.yaml"))
+default_config_file = default_yaml_config_file
+
+
+def default_place() -> Path:
+    """Where the default file is, by the environment of now."""
+    return Path(_cache_home(), "accelerate", "default_config.yaml")
+
+
+def find_config_file(given: str | None) -> Path | None:
+    """Find the file to read.
+
+    Args:
+        given: what ``--config_file`` says.
+
+    Returns:
+        That file, else the default file (YAML, then JSON) if there is one, else ``None``.
+
+    Raises:
+        ConfigurationError: the given file is not there.
+    """
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise wrong_value("--config_file", given, "there is no such file", "Check the path")
+        return path
+    default = default_place()
+    return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON file as it is.
+
+    Raises:
+        ConfigurationError: it cannot be read, is not valid, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"The configuration file {path} cannot be read: {error}.") from error
+    except ValueError as error:
+        first = " ".join(str(error).split())
+        raise ConfigurationError(f"The configuration file {path} is not valid: {first}.") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"The configuration file {path} holds no settings (name: value).")
+    return content
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def layer(path: Path, source: str) -> Layer:
+    """Read a configuration file as a layer of settings.
+
+    Args:
+        path: YAML or JSON, of any version.
+        source: how the user knows this file.
+
+    Raises:
+        ConfigurationError: unknown keys or wrong values; all of them are named.
+    """
+    mapping, notes = migrate(read_mapping(path))
+    values = check(mapping, path)
+    return Layer(source, {**_paradigm(mapping, path), **values}, tuple(f"{path}: {note}" for note in notes))
+
+
+def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Check every key and value of a file in today's form.
+
+    Returns:
+        Option name -> value for what the file sets; empty entries (null) count as not set.
+
+    Raises:
+        ConfigurationError: unknown keys or wrong values; all of them are named.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for where, key, value in _entries(mapping, problems):
+        row = _known(where).get(key)
+        if row is None:
+            problems.append(_unknown(where, key))
+        elif isinstance(row, Option) and value is not None:
+            _read(row, value, f"{where}.{key}" if where else key, values, problems)
+    refuse_all([f"{path}: {problem}" for problem in problems])
+    return values
+
+
+def _read(row: Option, value: Any, where: str, values: dict[str, Any], problems: list[str]) -> None:
+    try:
+        values[row.name] = row.read(value, where)
+    except ValueError as error:
+        problems.append(str(error))
+
+
+def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[str, str, Any]]:
+    """Every (nested mapping or "", key, value) of a file."""
+    nested = {section.file_key for section in SECTIONS if section.file_key}
+    for key, value in mapping.items():
+        if key not in nested or value is None:
+            yield "", str(key), value
+        elif isinstance(value, dict):
+            yield from ((str(key), str(inner), held) for inner, held in value.items())
+        else:
+            problems.append(
+                str(
+                    wrong_value(
+                        key, value, "this must be a group of settings", "Indent its settings under it"
+                    )
+                )
+            )
+
+
+@cache
+def _known(where: str) -> dict[str, Option | None]:
+    """Keys of a nested mapping, or of the top level; ``None`` marks those that are no option of their own."""
+    own: dict[str, Any] = {}
+    for section in SECTIONS:
+        if (section.file_key or "") == where:
+            own.update({row.key: row for row in section.options() if row.key})
+    if where:
+        prefixed = {f"{row.name}": row for row in own.values()}
+        return {**prefixed, **own}
+    others = [section.file_key for section in SECTIONS if section.file_key]
+    structure = dict.fromkeys([*others, *FREE_FORM], STRUCTURE)
+    return {**structure, **own}
+
+
+STRUCTURE: Any = "structure"
+
+
+def _unknown(where: str, key: str) -> str:
+    close = difflib.get_close_matches(key, _known(where), n=1)
+    hint = f"Did you mean {close[0]}?" if close else "Remove it, or check the version that wrote the file."
+    return f"{where + '.' if where else ''}{key}: there is no such setting. {hint}"
+
+
+def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
+    """The way of training that `distributed_type` and the presence of `parallelism_config` stand for."""
+    chosen: dict[str, bool] = {}
+    if mapping.get("parallelism_config"):
+        chosen["use_parallelism_config"] = True
+    written = mapping.get("distributed_type")
+    if written is None or is_sagemaker(mapping):
+        return chosen
+    word = str(written if not isinstance(written, bool) else "NO").upper()
+    if word not in PARADIGM_OF_TYPE:
+        mend = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
+        raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", mend)
+    chosen.update(dict.fromkeys(EXCLUSIVE, False))
+    name = PARADIGM_OF_TYPE[word]
+    return {**chosen, name: True} if name else chosen
+
+
+def is_sagemaker(mapping: Mapping[str, Any]) -> bool:
+    """Whether a file describes a job on Amazon SageMaker."""
+    return mapping.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
