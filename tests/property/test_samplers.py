@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader.rounds import Dealer
@@ -41,6 +41,10 @@ class Stream(IterableDataset[int]):
 
     def __len__(self) -> int:
         return self.size
+
+
+class OwnBatchSampler(BatchSampler):
+    """Like torch's, but not known to be."""
 
 
 def read(loader: DataLoader[Any], guess: bool = False, **config: Any) -> list[Seen]:
@@ -93,15 +97,26 @@ def deal(
 
 
 @SETTINGS
-@given(SIZES, BATCH_SIZES, WORLDS, FLAGS, FLAGS, FLAGS, FLAGS)
+@given(SIZES, BATCH_SIZES, WORLDS, FLAGS, FLAGS, FLAGS, FLAGS, FLAGS)
 def test_map_style_data(
-    size: int, batch_size: int, world: int, split: bool, shuffle: bool, drop_last: bool, even: bool
+    size: int,
+    batch_size: int,
+    world: int,
+    split: bool,
+    shuffle: bool,
+    drop_last: bool,
+    even: bool,
+    known: bool,
 ) -> None:
     if split:
         batch_size *= world  # a batch that cannot be cut evenly is refused, see the unit tests
 
     def make() -> DataLoader[Any]:
-        return DataLoader(list(range(size)), batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+        data = list(range(size))
+        if known:
+            return DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+        sampler = RandomSampler(data) if shuffle else SequentialSampler(data)
+        return DataLoader(data, batch_sampler=OwnBatchSampler(sampler, batch_size, drop_last))
 
     seeded = {"use_seedable_sampler": True, "data_seed": 7}
     order = list(

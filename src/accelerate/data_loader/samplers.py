@@ -7,7 +7,7 @@ from itertools import chain, cycle, islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate.base.errors import wrong_value
 from accelerate.data_loader.validity import Fillers, real_per_part
@@ -45,6 +45,9 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and with it the order, of the next pass."""
         self.epoch = epoch
+
+
+_ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRandomSampler})
 
 
 class BatchSamplerShard(BatchSampler):
@@ -113,6 +116,8 @@ class BatchSamplerShard(BatchSampler):
         self.fillers = {}
         if self.num_processes == 1:
             return iter(self.batch_sampler)
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
+            return self._slices(self.sampler, self.fillers)
         return self._iter_with_split() if self.split_batches else self._iter_with_no_split()
 
     def __len__(self) -> int:
@@ -133,6 +138,25 @@ class BatchSamplerShard(BatchSampler):
         last = len(self.sampler) - (batches - 1) * self.batch_size
         return 0 < last <= self.process_index * (self.batch_size // self.num_processes)
 
+    def _slices(self, sampler: Sampler[int], fillers: Fillers) -> Iterator[Batch]:
+        """The same as below for torch's own samplers: batches of other processes are never built."""
+        processes, index, size = self.num_processes, self.process_index, self.batch_size
+        whole = size if self.split_batches else size * processes
+        part = whole // processes
+        source = iter(sampler)
+        order = list(islice(source, len(sampler)))  # type: ignore[arg-type]
+        rest = len(order) % whole
+        for start in range(index * part, len(order) - rest, whole):
+            yield order[start : start + part]
+        if rest and not self.drop_last:
+            last = order[-rest:]
+            if self.even_batches:
+                last = list(islice(chain(last, cycle(order[:whole])), whole))
+                fillers[len(order) // whole] = tuple(real_per_part(rest, part, processes))
+            if mine := last[index * part : (index + 1) * part]:
+                yield mine
+        next(source, None)  # lets the sampler end its pass
+
     def _iter_with_no_split(self) -> Iterator[Batch]:
         source = iter(self.batch_sampler)
         if self.drop_last:
@@ -145,10 +169,10 @@ class BatchSamplerShard(BatchSampler):
         processes, index = self.num_processes, self.process_index
         first = current = list(islice(source, processes))
         size = len(first[0]) if len(first) > 1 else max(map(len, first), default=0)
-        uniform, number = True, 0
+        uniform, number, sizes = True, 0, [size] * processes
         # One round is read ahead, because only the last one may be filled.
         while upcoming := list(islice(source, processes)):
-            uniform = uniform and all(len(batch) == size for batch in current)
+            uniform = uniform and list(map(len, current)) == sizes
             yield current[index]
             current, number = upcoming, number + 1
         if not current:
