@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import LaunchError
 from accelerate.launch.backends.local import exit_code
 from accelerate.launch.command import torchrun_arguments
 from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.ports import get_free_port
+
+ATTEMPTS = 3
+PORT_TAKEN = "EADDRINUSE"
 
 
 class ElasticLauncher:
     """Runs the target in each of the plan's processes on this machine, and restarts them as asked."""
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the agent, wait for it, and return the exit code of the process that failed first."""
-        from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        """Start the agent, wait for it, and return the exit code of the process that failed first.
+
+        A port that another program takes between the plan and the start is replaced on one machine.
+
+        Raises:
+            LaunchError: the processes did not meet.
+        """
+        from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-        with patch_environment(**plan.environment):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
-            except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-                code = exit_code(failure.exitcode)
-                print(f"accelerate launch: rank {rank} failed first, with exit code {code}.", file=sys.stderr)
-                return code or 1
-            except SignalException as error:
-                return 128 + int(error.sigval)
-            except RendezvousError as error:
-                meeting = plan.rendezvous
-                raise LaunchError(
-                    f"The processes did not meet at {meeting.address}:{meeting.port}: {error}"
-                ) from error
-        return 0
+                with patch_environment(**plan.environment):
+                    return _run_agent(plan)
+            except (DistError, RendezvousError) as error:
+                if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
+                    raise _did_not_meet(plan, error) from error
+            plan = replace(plan, rendezvous=replace(plan.rendezvous, port=get_free_port()))
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _run_agent(plan: LaunchPlan) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = exit_code(failure.exitcode)
+        print(f"accelerate launch: rank {rank} failed first, with exit code {code}.", file=sys.stderr)
+        return code or 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _did_not_meet(plan: LaunchPlan, error: Exception) -> LaunchError:
+    meeting = plan.rendezvous
+    reason = " ".join(str(error).split())
+    return LaunchError(
+        f"The processes did not meet at {meeting.address}:{meeting.port}: {reason} "
+        f"Check that this address is that of machine 0, that the port is free there and open between the "
+        f"machines, and that every machine was started."
+    )

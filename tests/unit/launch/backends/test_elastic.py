@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch.distributed import DistNetworkError, DistStoreError
+
+from accelerate.base.errors import LaunchError
+from accelerate.launch.backends import elastic
+from accelerate.launch.backends.elastic import ATTEMPTS, ElasticLauncher
+from accelerate.launch.plan import LaunchPlan, Target
+
+PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
+TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINUSE")
+
+
+class Agent:
+    """Stands in for torch's agent: fails as told, then succeeds, and remembers the ports."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.ports: list[int] = []
+
+    def __call__(self, plan: LaunchPlan) -> int:
+        self.ports.append(plan.rendezvous.port)
+        if self.errors:
+            raise self.errors.pop(0)
+        return 7
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(TAKEN)
+    monkeypatch.setattr(elastic, "_run_agent", agent)
+    assert ElasticLauncher().run(PLAN) == 7
+    first, second = agent.ports
+    assert first == 29500
+    assert second != first
+
+
+@pytest.mark.parametrize(
+    ("plan", "errors", "attempts"),
+    [
+        (replace(PLAN, machines=2), [TAKEN], 1),
+        (PLAN, [TAKEN] * ATTEMPTS, ATTEMPTS),
+        (PLAN, [DistStoreError("timed out after 5 seconds")], 1),
+    ],
+)
+def test_processes_that_do_not_meet_are_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan, errors: list[Exception], attempts: int
+) -> None:
+    agent = Agent(*errors)
+    monkeypatch.setattr(elastic, "_run_agent", agent)
+    with pytest.raises(LaunchError, match="The processes did not meet at 127.0.0.1:"):
+        ElasticLauncher().run(plan)
+    assert len(agent.ports) == attempts
