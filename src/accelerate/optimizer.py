@@ -64,6 +64,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: the gradient scaler of float16 training, `None` for the other formats.
     """
 
+    _is_accelerate_prepared = True  # other projects ask for it
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -77,7 +79,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self.gradients_unscaled = False
-        self.note_scaled_step: Callable[[], None] | None = None
+        self.note_scaled_step: Callable[[torch.amp.GradScaler], None] | None = None
         self._is_overflow = False
         if scaler is not None:
             self._attach_step_note()
@@ -187,7 +189,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self.note_scaled_step is None:
             scaler.update()
         else:
-            self.note_scaled_step()
+            self.note_scaled_step(scaler)
         return result
 
     @property

@@ -27,6 +27,8 @@ class AcceleratedScheduler:
         split_batches: whether each process gets a part of one batch instead of a whole one.
     """
 
+    _is_accelerate_prepared = True  # other projects ask for it
+
     def __init__(
         self,
         scheduler: Any,

@@ -79,6 +79,9 @@ from accelerate.precision.amp import (
 from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.tracking.base import GeneralTracker as GeneralTracker
+from accelerate.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from accelerate.tracking.registry import filter_trackers as filter_trackers
 from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 
 __all__ = [

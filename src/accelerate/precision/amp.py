@@ -117,7 +117,7 @@ class ScaledPrecision(MixedPrecision):
     ) -> None:
         super().__init__(name, device_type, settings)
         self.scaler: torch.amp.GradScaler = scaler
-        self.update_is_due = False
+        self.updates_due: list[torch.amp.GradScaler] = []
         self.optimizers: list[Any] = []
 
     def check(self, model: nn.Module) -> None:
@@ -137,14 +137,15 @@ class ScaledPrecision(MixedPrecision):
         for optimizer in optimizers:
             optimizer.note_scaled_step = self._postpone_update if len(optimizers) > 1 else None
 
-    def _postpone_update(self) -> None:
-        self.update_is_due = True
+    def _postpone_update(self, scaler: torch.amp.GradScaler) -> None:
+        # Clients may give each optimizer a scaler of its own: the one that stepped is the one to update.
+        if not any(scaler is due for due in self.updates_due):
+            self.updates_due.append(scaler)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the scaled loss."""
-        if self.update_is_due:
-            self.update_is_due = False
-            self.scaler.update()
+        while self.updates_due:
+            self.updates_due.pop().update()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
