@@ -267,3 +267,34 @@ time.sleep(0.5)
 print(len(seen), "interrupt", flush=True)
 sys.exit(4)
 """
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_share_the_processes(scripts: Scripts, backend: str) -> None:
+    """Two launchers, one for each machine; here both are this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    words = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--rdzv_backend", backend]
+    words += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    script = scripts.write(WRITER)
+    launchers = [
+        subprocess.Popen(
+            [*LAUNCH, *words, "--machine_rank", rank, script],
+            env=scripts.variables(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        errors = [launcher.communicate(timeout=SECONDS)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], errors
+    seen = scripts.seen()
+    assert list(seen) == ["0", "1"]
+    assert {one["environment"]["LOCAL_RANK"] for one in seen.values()} == {"0"}
+    assert {one["environment"]["WORLD_SIZE"] for one in seen.values()} == {"2"}
