@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, run_command
 
 COMMANDS = {
@@ -21,6 +22,11 @@ COMMANDS = {
     "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
 }
 """Name -> where its parser is made, and what it does in one line."""
+
+_MAKERS = (place.partition(":") for place, _ in COMMANDS.values())
+
+# The makers can be imported from here too, each loaded on first use.
+__getattr__, __dir__, _ = attach(__name__, {function: module for module, _, function in _MAKERS})
 
 
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:

@@ -60,3 +60,7 @@ def test_a_command_runs_through_the_whole_line(
         accelerate_cli.main()
     assert caught.value.code == 2
     assert "did you mean --num_processes?" in capsys.readouterr().err
+
+
+def test_the_parsers_of_the_commands_can_be_imported_from_here() -> None:
+    assert accelerate_cli.env_command_parser().prog == "accelerate env"

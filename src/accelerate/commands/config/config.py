@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.show import show_command_parser
@@ -15,7 +16,7 @@ from accelerate.settings.config_file import default_config_file as default_confi
 from accelerate.settings.config_file import default_yaml_config_file as default_yaml_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
 
-DESCRIPTION = "Create, update or show the configuration file that every command reads."
+description = "Create, update or show the configuration file that every command reads."
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -24,7 +25,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("config", DESCRIPTION, subparsers)
+    parser = make_parser("config", description, subparsers)
     parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
     parser.set_defaults(func=config_command)
     return parser  # type: ignore[no-any-return]
