@@ -1,0 +1,147 @@
+"""Logging by process: who logs, with which level, naming whose line."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.logging import MultiProcessAdapter, get_logger
+from accelerate.state import PartialState, process_group
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+@pytest.fixture
+def logger() -> MultiProcessAdapter:
+    """A logger of its own for each test: what was said once stays said."""
+    PartialState(cpu=True)
+    return get_logger(f"test.{uuid.uuid4()}", "DEBUG")
+
+
+def become(rank: int, size: int = 2) -> None:
+    PartialState._shared_state.update(process_index=rank, num_processes=size)
+
+
+def test_without_a_state_it_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"Cannot log 'hello'.*Build a `PartialState\(\)`") as error:
+        get_logger("test.early").warning("hello")
+    assert isinstance(error.value, StateError)
+
+
+@pytest.mark.parametrize(
+    ("rank", "keywords", "logs"),
+    [
+        (0, {}, True),
+        (1, {}, False),
+        (1, {"in_order": True}, False),
+        (1, {"main_process_only": False}, True),
+        (0, {"main_process_only": True}, True),
+    ],
+)
+def test_who_logs(
+    logger: MultiProcessAdapter,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    keywords: dict[str, Any],
+    logs: bool,
+) -> None:
+    become(rank)
+    logger.info("step %d", 3, **keywords)
+    assert [record.getMessage() for record in caplog.records] == (["step 3"] if logs else [])
+
+
+def test_every_method_takes_the_keywords(
+    logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    become(1)
+    for method in ("debug", "info", "warning", "error", "critical"):
+        getattr(logger, method)("message", main_process_only=False)
+    try:
+        raise LookupError("lost")
+    except LookupError:
+        logger.exception("caught", main_process_only=False)
+    assert [record.levelname for record in caplog.records] == [
+        "DEBUG",
+        "INFO",
+        "WARNING",
+        "ERROR",
+        "CRITICAL",
+        "ERROR",
+    ]
+    assert "LookupError: lost" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("level", ["INFO", "ERROR"])
+def test_in_order_every_rank_takes_every_turn(
+    logger: MultiProcessAdapter,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    level: str,
+) -> None:
+    become(rank, 3)
+    turns: list[int] = []
+    monkeypatch.setattr(process_group, "wait", lambda device: turns.append(len(caplog.records)))
+    logger.setLevel(level)
+    logger.info("mine", main_process_only=False, in_order=True)
+    logged = int(level == "INFO")
+    assert turns == [logged if turn >= rank else 0 for turn in range(3)]
+
+
+def test_the_line_that_is_named_is_the_callers(
+    logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrapper() -> None:
+        logger.info("inner", stacklevel=2)
+
+    logger.info("method")
+    logger.log(logging.INFO, "log")
+    logger.warning_once("once")
+    wrapper()
+    logger.info("in turn", main_process_only=False, in_order=True)
+    names = {(record.filename, record.funcName) for record in caplog.records}
+    assert len(caplog.records) == 5
+    assert names == {("test_logging.py", "test_the_line_that_is_named_is_the_callers")}
+
+
+def test_warning_once(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture) -> None:
+    other = get_logger(f"{logger.name}.other")
+    for _ in range(3):
+        logger.warning_once("slow")
+        logger.warning_once("slow by %d", 2)
+        logger.warning_once("slow by %d", 3)
+        logger.warning_once("unhashable %s", [1])
+        other.warning_once("slow")
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "slow",
+        "slow",
+        "slow by 2",
+        "slow by 3",
+        "unhashable [1]",
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    assert get_logger("test.level.given", "info").logger.level == logging.INFO
+    assert get_logger("test.level.given").logger.level == logging.INFO, "it is left as it is"
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
+    assert get_logger("test.level.variable").logger.level == logging.ERROR
+    assert get_logger("test.level.both", log_level="DEBUG").logger.level == logging.DEBUG
+    assert logging.getLogger().level == logging.WARNING
+    get_logger("test.level.variable").warning("left out")
+    assert caplog.records == []
+
+
+def test_an_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="log_level='LOUD': no such level"):
+        get_logger("test.unknown", "LOUD")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "quiet")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_LOG_LEVEL='quiet'"):
+        get_logger("test.unknown")
