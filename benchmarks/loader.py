@@ -1,8 +1,8 @@
 """What a prepared loader costs over the loader it was made from, paired with the raw call in one run.
 
-`python benchmarks/loader.py [--json]` prints, for each pair, microseconds of CPU time a batch, and their ratio.
-Passes over both loaders alternate, and the median of the ratios of neighbouring passes is reported: what else the
-machine does counts for both alike.
+`python benchmarks/loader.py [--json]` prints for each pair the CPU time of a batch and their ratio.
+Passes over both loaders alternate, and the median of the ratios of neighbouring passes is reported: what else
+the machine does counts for both alike.
 """
 
 from __future__ import annotations

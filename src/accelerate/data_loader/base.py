@@ -103,8 +103,6 @@ class DataLoaderAdapter(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.dl_state_dict: dict[str, Any] | None = None
-        if use_stateful_dataloader:
-            self.dl_state_dict = self._capture_state()
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -138,27 +136,27 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch just yielded; needs `use_stateful_dataloader`."""
+        self._check_stateful()
         if self.dl_state_dict is None:
-            raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
-        return self.dl_state_dict
+            self._update_state_dict()
+        return cast(dict[str, Any], self.dl_state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position that `state_dict` gave; needs `use_stateful_dataloader`."""
-        if self.dl_state_dict is None:
-            raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
+        self._check_stateful()
         cast(Any, super()).load_state_dict(state_dict)
         self.dl_state_dict = state_dict
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` for batches read ahead; nothing to do: it is taken before anything is."""
 
-    def _capture_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = cast(Any, super()).state_dict()
-        return state
+    def _check_stateful(self) -> None:
+        if not self.use_stateful_dataloader:
+            raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
 
     def _update_state_dict(self) -> None:
         """Take down the position; called before a batch is read ahead."""
-        self.dl_state_dict = self._capture_state()
+        self.dl_state_dict = cast(Any, super()).state_dict()
         self.adjust_state_dict_for_prefetch()
 
     # The sampler
@@ -214,20 +212,27 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _open_source(self) -> tuple[Iterator[Any], Fillers]:
         """Start torch's iterator; the record of fillers it will fill comes with it."""
+        source: Iterator[Any] = super().__iter__()
+        if not self._is_tagged:
+            return source, _find_fillers(self._index_sampler)
+        fillers: Fillers = {}
+        return untagged(source, fillers), fillers
+
+    @property
+    def _is_tagged(self) -> bool:
+        return getattr(self.dataset, "tagged", False)
+
+    def _get_iterator(self) -> Any:
+        """Torch's own hook: its iterator reads the loader's settings here, and two of them are ours."""
         collate, generator = self.collate_fn, self.generator
-        tagged = getattr(self.dataset, "tagged", False)
-        if tagged:
+        if self._is_tagged:
             self.collate_fn = CountingCollate(collate)
         if self.plan.group and self.num_workers:
             self.generator = _generator_of_group(generator, self.plan.group)
         try:
-            source: Iterator[Any] = super().__iter__()
+            return super()._get_iterator()
         finally:
             self.collate_fn, self.generator = collate, generator
-        if not tagged:
-            return source, _find_fillers(self._index_sampler)
-        fillers: Fillers = {}
-        return untagged(source, fillers), fillers
 
     @property
     def _counts_batches(self) -> bool:

@@ -14,7 +14,7 @@ from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import ShardPlan, data_groups, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from accelerate.data_loader.shard import DataLoaderShard
+from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
 
@@ -67,7 +67,8 @@ def prepare_data_loader(
             pipeline axes only get the same batches.
 
     Returns:
-        A `DataLoaderShard` or a `DataLoaderDispatcher`, both `torch.utils.data.DataLoader`s.
+        A `DataLoaderShard` or a `DataLoaderDispatcher`, both `torch.utils.data.DataLoader`s; on an XLA device
+        the first one inside an `MpDeviceLoaderWrapper`.
 
     Raises:
         PreparationError: The loader is a prepared one.
@@ -121,7 +122,18 @@ def prepare_data_loader(
             **shared,
         )
     loader.plan = decided
-    return loader  # type: ignore[no-any-return]
+    return _moved_in_background(loader) if _is_for_xla(loader) else loader  # type: ignore[no-any-return]
+
+
+def _is_for_xla(loader: Any) -> bool:
+    device = loader.device if isinstance(loader, DataLoaderShard) else None
+    return device is not None and torch.device(device).type == "xla"
+
+
+def _moved_in_background(loader: DataLoaderShard) -> Any:
+    """XLA devices: torch_xla's own loader uploads batches and marks the steps of the graph."""
+    target, loader.device = loader.device, None
+    return wrapper_for_xla()(loader, target)
 
 
 def _shared_out(

@@ -1,0 +1,165 @@
+"""The parts of a dispatched loader that need no second process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import data_loader
+from accelerate.base.errors import PreparationError
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, shard
+from accelerate.data_loader.packing import Failure, pack, unpack
+from accelerate.data_loader.plan import ShardPlan
+from accelerate.data_loader.rounds import Dealer, Round, count_samples, cut_batch
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (5, 2)], ids=str)
+def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 9).to(dtype)
+    sparse = torch.eye(2).to_sparse()
+    turned = torch.arange(6.0).reshape(2, 3).T
+    parts = [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None)]
+    header, block = pack(Round(parts, [False, True], (1, 0)), CPU)
+    assert (header.counts, header.ends) == ((1, 0), [False, True])
+    first, second = unpack(header, 0, block), unpack(header, 1, block)
+    block.zero_()
+    assert first["name"] == ["a", 1]
+    assert first["x"].dtype == dtype
+    assert torch.equal(first["x"], tensor)
+    assert torch.equal(second[0], tensor + tensor)
+    assert torch.equal(second[1].to_dense(), torch.eye(2))
+    assert torch.equal(second[2], turned)
+    assert second[3] is None
+
+
+def test_a_round_of_nothing_but_objects_has_no_block() -> None:
+    header, block = pack(Round(["a", None], [True, True]), CPU)
+    assert block.numel() == 0
+    assert unpack(header, 0, block) == "a"
+    assert unpack(header, 1, block) is None
+
+
+def test_a_failure_is_raised_with_its_story() -> None:
+    try:
+        raise KeyError("gone")
+    except KeyError as error:
+        failure = Failure.of(error)
+    with pytest.raises(KeyError, match="gone") as caught:
+        failure.raise_here()
+    assert "process 0" in str(caught.value.__cause__)
+    assert "raise KeyError" in str(caught.value.__cause__)
+
+
+def test_samples_are_counted_and_cut_in_any_batch() -> None:
+    batch = {"scale": torch.tensor(2.0), "x": torch.arange(4), "names": list("abcd"), "shape": (2, 2), "k": 4}
+    assert count_samples(batch) == 4
+    assert count_samples(["a", "b"]) == 2
+    assert count_samples("abc") is None
+    cut = cut_batch(batch, slice(1, 3), 4)
+    assert cut["x"].tolist() == [1, 2]
+    assert (cut["scale"].item(), cut["names"], cut["shape"], cut["k"]) == (2.0, ["b", "c"], (2, 2), 4)
+
+
+def test_what_cannot_be_cut_says_what_to_do() -> None:
+    rounds = Dealer(2).rounds(iter([object(), object(), object()]))
+    assert len(next(rounds).parts) == 2
+    with pytest.raises(PreparationError, match="slice_fn_for_dispatch"):
+        next(rounds)
+    assert len(list(Dealer(2, drop_last=True).rounds(iter([object(), object(), object()])))) == 1
+
+
+def test_the_position_is_noted_before_reading_on() -> None:
+    read: list[int] = []
+    noted: list[int] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            read.append(number)
+            yield torch.tensor([number])
+
+    list(Dealer(2).rounds(batches(), lambda: noted.append(len(read))))
+    assert noted == [2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "split", "even"), [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+)
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_length(states: None, drop_last: bool, split: bool, even: bool, size: int) -> None:
+    rounds = list(
+        Dealer(3, bool(split), bool(even), bool(drop_last)).rounds(
+            iter(DataLoader(torch.arange(size), batch_size=3, drop_last=bool(drop_last)))
+        )
+    )
+    for group in range(3):
+        loader = DataLoaderDispatcher(
+            torch.arange(size),
+            split_batches=split,
+            _drop_last=drop_last,
+            batch_size=3,
+            drop_last=bool(drop_last),
+        )
+        loader.plan = ShardPlan("dispatch", 3, group, split=split, even=even)
+        assert len(loader) == sum(one.parts[group] is not None for one in rounds)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_one_process_dispatches_to_itself(states: None) -> None:
+    loader: Any = DataLoaderDispatcher(Stream(), batch_size=2)
+    seen = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+    assert seen == [([0, 1], False), ([2, 3], False), ([4], True)]
+    assert loader.gradient_state.active_dataloader is None
+    assert loader.total_batch_size == 2
+
+
+def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MpDeviceLoader:
+        """Like torch_xla's: reads everything it can before it gives the first batch."""
+
+        def __init__(self, loader: Any, device: Any) -> None:
+            self.loader = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(list(self.loader))
+
+    parallel_loader = ModuleType("torch_xla.distributed.parallel_loader")
+    parallel_loader.MpDeviceLoader = MpDeviceLoader  # type: ignore[attr-defined]
+    for name in ("torch_xla", "torch_xla.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, parallel_loader.__name__, parallel_loader)
+    monkeypatch.setattr(data_loader, "is_torch_xla_available", lambda: True)
+    shard.wrapper_for_xla.cache_clear()
+    kind = data_loader.MpDeviceLoaderWrapper
+    data = DataLoader(list(range(5)), batch_size=2)
+    loader: Any = prepare_data_loader(data, torch.device("xla:0"), 1, 0, put_on_device=True)
+    assert isinstance(loader, kind)
+    assert loader.target == torch.device("xla:0")
+    assert [(batch.tolist(), loader.end_of_dataloader) for batch in loader] == [
+        ([0, 1], False),
+        ([2, 3], False),
+        ([4], True),
+    ]
+    assert len(loader) == 3
+    late = data_loader.skip_first_batches(loader, 2)
+    assert isinstance(late, kind)
+    assert [batch.tolist() for batch in late] == [[4]]
+    shard.wrapper_for_xla.cache_clear()
+
+
+def test_the_xla_loader_is_only_there_with_torch_xla() -> None:
+    with pytest.raises(AttributeError, match="MpDeviceLoaderWrapper"):
+        _ = data_loader.MpDeviceLoaderWrapper

@@ -1,0 +1,58 @@
+"""Loaders that are torchdata's `StatefulDataLoader` too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+pytestmark = [
+    pytest.mark.usefixtures("states"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it in its constructor
+]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+
+def make(iterable: bool, world: int, rank: int) -> Any:
+    data: Any = Stream() if iterable else list(range(11))
+    config: dict[str, Any] = {"use_stateful_dataloader": True, "num_processes": world, "process_index": rank}
+    return prepare_data_loader(DataLoader(data, batch_size=2), **config)
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("stop", [1, 2])
+def test_goes_on_after_the_batch_just_yielded(iterable: bool, world: int, rank: int, stop: int) -> None:
+    whole = [batch.tolist() for batch in make(iterable, world, rank)]
+    loader = make(iterable, world, rank)
+    assert loader.state_dict()
+    assert isinstance(loader, DataLoaderShard)
+    assert isinstance(loader, stateful.StatefulDataLoader)
+    iterator = iter(loader)
+    for _ in range(stop):
+        next(iterator)
+    position = copy.deepcopy(loader.state_dict())
+    late = make(iterable, world, rank)
+    late.load_state_dict(position)
+    assert [batch.tolist() for batch in late] == whole[stop:]
+    assert [batch.tolist() for batch in late] == whole
+
+
+def test_the_position_at_the_last_batch_starts_the_next_epoch() -> None:
+    loader = make(False, 1, 0)
+    for _ in loader:
+        position = loader.state_dict()
+    late = make(False, 1, 0)
+    late.load_state_dict(position)
+    assert len(list(late)) == len(loader)
+    assert isinstance(copy.deepcopy(loader), stateful.StatefulDataLoader)
