@@ -1,0 +1,1 @@
+"""What helps when a run does not go as planned: out-of-memory retries."""

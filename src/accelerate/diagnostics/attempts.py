@@ -1,0 +1,263 @@
+"""Processes that try something together and agree on how it went, without the wire that may hang.
+
+A process that runs out of memory leaves the others waiting in a collective. So the processes tell each other
+through the key-value store of the process group how their attempt ended. When some do not come because they
+still wait, every process gives the group up, which wakes them, and a new group is opened on the same store.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.base.errors import StateError
+from accelerate.ops.transport import Transport, current_transport
+from accelerate.state import PartialState, process_group
+
+# How long a process that ran out of memory waits for the others before it takes them for stuck.
+SECONDS_OF_GRACE = 5.0
+SECONDS_TO_LEAVE = 30.0
+_POLL = 0.05
+_WATCH = 0.5
+
+
+class Attempts:
+    """One process: how its attempt ended is how the attempt ended.
+
+    Each attempt is one `begin`, then one of `settle` and `fail`.
+    """
+
+    def begin(self) -> None:
+        """An attempt starts. Called on all ranks."""
+
+    def was_interrupted(self) -> bool:
+        """Whether an error of this process came from another one that ran out of memory meanwhile."""
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process ends with an error of its own."""
+
+    def settle(self, ran_out: bool) -> bool:
+        """Wait for all processes, and return whether any of them ran out of memory. Called on all ranks.
+
+        Args:
+            ran_out: Whether this process did, or was interrupted.
+
+        Raises:
+            StateError: A process ended with an error of its own, or did not come in time.
+        """
+        return ran_out
+
+
+class WireAttempts(Attempts):
+    """Several processes without a store: they agree in a collective, so none may be stuck in another one."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def settle(self, ran_out: bool) -> bool:
+        return any(self._transport.gather_object(ran_out))
+
+
+class StoreAttempts(Attempts):
+    """Several processes of `torch.distributed`, which agree through its store.
+
+    Args:
+        state: The facts of this process.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        self._state = state
+        self._rank, self._size = state.process_index, state.num_processes
+        self._store: Any = distributed_c10d._get_default_store()
+        self._search = self._store.add(f"accelerate/attempts/{self._rank}", 1)
+        self._attempt = 0
+        self._watcher: _Watcher | None = None
+
+    def begin(self) -> None:
+        self._attempt += 1
+        self._watcher = _Watcher(lambda: self._fate() == "close")
+
+    def was_interrupted(self) -> bool:
+        try:
+            return self._count("ran out") > 0
+        except dist.DistError:  # the store went with the process that kept it, so nobody waits for an answer
+            return False
+
+    def fail(self, error: BaseException) -> None:
+        try:
+            self._report("failed", f"{type(error).__name__}: {error}")
+        except dist.DistError:  # as above: the caller raises the error itself
+            return
+        finally:
+            self._stop_watching()
+
+    def settle(self, ran_out: bool) -> bool:
+        try:
+            return self._settle(ran_out)
+        finally:
+            self._stop_watching()
+
+    def _settle(self, ran_out: bool) -> bool:
+        self._report("ran out" if ran_out else "done", str(_collectives_issued()))
+        if ran_out and (self._fate() == "close" or not self._all_come(SECONDS_OF_GRACE)):
+            self._decide("close")
+            _release_group()
+        limit = self._store.timeout.total_seconds()
+        if not self._all_come(limit):
+            raise StateError(
+                f"Processes {self._missing()} did not end their attempt within {limit:.0f} s, so no size "
+                "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and make what holds "
+                "the process group (device meshes, subgroups) inside the function."
+            )
+        if self._count("failed"):
+            raise StateError(f"The attempt failed on another process. {self._failures()}")
+        if not self._count("ran out"):
+            return False
+        if self._decide("keep" if self._in_step() else "close") == "close":
+            self._reopen_group()
+        return True
+
+    def _reopen_group(self) -> None:
+        """Leave the old group on all ranks and meet in a new one."""
+        watcher = self._watcher or _Watcher(lambda: True)
+        if not watcher.has_left(SECONDS_TO_LEAVE):
+            raise StateError(
+                "A process ran out of memory, and the process group cannot be closed: collectives that were "
+                "started wait for each other. Start the run again with a smaller batch size."
+            )
+        device = self._state.device
+        dist.init_process_group(
+            self._state.backend,
+            store=distributed_c10d.PrefixStore(self._key("group"), self._store),
+            rank=self._rank,
+            world_size=self._size,
+            timeout=self._store.timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        process_group.own_group()
+        PartialState._shared_state.pop("_transport", None)
+
+    def _report(self, how: str, detail: str) -> None:
+        self._store.set(self._key(str(self._rank)), f"{how}\n{detail}")
+        self._store.add(self._key(how), 1)
+        self._store.add(self._key("come"), 1)
+
+    def _all_come(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._count("come") < self._size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def _decide(self, fate: str) -> str:
+        """Settle for all ranks whether the group is kept; the first answer stands."""
+        decided: bytes = self._store.compare_set(self._key("fate"), "", fate)
+        return decided.decode()
+
+    def _fate(self) -> str | None:
+        key = self._key("fate")
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _in_step(self) -> bool:
+        """Whether all ranks have issued the same number of collectives, so that the next ones meet."""
+        return len({self._details(rank)[1] for rank in range(self._size)} | {str(_collectives_issued())}) == 1
+
+    def _failures(self) -> str:
+        failed = ((rank, self._details(rank)) for rank in range(self._size))
+        return "\n".join(f"Process {rank}: {detail}" for rank, (how, detail) in failed if how == "failed")
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if not self._store.check([self._key(str(rank))])]
+
+    def _details(self, rank: int) -> tuple[str, str]:
+        how, _, detail = self._store.get(self._key(str(rank))).decode().partition("\n")
+        return how, detail
+
+    def _count(self, what: str) -> int:
+        return int(self._store.add(self._key(what), 0))
+
+    def _key(self, name: str) -> str:
+        return f"accelerate/attempts/{self._search}/{self._attempt}/{name}"
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+
+
+class _Watcher:
+    """A thread that gives the process group up when it is told to: the main thread may be stuck in it."""
+
+    def __init__(self, told_to: Callable[[], bool]) -> None:
+        self._told_to = told_to
+        self._stopped = threading.Event()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="accelerate-attempt", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(SECONDS_TO_LEAVE)
+
+    def has_left(self, seconds: float) -> bool:
+        return self._left.wait(seconds)
+
+    def _watch(self) -> None:
+        try:
+            while not self._told_to():
+                if self._stopped.wait(_WATCH):
+                    return
+        except (
+            dist.DistError
+        ):  # the store is gone; the main thread meets the same error where it can be raised
+            return
+        if dist.is_initialized():
+            distributed_c10d._abort_process_group()
+        self._left.set()
+
+
+def join_attempts() -> Attempts:
+    """Return how this process agrees with the others: alone when there is no state or no other process."""
+    if not PartialState._shared_state or PartialState().num_processes == 1:
+        return Attempts()
+    return StoreAttempts(PartialState()) if process_group.is_open() else WireAttempts(current_transport())
+
+
+def _release_group() -> None:
+    """Drop what keeps the process group of a failed attempt alive, besides torch itself.
+
+    gloo closes its connections, and so wakes who waits, only with the last reference to the group. Models may
+    be held by an `Accelerator` until it is told to free them, and are of no use without the other ranks. And
+    where `torch.distributed.nn` was first imported after the group was opened, it is a default of its
+    functions.
+    """
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            for name in ("reducer", "logger", "process_group"):
+                vars(thing).pop(name, None)
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default
+                for default in function.__defaults__
+            )
+    gc.collect()
+
+
+def _collectives_issued() -> int | None:
+    """How many collectives this process has issued on the default group; None when it was closed."""
+    if not dist.is_initialized():
+        return None
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
