@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 
-from accelerate.data_loader.base import (
-    DataLoaderAdapter,
-    DataLoaderStateMixin,
-    choose_placement,
-    last_remainder,
-    length_of,
-    weigh,
-)
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.packing import Failure, Header, pack, unpack
 from accelerate.data_loader.plan import ShardPlan, data_groups
+from accelerate.data_loader.reading import choose_placement, last_remainder, length_of, weigh
 from accelerate.data_loader.rounds import Dealer, Round
 from accelerate.data_loader.validity import real_per_part
 from accelerate.ops.transport import Transport, current_transport

@@ -8,14 +8,9 @@ from itertools import islice
 from typing import Any
 
 from accelerate.base.enums import RNGType
-from accelerate.data_loader.base import (
-    DataLoaderAdapter,
-    DataLoaderStateMixin,
-    choose_placement,
-    find_shard,
-    look_ahead,
-)
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, find_shard
 from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.data_loader.reading import choose_placement, look_ahead
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.base.errors import wrong_value
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings, look_ahead
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
+from accelerate.data_loader.reading import look_ahead
 from accelerate.data_loader.samplers import SkipBatchSampler
 from accelerate.data_loader.shard import DataLoaderShard
 from accelerate.state import GradientState
