@@ -12,14 +12,12 @@ from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError
 from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
-from accelerate.launch import explain, machine
+from accelerate.launch import machine
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import resolve
 from accelerate.settings import env, file_layer, flags
-from accelerate.settings.config_file import SageMakerConfig as SageMakerConfig
-from accelerate.settings.config_file import default_config_file as default_config_file
-from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+from accelerate.settings.file_layer import default_config_file as default_config_file
 from accelerate.settings.flags import CustomHelpFormatter
 from accelerate.settings.flags import clean_option as clean_option
 from accelerate.settings.flags import options_to_group as options_to_group
@@ -61,6 +59,7 @@ _OTHER_NAMES = {
         ),
         _NAMESPACE,
     ),
+    **dict.fromkeys(("SageMakerConfig", "load_config_from_file"), "accelerate.settings.config_file"),
     "DYNAMO_BACKENDS": "accelerate.commands.config.config_utils",
     "PrepareForLaunch": "accelerate.launch.worker",
     "check_cuda_p2p_ib_support": "accelerate.devices.nvidia",
@@ -175,10 +174,9 @@ def launch_command(args: argparse.Namespace) -> None:
     """
     plan, settings = make_plan(args)
     launcher = launcher_for(plan)
-    for name, render in (("explain", explain.as_text), ("dry_run", explain.as_json)):
-        if getattr(args, name, False):
-            print(render(plan, settings))
-            return
+    if getattr(args, "explain", False) or getattr(args, "dry_run", False):
+        print(_explained(args, plan, settings))
+        return
     if plan.target.kind == "script" and not Path(plan.target.name).exists():
         raise ConfigurationError(f"There is no script {plan.target.name!r} here. Check the path.")
     if plan.notes and not args.quiet:
@@ -189,12 +187,20 @@ def launch_command(args: argparse.Namespace) -> None:
         sys.exit(code)
 
 
+def _explained(args: argparse.Namespace, plan: LaunchPlan, settings: Settings) -> str:
+    from accelerate.launch import explain  # only those who ask pay for it
+
+    return explain.as_json(plan, settings) if args.dry_run else explain.as_text(plan, settings)
+
+
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
     """Fill a namespace with the values that a launch would use.
 
     Returns:
         The namespace, the loaded configuration or ``None``, and whether the file chose the number format.
     """
+    from accelerate.settings.config_file import load_config_from_file
+
     _, settings = make_plan(args)
     for row, value, _ in settings:
         setattr(args, row.name, value)
