@@ -39,6 +39,10 @@ from accelerate.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.state import GradientState as GradientState
 from accelerate.state import PartialState as PartialState
 
+# Public by accident in the interface: loader arguments that came with a torch version, and that version.
+additional_kwargs: dict[str, Any] = {"in_order": True}
+v = "2.6.0"
+
 
 def __getattr__(name: str) -> Any:
     # Its base class is torch_xla's: the name exists only where that is installed.
