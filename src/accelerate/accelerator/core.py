@@ -318,8 +318,8 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             return
         logger.warning_once(
             f"Prepared schedulers step {steps} times per optimizer step, once for each process: a schedule "
-            f"of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted in "
-            "batches of one process; for schedules counted in optimizer steps pass "
+            f"of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted "
+            "in batches of one process; for schedules counted in optimizer steps pass "
             "step_scheduler_with_optimizer='per_update' to Accelerator."
         )
 

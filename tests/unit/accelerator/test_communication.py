@@ -1,0 +1,27 @@
+"""Collectives of the accelerator on one process: everything comes back as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_one_process_gets_its_own_data_back() -> None:
+    accelerator = Accelerator(cpu=True)
+    data = {"a": torch.arange(3), "b": [torch.tensor(1.0)]}
+    assert accelerator.gather(data) is data
+    assert accelerator.gather_for_metrics(data) is data
+    assert accelerator.gather_for_metrics(["x", "y"]) == ["x", "y"]
+    assert accelerator.gather_for_metrics(data, use_gather_object=True) is data
+    assert accelerator.pad_across_processes(data["a"], dim=0, pad_index=-1) is data["a"]
+
+
+def test_reduce_scales() -> None:
+    accelerator = Accelerator(cpu=True)
+    value = torch.tensor([2.0])
+    assert accelerator.reduce(value).tolist() == [2.0]
+    assert accelerator.reduce(value, reduction="mean", scale=0.5).tolist() == [1.0]

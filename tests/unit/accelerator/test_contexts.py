@@ -1,0 +1,68 @@
+"""Contexts of the accelerator on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator, ProfileKwargs
+from accelerate.accelerator.contexts import _even_batches_set_to
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_autocast_follows_the_run() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with accelerator.autocast():
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+
+
+def test_profile_writes_one_trace_per_rank(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
+        torch.ones(8) + 1
+    assert any("add" in event.key for event in profiler.key_averages())
+    assert (tmp_path / "profile_0.json").stat().st_size > 0
+
+
+def test_profile_takes_the_handler_of_the_run(tmp_path: Path) -> None:
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[ProfileKwargs(record_shapes=True, activities=["cpu"])]
+    )
+    with accelerator.profile() as profiler:
+        torch.ones(8) + 1
+    assert profiler.record_shapes
+
+
+def test_context_parallelism_is_absent_without_its_axis() -> None:
+    accelerator = Accelerator(cpu=True)
+    buffers = [torch.arange(4)]
+    with accelerator.maybe_context_parallel(
+        buffers=buffers, buffer_seq_dims=[0], no_restore_buffers=set(buffers)
+    ):
+        assert buffers[0].tolist() == [0, 1, 2, 3]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(range(4))
+
+
+def test_even_batches_come_back_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(DataLoader([1, 2, 3]), DataLoader(Stream()))  # type: ignore[arg-type]
+
+    class Shard:
+        even_batches = True
+
+    shard = Shard()
+    accelerator._dataloaders[0].__dict__["batch_sampler"] = shard
+    with _even_batches_set_to(accelerator._runtime, False):
+        assert not shard.even_batches
+    assert shard.even_batches
+    assert "iterable datasets" in caplog.text
+    with _even_batches_set_to(accelerator._runtime, None):
+        assert shard.even_batches
