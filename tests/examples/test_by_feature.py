@@ -23,6 +23,7 @@ RUNS = {
         "--gradient_accumulation_steps 3",
         r"1080 batches on each process made 360 updates\n",
     ),
+    "local_sgd": ("--local_sgd_steps 4", ""),
     "memory": (
         "--batch_size 64 --pretend_limit 16",
         "".join(f"trying batches of {n}\n" for n in (64, 32, 16)),

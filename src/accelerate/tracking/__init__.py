@@ -1,4 +1,4 @@
-"""Experiment trackers: the public names of `accelerate.tracking`, and those its import path always offered."""
+"""Experiment trackers: the public names, and those that `accelerate.tracking` has always offered."""
 
 from accelerate.base.enums import LoggerType as LoggerType
 from accelerate.base.environ import str_to_bool as str_to_bool

@@ -1,0 +1,47 @@
+"""Local SGD: processes train on their own and average their weights now and then.
+
+    accelerate launch --cpu --num_processes 2 examples/by_feature/local_sgd.py
+
+Usually processes exchange gradients at every step. On a slow wire it can be better to let each take some
+steps alone: inside `LocalSGD` they exchange nothing but, after every few steps, the average of their weights.
+"""
+
+import torch
+from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments
+from torch.nn.functional import cross_entropy
+
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
+
+
+def main() -> None:
+    arguments = parse_arguments(
+        "Train with Local SGD.",
+        local_sgd_steps={"type": int, "default": 8, "help": "steps between two averages"},
+    )
+    accelerator = Accelerator()
+    set_seed(42)
+    train_loader, test_loader = load_images()
+    model = build_model()
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model, build_optimizer(model), train_loader, test_loader
+    )
+
+    for _ in range(arguments.num_epochs):
+        with LocalSGD(accelerator, model, arguments.local_sgd_steps) as local_sgd:
+            for images, labels in train_loader:
+                accelerator.backward(cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+
+    # The last block ends with an average: all processes hold the same weights.
+    first_weights = next(model.parameters()).detach()
+    for other in accelerator.gather(first_weights.unsqueeze(0)):
+        torch.testing.assert_close(other, first_weights)
+    accelerator.print(f"accuracy: {measure_accuracy(accelerator, model, test_loader):.3f}")
+
+
+if __name__ == "__main__":
+    main()
