@@ -142,7 +142,7 @@ def _train(accelerator: Accelerator) -> list[torch.Tensor]:
 def _train_alone(batch_size: int) -> list[torch.Tensor]:
     model, optimizer = _parts()
     for inputs, targets in _data(batch_size, batch_size // BATCH):
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach() for parameter in model.parameters()]
