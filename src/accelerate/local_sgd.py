@@ -1,0 +1,93 @@
+"""Local SGD: processes train on their own for some steps, then average their parameters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from accelerate.accelerator import Accelerator
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import PreparationError, wrong_value
+
+# Methods under which a process does not hold all parameters of the model.
+_SPLIT_MODELS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class LocalSGD:
+    """A context in which gradients stay local and the parameters are averaged every few steps.
+
+    ```python
+    with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+                optimizer.step()
+                local_sgd.step()
+    ```
+
+    On one process it does nothing. Buffers, such as the statistics of batch normalisation, stay local.
+
+    Args:
+        accelerator: The one that prepared the model.
+        model: A prepared model; each process holds all of its parameters.
+        local_sgd_steps: Calls of `step` between two averages.
+        enabled: False makes it do nothing.
+
+    Raises:
+        ConfigurationError: Fewer than one step.
+        PreparationError: The model is split over the processes.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if local_sgd_steps < 1:
+            raise wrong_value(
+                "local_sgd_steps", local_sgd_steps, "there is no such interval", "Give at least 1"
+            )
+        self.enabled = enabled and accelerator.use_distributed
+        if self.enabled and accelerator.distributed_type in _SPLIT_MODELS:
+            raise PreparationError(
+                f"LocalSGD averages whole models, and under {accelerator.distributed_type} a process holds "
+                "a part. Train without it, or with plain data parallelism."
+            )
+        self.num_steps = 0
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.model_sync_obj: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self.model_sync_obj = self.accelerator.no_sync(self.model)
+            self.model_sync_obj.__enter__()
+        return self
+
+    def __exit__(
+        self, type: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Average once more, unless the block failed: then the other processes may not come."""
+        if self.model_sync_obj is None:
+            return
+        try:
+            if type is None:
+                self._sync_and_avg_model_params()
+        finally:
+            self.model_sync_obj.__exit__(type, value, tb)
+            self.model_sync_obj = None
+
+    def step(self) -> None:
+        """Count one step, and average the parameters when it is time. Called on all ranks, each step."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._sync_and_avg_model_params()
+
+    @torch.no_grad()
+    def _sync_and_avg_model_params(self) -> None:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        averages = self.accelerator.reduce(parameters, reduction="mean")
+        for parameter, average in zip(parameters, averages, strict=True):
+            parameter.copy_(average)

@@ -1,0 +1,196 @@
+"""What the launchers decide before they start a process; starting is tested among the distributed tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import launchers
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices import catalogue
+from accelerate.launchers import debug_launcher, notebook_launcher
+from accelerate.state import PartialState
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Play a machine with one kind of hardware and so many devices."""
+
+    def play(backend: Any, count: int) -> None:
+        monkeypatch.setattr(catalogue, "detect", lambda: backend)
+        monkeypatch.setattr(type(backend), "count", lambda self: count)
+
+    return play
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note what the elastic agent would be given, and the environment it would be given it in."""
+    calls: list[Any] = []
+
+    def note(function: Any, args: Any, crew: Any, meeting: Any) -> None:
+        calls.append((crew, meeting))
+
+    monkeypatch.setattr(launchers, "_run_elastic", note)
+    return calls
+
+
+def test_one_process_is_this_one(on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    on(catalogue.CPU, 1)
+    seen = []
+    notebook_launcher(
+        lambda *args: seen.append((args, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])),
+        (1, "a"),
+        mixed_precision="bf16",
+    )
+    assert seen == [((1, "a"), os.getpid(), "bf16")]
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+    assert "one CPU" in capsys.readouterr().out
+
+
+def test_the_environment_is_restored_after_an_error(on: Any) -> None:
+    on(catalogue.CPU, 1)
+
+    def fail() -> None:
+        raise KeyError("column")
+
+    with pytest.raises(KeyError):
+        notebook_launcher(fail)
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_all_gpus_are_used_by_default(on: Any, elastic: list[Any]) -> None:
+    on(catalogue.CUDA, 4)
+    notebook_launcher(print, use_port=0, max_restarts=2, monitor_interval=0.5, rdzv_id="me")
+    crew, meeting = elastic[0]
+    assert (crew.size, crew.machines, crew.address) == (4, 1, "127.0.0.1")
+    assert meeting.endpoint == f"127.0.0.1:{crew.port}"
+    assert (meeting.max_restarts, meeting.monitor_interval, meeting.run_id) == (2, 0.5, "me")
+
+
+def test_several_machines(on: Any, elastic: list[Any]) -> None:
+    on(catalogue.CUDA, 4)
+    notebook_launcher(
+        print,
+        num_processes=2,
+        num_nodes=3,
+        node_rank=1,
+        master_addr="10.0.0.1",
+        use_port="1234",
+        mixed_precision="fp16",
+        rdzv_backend="c10d",
+        rdzv_conf={"timeout": 9},
+    )
+    crew, meeting = elastic[0]
+    assert (meeting.backend, meeting.endpoint, dict(meeting.settings)) == (
+        "c10d",
+        "10.0.0.1:1234",
+        {"timeout": 9},
+    )
+    assert crew.environment() == {
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2",
+        "NPROC": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "FORK_LAUNCHED": "1",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+        "MIXED_PRECISION": "fp16",
+    }
+
+
+def test_a_busy_port_is_replaced_on_one_machine_only() -> None:
+    import socket
+
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        assert launchers._free_port(port, 1) != port
+        assert launchers._free_port(port, 2) == port
+
+
+def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    xmp = ModuleType("torch_xla.distributed.xla_multiprocessing")
+    xmp.spawn = lambda launcher, **options: calls.append(  # type: ignore[attr-defined]
+        (launcher.launcher, options, os.environ["ACCELERATE_MIXED_PRECISION"])
+    )
+    for name in ("torch_xla", "torch_xla.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, xmp.__name__, xmp)
+    on(catalogue.XLA, 8)
+    notebook_launcher(print, ("a",), mixed_precision="bf16")
+    assert calls == [(print, {"args": ("a",), "nprocs": None, "start_method": "fork"}, "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mixed_precision": "fp32"}, "mixed_precision='fp32': no such precision"),
+        ({"num_processes": 0}, "num_processes=0: nobody would run"),
+        ({"num_processes": 3}, "num_processes=3: GPU .* has room for 2 here"),
+        ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: there are 2 machines"),
+    ],
+)
+def test_wrong_arguments_are_named(on: Any, options: dict[str, Any], text: str) -> None:
+    on(catalogue.CUDA, 2)
+    with pytest.raises(ConfigurationError, match=text):
+        notebook_launcher(print, **options)
+
+
+@pytest.mark.parametrize("launch", [notebook_launcher, debug_launcher])
+def test_a_call_in_place_of_a_function_is_named(launch: Any) -> None:
+    with pytest.raises(ConfigurationError, match="function=None: it cannot be called"):
+        launch(None)
+
+
+def test_debug_launcher_needs_a_process() -> None:
+    with pytest.raises(ConfigurationError, match="num_processes=0"):
+        debug_launcher(print, num_processes=0)
+
+
+def test_one_process_on_an_apple_gpu(on: Any) -> None:
+    on(catalogue.MPS, 1)
+    seen = []
+    notebook_launcher(lambda: seen.append(os.environ["PYTORCH_ENABLE_MPS_FALLBACK"]))
+    assert seen == ["1"]
+    with pytest.raises(ConfigurationError, match="Apple GPU .* has room for 1 here"):
+        notebook_launcher(print, num_processes=2)
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("launch", [notebook_launcher, debug_launcher])
+def test_an_accelerator_in_the_notebook_is_refused(launch: Any) -> None:
+    PartialState(cpu=True)
+    with pytest.raises(ConfigurationError, match="Make it inside the function only"):
+        launch(print, num_processes=2)
+
+
+def test_cuda_in_the_notebook_is_refused(
+    on: Any, elastic: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(catalogue.CUDA, 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launchers, "_on_cuda", lambda thing: thing is tensor)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    tensor = torch.ones(1)
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "my_batch", {"x": [tensor]}, raising=False)
+    with pytest.raises(ConfigurationError) as refused:
+        notebook_launcher(print)
+    assert "It is used by the variable 'my_batch', the library bitsandbytes." in str(refused.value)
+    assert "restart the notebook" in str(refused.value)
+    assert elastic == []
+
+
+@pytest.mark.usefixtures("states")
+def test_test_launch_builds_a_state() -> None:
+    launchers.test_launch()
+    assert PartialState().num_processes == 1
