@@ -1,0 +1,37 @@
+"""Processes that train on their own between averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate.accelerator import Accelerator
+from accelerate.local_sgd import LocalSGD
+
+Run = Callable[..., list[Any]]
+
+
+def train() -> list[float]:
+    """Move one weight by 1 a step on rank 0 and by 3 on rank 1; average after each second step."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    pull = -1.0 if accelerator.process_index == 0 else -3.0
+    weights = []
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
+        for _ in range(5):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((1, 1), pull)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+            weights.append(next(model.parameters()).item())
+    weights.append(next(model.parameters()).item())
+    return weights
+
+
+def test_weights_drift_apart_and_meet(run: Run) -> None:
+    assert run(train) == [[1.0, 4.0, 5.0, 8.0, 9.0, 10.0], [3.0, 4.0, 7.0, 8.0, 11.0, 10.0]]

@@ -1,0 +1,94 @@
+"""LocalSGD without other processes, and what it asks of an accelerator with some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.accelerator import Accelerator
+from accelerate.base.enums import DistributedType
+from accelerate.local_sgd import LocalSGD
+
+
+class FakeAccelerator:
+    """Two processes, of which the other one has parameters of 3; notes the order of what happens."""
+
+    use_distributed = True
+
+    def __init__(self, distributed_type: Any = DistributedType.MULTI_CPU) -> None:
+        self.distributed_type = distributed_type
+        self.events: list[str] = []
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        self.events.append("local")
+        try:
+            yield
+        finally:
+            self.events.append("synced")
+
+    def reduce(self, tensors: list[torch.Tensor], reduction: str) -> list[torch.Tensor]:
+        assert reduction == "mean"
+        self.events.append(f"average {len(tensors)}")
+        return [(tensor + 3) / 2 for tensor in tensors]
+
+
+def train(local_sgd: LocalSGD, steps: int) -> None:
+    with local_sgd:
+        for _ in range(steps):
+            local_sgd.step()
+
+
+@pytest.mark.usefixtures("states")
+def test_one_process_trains_as_ever() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    local_sgd = LocalSGD(accelerator, model, local_sgd_steps=2)
+    train(local_sgd, 4)
+    assert local_sgd.enabled is False
+    assert local_sgd.num_steps == 4
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_parameters_are_averaged_every_few_steps_and_at_the_end() -> None:
+    accelerator: Any = FakeAccelerator()
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(model.weight)
+    model.bias.requires_grad_(False)
+    weight, bias = model.weight, model.bias.clone()
+    train(LocalSGD(accelerator, model, 2), 5)
+    assert accelerator.events == ["local", "average 1", "average 1", "average 1", "synced"]
+    assert model.weight is weight
+    assert weight.item() == 2.75
+    assert torch.equal(model.bias, bias)
+
+
+def test_disabled_it_does_nothing() -> None:
+    accelerator: Any = FakeAccelerator()
+    train(LocalSGD(accelerator, torch.nn.Linear(1, 1), 1, enabled=False), 3)
+    assert accelerator.events == []
+
+
+def test_a_failing_block_waits_for_nobody() -> None:
+    accelerator: Any = FakeAccelerator()
+    with pytest.raises(KeyError), LocalSGD(accelerator, torch.nn.Linear(1, 1), 1):
+        raise KeyError
+    assert accelerator.events == ["local", "synced"]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_split_models_are_refused(kind: str) -> None:
+    accelerator: Any = FakeAccelerator(DistributedType(kind))
+    with pytest.raises(ValueError, match="LocalSGD averages whole models"):
+        LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
+
+
+def test_an_interval_of_nothing_is_refused() -> None:
+    accelerator: Any = FakeAccelerator()
+    with pytest.raises(ValueError, match="local_sgd_steps=0"):
+        LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)
