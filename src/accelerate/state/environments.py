@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from accelerate.base.enums import SageMakerDistributedType
@@ -298,12 +298,11 @@ DETECTORS: tuple[Detector, ...] = (
     from_pmi,
     from_mvapich,
     from_slurm,
-    alone,
 )
 
 
-def detect(environ: Mapping[str, str]) -> Topology:
-    """Return where this process stands among the others.
+def recognise(environ: Mapping[str, str]) -> Topology | None:
+    """Return where this process stands among the others; None when nobody started it among others.
 
     Args:
         environ: variables of the process.
@@ -311,7 +310,38 @@ def detect(environ: Mapping[str, str]) -> Topology:
     Raises:
         ConfigurationError: the variables contradict each other or cannot be read.
     """
-    return next(topology for detector in DETECTORS if (topology := detector(environ)) is not None)
+    answers = (detector(environ) for detector in DETECTORS)
+    return next((topology for topology in answers if topology is not None), None)
+
+
+def detect(environ: Mapping[str, str]) -> Topology:
+    """Return where this process stands among the others, or that it is alone.
+
+    Args:
+        environ: variables of the process.
+
+    Raises:
+        ConfigurationError: the variables contradict each other or cannot be read.
+    """
+    return recognise(environ) or alone(environ)
+
+
+def detect_in_group(environ: Mapping[str, str], rank: int, size: int) -> Topology:
+    """Return where this process stands when its process group is open already: rank and size are known.
+
+    Args:
+        environ: variables of the process; they tell the rest, such as the place on the machine.
+        rank: index of this process in the group.
+        size: number of processes in the group.
+
+    Raises:
+        ConfigurationError: the variables contradict each other or cannot be read.
+    """
+    topology = recognise(environ)
+    if topology is not None and (topology.rank, topology.size) == (rank, size):
+        return topology
+    known = {**environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    return replace(detect(known), started_by="process group")
 
 
 @dataclass

@@ -77,7 +77,7 @@ class PartialState(SharedState, ProcessControl):
         device_backend, wanted = _choose_hardware(use_cpu, environ)
         if device_backend == catalogue.CPU:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
-        topology = _adopt_group(environments.detect(environ))
+        topology = _find_place(environ)
         device = wanted or _own_device(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
         comm = _join_group(topology, device_backend, device, kwargs)
@@ -210,18 +210,11 @@ def _cores() -> int:
     return min(physical, allowed) if allowed else physical
 
 
-def _adopt_group(topology: Topology) -> Topology:
+def _find_place(environ: Mapping[str, str]) -> Topology:
     """Return the place in the group that is open already, or else the one that the starter told."""
-    if not process_group.is_open():
-        return topology
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if (rank, size) == (topology.rank, topology.size):
-        return topology
-    if topology.size == 1:
-        return Topology(rank, size, rank, size, started_by="process group")
-    return Topology(
-        rank, size, topology.local_rank, topology.local_size, topology.node, started_by="process group"
-    )
+    if process_group.is_open():
+        return environments.detect_in_group(environ, dist.get_rank(), dist.get_world_size())
+    return environments.detect(environ)
 
 
 def _join_group(

@@ -69,6 +69,9 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
         environ.assign(missing)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     own_group()
+    if comm == "gloo":
+        # A process that ends before its peers have connected to each other would make them fail.
+        dist.barrier()
     return comm
 
 

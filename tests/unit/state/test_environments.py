@@ -169,3 +169,19 @@ def test_get_cpu_distributed_information() -> None:
     assert get_cpu_distributed_information() == CPUInformation()
     with patch_environment(**TORCHRUN):
         assert get_cpu_distributed_information() == CPUInformation(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "topology"),
+    [
+        (TORCHRUN, Topology(5, 8, 1, 4, 1, "10.0.0.1", 1234, "torchrun")),
+        ({"WORLD_SIZE": "8"}, Topology(5, 8, 5, 8, 0, "127.0.0.1", 29500, "process group")),
+        ({}, Topology(5, 8, 5, 8, 0, "127.0.0.1", 29500, "process group")),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0"},
+            Topology(5, 8, 1, 4, 1, "n0", 29500, "process group"),
+        ),
+    ],
+)
+def test_an_open_group_knows_rank_and_size(environ: dict[str, str], topology: Topology) -> None:
+    assert environments.detect_in_group(environ, 5, 8) == topology
