@@ -21,10 +21,10 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 	$(BIN)/accelerate launch --cpu --num_processes 2 examples/digits.py
 
 test: $(VENV)/.test-installed ## run the test suite, but for the slow part
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.test-installed ## run the slow part of the test suite
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/ruff check
