@@ -32,6 +32,7 @@ class Option:
         default: the built-in value.
         help: one sentence for ``-h`` and the docs.
         choices: accepted values; empty means any.
+        offers: values that the questionnaire lists; empty means the choices.
         flags: spellings on the command line; empty means that there is no flag.
         negations: flags that say no, where a switch has one of its own.
         action: what argparse does with the flag.
@@ -54,6 +55,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    offers: tuple[str, ...]
     flags: tuple[str, ...]
     negations: tuple[str, ...]
     action: str
@@ -139,6 +141,7 @@ def option(
     help: str,
     *,
     choices: tuple[str, ...] = (),
+    offers: tuple[str, ...] = (),
     flags: tuple[str, ...] | None = None,
     negations: tuple[str, ...] = (),
     text_flag: bool = False,
@@ -162,6 +165,7 @@ def option(
         default: the built-in value.
         help: one sentence.
         choices: accepted values.
+        offers: values that the questionnaire lists, where others are accepted too; default: `choices`.
         flags: spellings; default ``--<field name>``; ``()`` for none. The dash form is added by the parser.
         negations: flags that say no.
         text_flag: a yes/no option whose flag takes the word ``true`` or ``false`` instead of being a switch.
@@ -200,6 +204,11 @@ class Section:
         return True
 
     @classmethod
+    def asked(cls, answers: Mapping[str, Any]) -> bool:
+        """Whether the questionnaire comes to this section, given the answers so far by option name."""
+        return cls.active(answers)
+
+    @classmethod
     @cache
     def options(cls) -> tuple[Option, ...]:
         """List the section's options in the order of declaration."""
@@ -230,6 +239,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         default=field.default,
         help=declared["help"],
         choices=declared["choices"],
+        offers=declared["offers"] or declared["choices"],
         flags=(f"--{field.name}",) if declared["flags"] is None else declared["flags"],
         negations=declared["negations"],
         action=declared["action"] or ("store_true" if switch else "store"),

@@ -13,6 +13,26 @@ from accelerate.settings.spelling import unless_empty, unless_empty_lower
 DEVICES = ("none", "cpu", "nvme")
 
 
+def _without_own_file(answers: Mapping[str, Any]) -> bool:
+    return not answers["deepspeed_config_file"]
+
+
+def _shards_gradients(answers: Mapping[str, Any]) -> bool:
+    return _without_own_file(answers) and (answers["zero_stage"] or 0) >= 2
+
+
+def _shards_parameters(answers: Mapping[str, Any]) -> bool:
+    return _without_own_file(answers) and answers["zero_stage"] == 3
+
+
+def _several_machines(answers: Mapping[str, Any]) -> bool:
+    return bool(answers["num_machines"] > 1)
+
+
+def _starts_by_hostfile(answers: Mapping[str, Any]) -> bool:
+    return _several_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSection(Section):
     """ZeRO stage, offloading, and how DeepSpeed starts processes on several machines."""
@@ -28,7 +48,12 @@ class DeepSpeedSection(Section):
         ask="Path of DeepSpeed's JSON configuration (empty for none)?",
     )
     zero_stage: int | None = option(
-        None, "ZeRO stage: 0, 1, 2 or 3.", env="ACCELERATE_DEEPSPEED_ZERO_STAGE", ask="Which ZeRO stage?"
+        None,
+        "ZeRO stage: 0, 1, 2 or 3.",
+        env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        ask="Which ZeRO stage?",
+        offers=("0", "1", "2", "3"),
+        when=_without_own_file,
     )
     offload_optimizer_device: str | None = option(
         None,
@@ -36,6 +61,8 @@ class DeepSpeedSection(Section):
         env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         spell=unless_empty_lower,
         ask="Where are optimizer states kept?",
+        offers=DEVICES,
+        when=_shards_gradients,
     )
     offload_param_device: str | None = option(
         None,
@@ -43,18 +70,24 @@ class DeepSpeedSection(Section):
         env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         spell=unless_empty_lower,
         ask="Where are parameters kept?",
+        offers=DEVICES,
+        when=_shards_parameters,
     )
     offload_optimizer_nvme_path: str | None = option(
         None,
         "Folder on NVMe for optimizer states.",
         env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
         spell=unless_empty,
+        ask="Which folder on NVMe for optimizer states?",
+        when=lambda answers: answers["offload_optimizer_device"] == "nvme",
     )
     offload_param_nvme_path: str | None = option(
         None,
         "Folder on NVMe for parameters.",
         env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
         spell=unless_empty,
+        ask="Which folder on NVMe for parameters?",
+        when=lambda answers: answers["offload_param_device"] == "nvme",
     )
     gradient_accumulation_steps: int | None = option(
         None,
@@ -62,12 +95,15 @@ class DeepSpeedSection(Section):
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         spell=unless_empty,
         ask="How many batches per optimizer step?",
+        when=_without_own_file,
     )
     gradient_clipping: float | None = option(
         None,
         "Largest norm of the gradients.",
         env="ACCELERATE_GRADIENT_CLIPPING",
         spell=unless_empty_lower,
+        ask="What is the largest norm of the gradients (empty for no limit)?",
+        when=_without_own_file,
     )
     zero3_init_flag: bool | None = option(
         None,
@@ -75,6 +111,8 @@ class DeepSpeedSection(Section):
         text_flag=True,
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         spell=unless_empty_lower,
+        ask="Build models sharded from the start?",
+        when=_shards_parameters,
     )
     zero3_save_16bit_model: bool | None = option(
         None,
@@ -82,19 +120,42 @@ class DeepSpeedSection(Section):
         text_flag=True,
         env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
         spell=unless_empty_lower,
+        ask="Gather 16-bit weights when saving?",
+        when=_shards_parameters,
     )
-    deepspeed_hostfile: str | None = option(None, "DeepSpeed's host file for several machines.")
-    deepspeed_exclusion_filter: str | None = option(None, "Hosts and devices that are left out.")
-    deepspeed_inclusion_filter: str | None = option(None, "Hosts and devices that are used.")
     deepspeed_multinode_launcher: str | None = option(
         None,
         f"What starts processes on several machines: {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}.",
+        ask="What starts processes on several machines?",
+        offers=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
+        when=_several_machines,
+    )
+    deepspeed_hostfile: str | None = option(
+        None,
+        "DeepSpeed's host file for several machines.",
+        ask="Where is the host file (empty for none)?",
+        when=_starts_by_hostfile,
+    )
+    deepspeed_exclusion_filter: str | None = option(
+        None,
+        "Hosts and devices that are left out.",
+        ask="Which hosts and devices are left out (empty for none)?",
+        when=_starts_by_hostfile,
+    )
+    deepspeed_inclusion_filter: str | None = option(
+        None,
+        "Hosts and devices that are used.",
+        ask="Which hosts and devices are used (empty for all)?",
+        when=_starts_by_hostfile,
     )
     deepspeed_moe_layer_cls_names: str | None = option(
         None,
         "Class names of mixture-of-experts layers that ZeRO-3 must not enter, separated by commas.",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         spell=unless_empty,
+        ask="Class names of mixture-of-experts layers that ZeRO-3 must not enter (empty for none)?",
+        when=_shards_parameters,
+        advanced=True,
     )
 
     @staticmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.base.constants import TORCH_DYNAMO_MODES
 from accelerate.settings.option import Section, option
@@ -30,6 +32,10 @@ BACKENDS = (
 )
 
 
+def _compiles(answers: Mapping[str, Any]) -> bool:
+    return bool(answers["dynamo_backend"] != "no")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DynamoSection(Section):
     """What torch.compile does with a prepared model."""
@@ -53,19 +59,30 @@ class DynamoSection(Section):
         choices=tuple(TORCH_DYNAMO_MODES),
         env="ACCELERATE_DYNAMO_MODE",
         advanced=True,
+        ask="What does torch.compile optimise for?",
+        when=_compiles,
     )
     dynamo_use_fullgraph: bool = option(
         False,
         "Refuse models that do not compile to one graph.",
         env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         advanced=True,
+        ask="Refuse models that do not compile to one graph?",
+        when=_compiles,
     )
     dynamo_use_dynamic: bool = option(
-        False, "Compile for changing shapes.", env="ACCELERATE_DYNAMO_USE_DYNAMIC", advanced=True
+        False,
+        "Compile for changing shapes.",
+        env="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        advanced=True,
+        ask="Compile for changing shapes?",
+        when=_compiles,
     )
     dynamo_use_regional_compilation: bool = option(
         False,
         "Compile each repeated block once instead of the whole model.",
         env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         advanced=True,
+        ask="Compile each repeated block once instead of the whole model?",
+        when=_compiles,
     )

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.base.constants import (
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+)
 from accelerate.settings.option import Section, option
 from accelerate.settings.spelling import lower, unless_empty
 
@@ -38,11 +44,16 @@ class FsdpSection(Section):
         100_000_000,
         "SIZE_BASED_WRAP: modules with at least this many parameters become a unit.",
         env="FSDP_MIN_NUM_PARAMS",
+        ask="How many parameters has a unit at least?",
+        when=lambda answers: answers["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP",
     )
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD",
         "FSDP 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers.",
         env="FSDP_SHARDING_STRATEGY",
+        ask="What is sharded?",
+        offers=tuple(FSDP_SHARDING_STRATEGY),
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_reshard_after_forward: str = option(
         "true",
@@ -51,6 +62,8 @@ class FsdpSection(Section):
         env="FSDP_RESHARD_AFTER_FORWARD",
         spell=lower,
         ask="Free the parameters between forward and backward?",
+        offers=("true", "false"),
+        when=lambda answers: answers["fsdp_version"] == 2,
     )
     fsdp_auto_wrap_policy: str | None = option(
         None,
@@ -58,18 +71,24 @@ class FsdpSection(Section):
         env="FSDP_AUTO_WRAP_POLICY",
         spell=unless_empty,
         ask="How is the model cut into units?",
+        offers=tuple(FSDP_AUTO_WRAP_POLICY),
     )
     fsdp_transformer_layer_cls_to_wrap: str | None = option(
         None,
         "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         spell=unless_empty,
+        ask="Which layer classes become units (separated by commas, empty: what the model says)?",
+        when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
     fsdp_backward_prefetch: str | None = option(
         None,
         "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
         env="FSDP_BACKWARD_PREFETCH",
         spell=unless_empty,
+        ask="When is the next unit fetched in backward?",
+        offers=tuple(FSDP_BACKWARD_PREFETCH),
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_state_dict_type: str | None = option(
         None,
@@ -77,6 +96,7 @@ class FsdpSection(Section):
         env="FSDP_STATE_DICT_TYPE",
         spell=unless_empty,
         ask="How are checkpoints written?",
+        offers=tuple(FSDP_STATE_DICT_TYPE),
     )
     fsdp_forward_prefetch: bool = option(
         False,
@@ -84,6 +104,8 @@ class FsdpSection(Section):
         text_flag=True,
         env="FSDP_FORWARD_PREFETCH",
         spell=lower,
+        ask="Fetch the next unit during forward?",
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_use_orig_params: bool = option(
         True,
@@ -91,6 +113,8 @@ class FsdpSection(Section):
         text_flag=True,
         env="FSDP_USE_ORIG_PARAMS",
         spell=lower,
+        ask="Keep the model's own parameters, so that some can be frozen?",
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_cpu_ram_efficient_loading: bool = option(
         True,
@@ -98,6 +122,7 @@ class FsdpSection(Section):
         text_flag=True,
         env="FSDP_CPU_RAM_EFFICIENT_LOADING",
         spell=lower,
+        ask="Let only the first process read pretrained weights?",
     )
     fsdp_sync_module_states: bool = option(
         True,
@@ -105,6 +130,8 @@ class FsdpSection(Section):
         text_flag=True,
         env="FSDP_SYNC_MODULE_STATES",
         spell=lower,
+        ask="Start every unit from the weights of rank 0?",
+        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_activation_checkpointing: bool = option(
         False,

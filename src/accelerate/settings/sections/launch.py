@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.settings.option import Section, option
 from accelerate.settings.spelling import only_true
@@ -34,6 +36,16 @@ EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """Ways of training of which a run has at most one; a layer that names one drops what a lower layer named."""
 
 
+def several_processes(answers: Mapping[str, Any]) -> bool:
+    """Whether the way of training takes more than one process."""
+    return bool(answers["distributed_type"] != "NO")
+
+
+def data_parallel_on_devices(answers: Mapping[str, Any]) -> bool:
+    """Whether each process trains on a device of its own."""
+    return PARADIGM_OF_TYPE.get(answers["distributed_type"]) in ("multi_gpu", "use_fsdp", "use_deepspeed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection(Section):
     """What is started, and on what."""
@@ -51,7 +63,8 @@ class LaunchSection(Section):
         None,
         "The way of training in files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM or XLA.",
         flags=(),
-        ask="Which way of training?",
+        ask="Which way of training (NO is one process, XLA is TPU)?",
+        offers=("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"),
     )
     cpu: bool = option(
         False,
@@ -61,6 +74,7 @@ class LaunchSection(Section):
         env="ACCELERATE_USE_CPU",
         spell=only_true("True"),
         ask="Run on CPU only, even if there is an accelerator?",
+        when=lambda answers: answers["distributed_type"] == "NO",
     )
     multi_gpu: bool = option(
         False, "Data-parallel training on several accelerators.", group=HARDWARE, key=None
@@ -69,9 +83,14 @@ class LaunchSection(Section):
         None,
         "Number of processes in total, over all machines together (not per machine).",
         ask="How many processes in total (over all machines together)?",
+        when=several_processes,
     )
     num_machines: int = option(
-        1, "Number of machines.", flag_default=None, ask="How many machines take part?"
+        1,
+        "Number of machines.",
+        flag_default=None,
+        ask="How many machines take part?",
+        when=lambda answers: answers["distributed_type"] not in ("NO", "XLA"),
     )
     num_cpu_threads_per_process: int | None = option(
         None,
@@ -87,6 +106,8 @@ class LaunchSection(Section):
         env="ACCELERATE_CPU_AFFINITY",
         spell=only_true("1"),
         advanced=True,
+        ask="Bind each process to the CPU cores nearest to its device?",
+        when=data_parallel_on_devices,
     )
     use_deepspeed: bool = option(
         False,
@@ -111,6 +132,9 @@ class LaunchSection(Section):
         key=None,
         env="ACCELERATE_USE_PARALLELISM_CONFIG",
         spell=only_true("true"),
+        ask="Lay the processes out on a mesh (tensor, context or hybrid parallelism)?",
+        when=lambda answers: answers["distributed_type"] == "FSDP",
+        advanced=True,
     )
     use_megatron_lm: bool = option(
         False,
@@ -125,6 +149,7 @@ class LaunchSection(Section):
         "Devices of this machine to use, separated by commas; 'all' (the default) uses every visible one.",
         group="Distributed GPUs",
         ask="Which devices of this machine (numbers separated by commas, or all)?",
+        when=data_parallel_on_devices,
     )
     debug: bool = option(
         False,
@@ -134,6 +159,8 @@ class LaunchSection(Section):
         env="ACCELERATE_DEBUG_MODE",
         spell=only_true("true"),
         advanced=True,
+        ask="Check before each collective that all processes agree on shapes (slow)?",
+        when=several_processes,
     )
     main_training_function: str = option(
         "main",
@@ -141,4 +168,6 @@ class LaunchSection(Section):
         group="TPU",
         flag_default=None,
         advanced=True,
+        ask="Which function of the script is run in each process?",
+        when=lambda answers: answers["distributed_type"] == "XLA",
     )

@@ -87,6 +87,7 @@ class MegatronSection(Section):
         ask="How many micro-batches per batch?",
         env="MEGATRON_LM_NUM_MICRO_BATCHES",
         spell=unless_empty,
+        when=lambda answers: answers["megatron_lm_pp_degree"] > 1,
     )
     megatron_lm_sequence_parallelism: bool | None = option(
         None,
@@ -94,6 +95,8 @@ class MegatronSection(Section):
         text_flag=True,
         env="MEGATRON_LM_SEQUENCE_PARALLELISM",
         spell=unless_empty,
+        ask="Split the sequence where layers are not split?",
+        when=lambda answers: answers["megatron_lm_tp_degree"] > 1,
     )
     megatron_lm_recompute_activations: bool | None = option(
         None,
@@ -101,6 +104,7 @@ class MegatronSection(Section):
         text_flag=True,
         env="MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
         spell=unless_empty,
+        ask="Recompute activations in backward to save memory?",
     )
     megatron_lm_use_distributed_optimizer: bool | None = option(
         None,
@@ -108,6 +112,7 @@ class MegatronSection(Section):
         text_flag=True,
         env="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
         spell=unless_empty,
+        ask="Spread optimizer states over data-parallel processes?",
     )
     megatron_lm_gradient_clipping: float = option(
         1.0,

@@ -29,15 +29,25 @@ class ParallelismSection(Section):
         1,
         "Groups of processes that hold a whole copy of the model.",
         env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        ask="How many groups hold a whole copy of the model?",
     )
     parallelism_config_dp_shard_size: int = option(
-        1, "Processes that share one copy of the model (FSDP).", env="PARALLELISM_CONFIG_DP_SHARD_SIZE"
+        1,
+        "Processes that share one copy of the model (FSDP).",
+        env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        ask="How many processes share one copy of the model?",
     )
     parallelism_config_tp_size: int = option(
-        1, "Processes that share each layer (tensor parallelism).", env="PARALLELISM_CONFIG_TP_SIZE"
+        1,
+        "Processes that share each layer (tensor parallelism).",
+        env="PARALLELISM_CONFIG_TP_SIZE",
+        ask="How many processes share each layer (tensor parallelism)?",
     )
     parallelism_config_cp_size: int = option(
-        1, "Processes that share each sequence (context parallelism).", env="PARALLELISM_CONFIG_CP_SIZE"
+        1,
+        "Processes that share each sequence (context parallelism).",
+        env="PARALLELISM_CONFIG_CP_SIZE",
+        ask="How many processes share each sequence (context parallelism)?",
     )
     parallelism_config_cp_backend: str = option(
         "torch",
@@ -72,6 +82,8 @@ class ContextParallelSection(Section):
         "allgather",
         "How context parallelism exchanges keys and values: allgather or alltoall.",
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        ask="How does context parallelism exchange keys and values?",
+        offers=("allgather", "alltoall"),
     )
 
     @staticmethod

@@ -57,15 +57,24 @@ class Fp8Section(Section):
         "Transformer Engine: compute in FP8 during evaluation too.",
         key="use_autocast_during_eval",
         env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
+        ask="Compute in FP8 during evaluation too?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_margin: int = option(
-        0, "Transformer Engine: margin of the scaling factor.", key="margin", env="ACCELERATE_FP8_MARGIN"
+        0,
+        "Transformer Engine: margin of the scaling factor.",
+        key="margin",
+        env="ACCELERATE_FP8_MARGIN",
+        ask="What is the margin of the scaling factor?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_interval: int = option(
         1,
         "Transformer Engine: steps between two scaling factors.",
         key="interval",
         env="ACCELERATE_FP8_INTERVAL",
+        ask="How many steps between two scaling factors?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_format: str = option(
         "HYBRID",
@@ -74,12 +83,16 @@ class Fp8Section(Section):
         key="fp8_format",
         env="ACCELERATE_FP8_FORMAT",
         spell=upper,
+        ask="Which FP8 format?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_amax_history_len: int = option(
         1024,
         "Transformer Engine: how many maxima a scaling factor looks back on.",
         key="amax_history_length",
         env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
+        ask="How many maxima does a scaling factor look back on?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_amax_compute_algo: str = option(
         "most_recent",
@@ -87,6 +100,8 @@ class Fp8Section(Section):
         choices=("max", "most_recent"),
         key="amax_compute_algorithm",
         env="ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
+        ask="Scaling from the largest or the most recent maximum?",
+        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
@@ -105,6 +120,8 @@ class Fp8Section(Section):
         choices=("O1", "O2"),
         key="optimization_level",
         env="ACCELERATE_FP8_OPT_LEVEL",
+        ask="How much is kept in FP8 (O1: communication, O2: optimizer states too)?",
+        when=lambda answers: answers["fp8_backend"] == "msamp",
     )
     fp8_enable_fsdp_float8_all_gather: bool = option(
         True,
@@ -114,6 +131,8 @@ class Fp8Section(Section):
         flag_type=str_to_bool,
         env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
         spell=as_bit,
+        ask="Gather FSDP2 parameters in FP8?",
+        when=lambda answers: answers["fp8_backend"] == "ao",
     )
     fp8_pad_inner_dim: bool = option(
         True,
@@ -123,6 +142,8 @@ class Fp8Section(Section):
         flag_type=str_to_bool,
         env="ACCELERATE_FP8_PAD_INNER_DIM",
         spell=as_bit,
+        ask="Pad matrices whose inner size is not a multiple of 16?",
+        when=lambda answers: answers["fp8_backend"] == "ao",
     )
 
     @staticmethod

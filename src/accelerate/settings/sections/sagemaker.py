@@ -22,19 +22,75 @@ class SageMakerSection(Section):
 
     aws_access_key_id: str | None = option(None, "Access key for AWS.", key=None, secret=True)
     aws_secret_access_key: str | None = option(None, "Secret key for AWS.", key=None, secret=True)
-    ec2_instance_type: str | None = option(None, "Instance type.", flags=())
-    iam_role_name: str | None = option(None, "Role that the job runs as.", flags=())
-    image_uri: str | None = option(None, "Container image of your own.", flags=())
-    profile: str | None = option(None, "Profile of the AWS configuration.", flags=())
-    region: str = option("us-east-1", "AWS region.", flags=())
-    base_job_name: str = option("accelerate-sagemaker-1", "Beginning of the job's name.", flags=())
-    pytorch_version: str = option(SAGEMAKER_PYTORCH_VERSION, "PyTorch version of the image.", flags=())
-    transformers_version: str = option(
-        SAGEMAKER_TRANSFORMERS_VERSION, "Transformers version of the image.", flags=()
+    ec2_instance_type: str | None = option(
+        None,
+        "Instance type.",
+        flags=(),
+        ask="Which instance type?",
     )
-    py_version: str = option(SAGEMAKER_PYTHON_VERSION, "Python version of the image.", flags=())
-    sagemaker_inputs_file: str | None = option(None, "Table of input channels.", flags=())
-    sagemaker_metrics_file: str | None = option(None, "Table of metric definitions.", flags=())
+    iam_role_name: str | None = option(
+        None,
+        "Role that the job runs as.",
+        flags=(),
+        ask="Which IAM role does the job run as?",
+    )
+    image_uri: str | None = option(
+        None,
+        "Container image of your own.",
+        flags=(),
+        ask="Container image of your own (empty for none)?",
+    )
+    profile: str | None = option(
+        None,
+        "Profile of the AWS configuration.",
+        flags=(),
+        ask="Which profile of the AWS configuration (empty for the default one)?",
+    )
+    region: str = option(
+        "us-east-1",
+        "AWS region.",
+        flags=(),
+        ask="Which AWS region?",
+    )
+    base_job_name: str = option(
+        "accelerate-sagemaker-1",
+        "Beginning of the job's name.",
+        flags=(),
+        ask="How does the job's name begin?",
+    )
+    pytorch_version: str = option(
+        SAGEMAKER_PYTORCH_VERSION,
+        "PyTorch version of the image.",
+        flags=(),
+        ask="Which PyTorch version of the image?",
+        advanced=True,
+    )
+    transformers_version: str = option(
+        SAGEMAKER_TRANSFORMERS_VERSION,
+        "Transformers version of the image.",
+        flags=(),
+        ask="Which Transformers version of the image?",
+        advanced=True,
+    )
+    py_version: str = option(
+        SAGEMAKER_PYTHON_VERSION,
+        "Python version of the image.",
+        flags=(),
+        ask="Which Python version of the image?",
+        advanced=True,
+    )
+    sagemaker_inputs_file: str | None = option(
+        None,
+        "Table of input channels.",
+        flags=(),
+        ask="Table of input channels (empty for none)?",
+    )
+    sagemaker_metrics_file: str | None = option(
+        None,
+        "Table of metric definitions.",
+        flags=(),
+        ask="Table of metric definitions (empty for none)?",
+    )
 
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:
