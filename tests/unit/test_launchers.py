@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import launchers
 from accelerate.base.errors import ConfigurationError
 from accelerate.devices import catalogue
-from accelerate.launchers import debug_launcher, notebook_launcher
+from accelerate.launchers import cuda_use, debug_launcher, notebook, notebook_launcher
 from accelerate.state import PartialState
 
 
@@ -33,10 +32,10 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note what the elastic agent would be given, and the environment it would be given it in."""
     calls: list[Any] = []
 
-    def note(function: Any, args: Any, crew: Any, meeting: Any) -> None:
+    def note(worker: Any, function: Any, args: Any, crew: Any, meeting: Any) -> None:
         calls.append((crew, meeting))
 
-    monkeypatch.setattr(launchers, "_run_elastic", note)
+    monkeypatch.setattr(notebook, "run_elastic", note)
     return calls
 
 
@@ -112,8 +111,8 @@ def test_a_busy_port_is_replaced_on_one_machine_only() -> None:
         busy.bind(("", 0))
         busy.listen()
         port = busy.getsockname()[1]
-        assert launchers._free_port(port, 1) != port
-        assert launchers._free_port(port, 2) == port
+        assert notebook._free_port(port, 1) != port
+        assert notebook._free_port(port, 2) == port
 
 
 def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,19 +177,29 @@ def test_cuda_in_the_notebook_is_refused(
 ) -> None:
     on(catalogue.CUDA, 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launchers, "_on_cuda", lambda thing: thing is tensor)
+    monkeypatch.setattr(cuda_use, "_on_cuda", lambda thing: thing is tensor)
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     tensor = torch.ones(1)
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "my_batch", {"x": [tensor]}, raising=False)
     with pytest.raises(ConfigurationError) as refused:
         notebook_launcher(print)
-    assert "It is used by the variable 'my_batch', the library bitsandbytes." in str(refused.value)
+    assert "It is used by the variable 'my_batch'. Importing bitsandbytes may have" in str(refused.value)
     assert "restart the notebook" in str(refused.value)
     assert elastic == []
 
 
 @pytest.mark.usefixtures("states")
 def test_test_launch_builds_a_state() -> None:
-    launchers.test_launch()
+    notebook.test_launch()
     assert PartialState().num_processes == 1
+
+
+def test_gpus_that_cannot_talk_directly_are_told_so(
+    on: Any, elastic: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(catalogue.CUDA, 2)
+    monkeypatch.setattr(notebook, "check_cuda_p2p_ib_support", lambda: False)
+    notebook_launcher(print)
+    environment = elastic[0][0].environment()
+    assert (environment["NCCL_P2P_DISABLE"], environment["NCCL_IB_DISABLE"]) == ("1", "1")
