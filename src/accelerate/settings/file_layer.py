@@ -116,7 +116,7 @@ def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     problems: list[str] = []
     for where, key, value in _entries(mapping, problems):
-        row = _known(where).get(key)
+        row = known_keys(where).get(key)
         if row is None:
             problems.append(_unknown(where, key))
         elif isinstance(row, Option) and value is not None:
@@ -151,7 +151,7 @@ def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[
 
 
 @cache
-def _known(where: str) -> dict[str, Option | None]:
+def known_keys(where: str) -> dict[str, Option | None]:
     """Keys of a nested mapping, or of the top level; ``None`` marks those that are no option of their own."""
     own: dict[str, Any] = {}
     for section in SECTIONS:
@@ -169,7 +169,7 @@ STRUCTURE: Any = "structure"
 
 
 def _unknown(where: str, key: str) -> str:
-    close = difflib.get_close_matches(key, _known(where), n=1)
+    close = difflib.get_close_matches(key, known_keys(where), n=1)
     hint = f"Did you mean {close[0]}?" if close else "Remove it, or check the version that wrote the file."
     return f"{where + '.' if where else ''}{key}: there is no such setting. {hint}"
 

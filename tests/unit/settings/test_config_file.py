@@ -182,7 +182,7 @@ def test_what_a_job_on_sagemaker_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_classes_is_a_key_that_files_may_have() -> None:
-    known = file_layer._known("")
+    known = file_layer.known_keys("")
     for kind in (ClusterConfig, SageMakerConfig):
         assert {field.name for field in fields(kind)} <= set(known)
 
