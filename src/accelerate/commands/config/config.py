@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
-from accelerate.base.errors import ConfigurationError
+from accelerate.commands.config.cluster import get_cluster_input as get_cluster_input
 from accelerate.commands.config.default import default_command_parser
+from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
+from accelerate.commands.config.schema import schema_command_parser
 from accelerate.commands.config.show import show_command_parser
+from accelerate.commands.config.suggestions import Suggestions, suggest
 from accelerate.commands.config.update import update_command_parser
 from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings.config_file import ClusterConfig, SageMakerConfig
 from accelerate.settings.config_file import cache_dir as cache_dir
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import default_yaml_config_file as default_yaml_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+from accelerate.settings.file_layer import default_place
+from accelerate.settings.merge import all_options
+from accelerate.settings.prompts import Prompt, prompt_of_this_process
 
+WRITE, AGAIN, LEAVE = DECISIONS = ("write", "ask again", "leave")
 description = "Create, update or show the configuration file that every command reads."
 
 
@@ -40,18 +49,66 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = config_command_parser(subparsers)
     parent = argparse.ArgumentParser(add_help=False)
     children = parser.add_subparsers(title="subcommands", dest="subcommand")
-    for add in (default_command_parser, update_command_parser, show_command_parser):
+    for add in (default_command_parser, update_command_parser, show_command_parser, schema_command_parser):
         add(children, [parent])
     return parser
 
 
-def config_command(args: argparse.Namespace) -> None:
-    """Ask for a subcommand.
+def get_user_input(
+    prompt: Prompt | None = None, suggestions: Suggestions | None = None
+) -> ClusterConfig | SageMakerConfig:
+    """Ask where scripts run, and then the questions that matter there.
+
+    Args:
+        prompt: asks; default: the terminal, or lines when this process has none.
+        suggestions: the defaults; default: those for this machine.
+
+    Returns:
+        What the file will hold.
 
     Raises:
-        ConfigurationError: always; each subcommand has a function of its own.
+        ConfigurationError: on a pipe, an answer is wrong or missing.
     """
-    raise ConfigurationError("accelerate config needs a subcommand: default, update or show.")
+    chosen = prompt or prompt_of_this_process()
+    known = suggestions or suggest()
+    for fact in known.facts:
+        chosen.say(fact)
+    row = all_options()["compute_environment"]
+    default = str(known.kept.get(row.name, row.default))
+    place = chosen.choose(str(row.ask), row.choices, default)
+    ask = get_sagemaker_input if place == ComputeEnvironment.AMAZON_SAGEMAKER.value else get_cluster_input
+    return ask(chosen, known)
+
+
+def config_command(args: argparse.Namespace) -> None:
+    """Ask all questions, show the file, and write it if the user agrees.
+
+    Args:
+        args: ``config_file``: where the file is written; ``None`` for the default place.
+
+    Raises:
+        ConfigurationError: on a pipe, an answer is wrong or missing.
+    """
+    path = Path(args.config_file).expanduser() if args.config_file else default_place()
+    prompt = prompt_of_this_process()
+    while True:
+        config = get_user_input(prompt, suggest(str(path) if path.is_file() else None))
+        prompt.say(f"\n{_shown(config)}")
+        decision = prompt.choose(f"Write this to {path}?", DECISIONS, WRITE)
+        if decision != AGAIN:
+            break
+    if decision == LEAVE:
+        prompt.say("Nothing was written.")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
+    prompt.say(f"The configuration was written to {path}.")
+
+
+def _shown(config: ClusterConfig | SageMakerConfig) -> str:
+    import yaml
+
+    return yaml.safe_dump(config.to_dict(), sort_keys=True)
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ class MegatronSection(Section):
         text_flag=True,
         env="MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
         spell=unless_empty,
-        ask="Recompute activations in backward to save memory?",
+        ask="Recompute activations in the backward of Megatron-LM to save memory?",
     )
     megatron_lm_use_distributed_optimizer: bool | None = option(
         None,

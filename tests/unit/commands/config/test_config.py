@@ -92,7 +92,6 @@ def test_show_prints_the_file(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "needs a subcommand"),
         (("update", "--config_file", "nowhere"), "there is no such file"),
         (("show",), "There is no configuration file at"),
     ],

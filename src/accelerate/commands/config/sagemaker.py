@@ -1,0 +1,130 @@
+"""The questionnaire for a job on Amazon SageMaker, and the IAM role that it runs as."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
+from accelerate.base.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
+from accelerate.base.enums import ComputeEnvironment, SageMakerDistributedType
+from accelerate.base.packages import is_boto3_available as is_boto3_available
+from accelerate.base.packages import require
+from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accelerate.commands.config.suggestions import USUAL, Suggestions
+from accelerate.settings.config_file import SageMakerConfig
+from accelerate.settings.prompts import Prompt, prompt_of_this_process
+from accelerate.settings.questions import Questionnaire, as_mapping
+from accelerate.settings.sections.dynamo import DynamoSection
+from accelerate.settings.sections.launch import LaunchSection
+from accelerate.settings.sections.precision import PrecisionSection
+from accelerate.settings.sections.sagemaker import SageMakerSection
+
+SECTIONS = (LaunchSection, SageMakerSection, PrecisionSection, DynamoSection)
+ASKED_OF_LAUNCH = ("distributed_type", "num_machines", "debug")
+CREATE_ROLE = "Create this IAM role now, with your AWS credentials?"
+
+TRUST_POLICY = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    ],
+}
+"""Lets SageMaker take the role."""
+
+POLICY = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Action": [
+                "sagemaker:*",
+                "ecr:GetAuthorizationToken",
+                "ecr:GetDownloadUrlForLayer",
+                "ecr:BatchGetImage",
+                "ecr:BatchCheckLayerAvailability",
+                "cloudwatch:PutMetricData",
+                "logs:CreateLogGroup",
+                "logs:CreateLogStream",
+                "logs:DescribeLogStreams",
+                "logs:GetLogEvents",
+                "logs:PutLogEvents",
+                "s3:CreateBucket",
+                "s3:GetBucketLocation",
+                "s3:GetObject",
+                "s3:ListBucket",
+                "s3:PutObject",
+            ],
+            "Resource": "*",
+        }
+    ],
+}
+"""What a job may do: train, read its image, write logs and metrics, read and write its data."""
+
+
+def get_sagemaker_input(
+    prompt: Prompt | None = None, suggestions: Suggestions | None = None
+) -> SageMakerConfig:
+    """Ask for the settings of a job on Amazon SageMaker.
+
+    Args:
+        prompt: asks; default: the terminal, or lines when this process has none.
+        suggestions: the defaults; nothing of this machine matters to such a job.
+
+    Returns:
+        What the file will hold. Credentials are not asked for and never written: the AWS profile has them.
+
+    Raises:
+        ConfigurationError: on a pipe, an answer is wrong or missing.
+    """
+    kept = suggestions.kept if suggestions is not None else {}
+    usual = {name: USUAL[name] for name in ("distributed_type", "ec2_instance_type", "iam_role_name")}
+    chosen = prompt or prompt_of_this_process()
+    asking = Questionnaire(
+        chosen,
+        SECTIONS,
+        {**usual, "compute_environment": ComputeEnvironment.AMAZON_SAGEMAKER.value, **kept},
+        {"distributed_type": tuple(kind.value for kind in SageMakerDistributedType)},
+        left_out=[row.name for row in LaunchSection.options() if row.name not in ASKED_OF_LAUNCH],
+    )
+    answers = asking.run()
+    mapping = as_mapping(answers)
+    if is_boto3_available() and chosen.confirm(CREATE_ROLE, False):
+        _create_iam_role_for_sagemaker(mapping["iam_role_name"])
+        mapping["iam_role_name"] = _get_iam_role_arn(mapping["iam_role_name"])
+    mapping["compute_environment"] = ComputeEnvironment.AMAZON_SAGEMAKER
+    mapping.setdefault("use_cpu", False)
+    mapping.setdefault("debug", False)
+    return SageMakerConfig(**mapping)
+
+
+def _create_iam_role_for_sagemaker(role_name: str) -> None:
+    """Create the role unless it is there.
+
+    Args:
+        role_name: its name.
+    """
+    client = _iam()
+    try:
+        client.create_role(RoleName=role_name, AssumeRolePolicyDocument=json.dumps(TRUST_POLICY))
+    except client.exceptions.EntityAlreadyExistsException:
+        return
+    client.put_role_policy(
+        RoleName=role_name, PolicyName=f"{role_name}_policy_permission", PolicyDocument=json.dumps(POLICY)
+    )
+
+
+def _get_iam_role_arn(role_name: str) -> str:
+    """The full name of a role.
+
+    Args:
+        role_name: its name.
+    """
+    return str(_iam().get_role(RoleName=role_name)["Role"]["Arn"])
+
+
+def _iam() -> Any:
+    require("boto3", "Creating an IAM role")
+    import boto3
+
+    return boto3.client("iam")

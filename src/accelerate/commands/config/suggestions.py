@@ -1,0 +1,120 @@
+"""What the questionnaire suggests: facts about this machine, and what suits most."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.base import environ
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.devices import nvidia
+from accelerate.launch.machine import Machine, look
+from accelerate.settings import file_layer
+from accelerate.settings.merge import all_options
+
+USUAL: dict[str, Any] = {
+    "distributed_type": "NO",
+    "gpu_ids": "all",
+    "main_process_port": 29500,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "gradient_accumulation_steps": 1,
+    "deepspeed_multinode_launcher": "pdsh",
+    "zero3_init_flag": True,
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fp8_backend": "ao",
+    "ec2_instance_type": "ml.p3.2xlarge",
+    "iam_role_name": "accelerate_sagemaker_execution_role",
+}
+"""Where nothing is known about the machine."""
+
+BF16_CAPABILITY = 8.0
+WAYS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Defaults of the questionnaire.
+
+    Attributes:
+        values: by option name.
+        offers: by option name: the values that are listed.
+        kept: what the file that is there says, by option name.
+        facts: one line about the machine for each thing found.
+    """
+
+    values: Mapping[str, Any]
+    offers: Mapping[str, tuple[str, ...]]
+    kept: Mapping[str, Any]
+    facts: tuple[str, ...]
+
+
+def suggest(config_file: str | None = None) -> Suggestions:
+    """Look at this machine, and at the file that is to be written, where it is there.
+
+    Args:
+        config_file: its path; ``None`` looks at the machine alone.
+    """
+    variables = environ.current()
+    machine = look(variables, cpu=False)
+    found, facts = _of_machine(machine)
+    nodes, told = _of_slurm(variables)
+    if "num_machines" in nodes:
+        found["num_processes"] = max(1, machine.devices) * nodes["num_machines"]
+    kept, note = _of_file(config_file)
+    values = {**USUAL, **found, **nodes, **kept}
+    own = str(machine.hardware.distributed_type.value)
+    offers = WAYS if own in WAYS else (*WAYS[:2], own, *WAYS[2:])
+    return Suggestions(values, {"distributed_type": offers}, kept, (*facts, *told, *note))
+
+
+def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:
+    if not machine.has_accelerator:
+        return {"num_processes": 1, "cpu": True}, [f"No accelerator; {machine.cores} CPU cores."]
+    several = machine.devices > 1
+    bf16 = _computes_in_bf16(machine)
+    values = {
+        "num_processes": machine.devices,
+        "distributed_type": machine.hardware.distributed_type.value if several else "NO",
+        "mixed_precision": "bf16" if bf16 else "no",
+    }
+    support = "with" if bf16 else "without"
+    return values, [f"Found {machine.devices} x {machine.hardware.label}, {support} bf16."]
+
+
+def _computes_in_bf16(machine: Machine) -> bool:
+    if machine.hardware.name == "cuda" and nvidia.driver_present():
+        return min((float(row[0]) for row in nvidia.query("compute_cap")), default=0.0) >= BF16_CAPABILITY
+    import torch
+
+    try:
+        return machine.hardware.supports(torch.bfloat16)
+    except (RuntimeError, StateError):  # the device is there and its driver cannot be asked
+        return False
+
+
+def _of_slurm(variables: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    if shutil.which("srun") is None:
+        return {}, []
+    values: dict[str, Any] = {"slurm": True} if "slurm" in all_options() else {}
+    nodes = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES") or ""
+    if not nodes.isdecimal():
+        return values, ["SLURM is installed; this shell is in no allocation."]
+    return {**values, "num_machines": int(nodes)}, [f"SLURM: an allocation of {nodes} machines."]
+
+
+def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:
+    if config_file is None:
+        return {}, []
+    try:
+        path = file_layer.find_config_file(config_file)
+        values = dict(file_layer.layer(path, "file").values) if path else {}
+    except ConfigurationError as error:  # it is about to be replaced
+        return {}, [f"The file that is there is not used: {error}"]
+    return values, [f"Settings of {path} are the defaults."]
