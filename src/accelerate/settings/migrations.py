@@ -1,9 +1,13 @@
-"""Read configuration files written by older versions: each step is a small function over the mapping."""
+"""Read configuration files written by older versions, step by step; turn settings of FSDP 1 into FSDP 2's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
+
+from accelerate.base.constants import FSDP_SHARDING_STRATEGY
+from accelerate.base.errors import ConfigurationError, wrong_value
 
 Mapping = dict[str, Any]
 Step = Callable[[Mapping], list[str]]
@@ -95,3 +99,118 @@ STEPS: tuple[Step, ...] = (
     _fp8_uppercase,
     _retired,
 )
+
+
+class ConversionStatus(Enum):
+    """What becomes of a setting of FSDP 1 that FSDP 2 does not have."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "fsdp_min_num_params",
+    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
+    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
+    "fsdp_use_orig_params": ConversionStatus.REMOVED,
+    "fsdp_sync_module_states": ConversionStatus.REMOVED,
+    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "fsdp_state_dict_type": "fsdp_state_dict_type",
+    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
+    "fsdp_ignored_modules": "fsdp_ignored_modules",
+}
+"""Key of FSDP 1 -> key of FSDP 2, or why there is none."""
+
+_STRATEGIES = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
+    "fsdp_sharding_strategy": _STRATEGIES,
+    "fsdp_reshard_after_forward": dict(_STRATEGIES),
+}
+"""Key of FSDP 1 -> its values -> the value of FSDP 2."""
+
+_NUMBERED_STRATEGIES = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, start=1)}
+
+
+def convert_config_to_fsdp2(config: Mapping) -> Mapping:
+    """Write the settings of FSDP 1 as settings of FSDP 2.
+
+    Args:
+        config: a configuration file's mapping; not changed.
+
+    Returns:
+        The mapping for FSDP 2; one that is for FSDP 2 already comes back as it is. What FSDP 2 has no setting
+        for is left out: `fsdp2_notes` says what that was.
+
+    Raises:
+        ConfigurationError: the file is not for FSDP, or holds settings that contradict each other.
+    """
+    old = config.get("fsdp_config")
+    if not isinstance(old, dict) or not old:
+        raise ConfigurationError("There is no fsdp_config in this configuration: it is not for FSDP.")
+    if str(old.get("fsdp_version", 1)) == "2":
+        return dict(config)
+    new: Mapping = {}
+    for key, value in migrate(config)[0]["fsdp_config"].items():
+        target = ARGUMENT_KEY_MAPPING.get(key)
+        if target is None:
+            raise wrong_value(f"fsdp_config.{key}", value, "there is no such setting", "Remove it")
+        if isinstance(target, str):
+            _set(new, target, _value_of_fsdp2(key, value), key)
+    return {**config, "fsdp_config": {**new, "fsdp_version": 2}}
+
+
+def _value_of_fsdp2(key: str, value: Any) -> Any:
+    values = ARGUMENT_VALUE_MAPPING.get(key)
+    if values is None or isinstance(value, bool) or str(value).lower() in ("true", "false"):
+        return value
+    word = _NUMBERED_STRATEGIES.get(str(value), str(value).upper())
+    if word not in values:
+        raise wrong_value(
+            f"fsdp_config.{key}", value, "there is no such strategy", f"Use one of {', '.join(values)}"
+        )
+    return values[word]
+
+
+def _set(new: Mapping, key: str, value: Any, source: str) -> None:
+    if new.get(key, value) != value:
+        raise wrong_value(
+            f"fsdp_config.{source}", value, f"another setting gives {key}={new[key]}", "Keep one"
+        )
+    new[key] = value
+
+
+def fsdp2_notes(config: Mapping) -> list[str]:
+    """What a user should know about the conversion of a mapping.
+
+    Args:
+        config: as given to `convert_config_to_fsdp2`.
+    """
+    old = config.get("fsdp_config") or {}
+    if str(old.get("fsdp_version", 1)) == "2":
+        return ["it is for FSDP 2 already"]
+    notes = [NOTES[gone].format(key) for key in old if (gone := ARGUMENT_KEY_MAPPING.get(key)) in NOTES]
+    strategies = {str(old.get(key)).upper() for key in ARGUMENT_VALUE_MAPPING}
+    return notes + [note for part, note in STRATEGY_NOTES.items() if any(part in s for s in strategies)]
+
+
+NOTES: dict[Any, str] = {
+    ConversionStatus.REMOVED: "{} is left out: FSDP 2 needs no such setting",
+    ConversionStatus.NOT_YET_IMPLEMENTED: "{} is left out: it cannot be set for FSDP 2 yet",
+}
+STRATEGY_NOTES = {
+    "HYBRID": "replicas are now an axis of the mesh: set parallelism_config_dp_replicate_size",
+    "NO_SHARD": "FSDP 2 always shards: NO_SHARD becomes what SHARD_GRAD_OP was",
+}

@@ -29,7 +29,6 @@ SHAPES: dict[type, list[dict[str, Any]]] = {
     str: [{"type": ["string", "number", "boolean"]}],
     tuple: [{"type": "array"}, {"type": "string"}],
     dict: [{"type": "object"}],
-    dict: [{"type": "object"}],
 }
 """What a file may say for an option of each type: the type itself, or the text that is read as one."""
 

@@ -1,0 +1,96 @@
+"""`accelerate to-fsdp2`: a configuration file of FSDP 1, written for FSDP 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings.file_layer import read_mapping
+from accelerate.settings.migrations import ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING
+from accelerate.settings.migrations import ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING
+from accelerate.settings.migrations import ConversionStatus as ConversionStatus
+from accelerate.settings.migrations import convert_config_to_fsdp2 as convert_config_to_fsdp2
+from accelerate.settings.migrations import fsdp2_notes
+
+DESCRIPTION = "Write a configuration file of FSDP 1 for FSDP 2, and say what has no counterpart."
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate to-fsdp2``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("to-fsdp2", DESCRIPTION, subparsers)
+    parser.add_argument("--config_file", type=str, required=True, help="The file for FSDP 1.")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace the output file, or the file itself without one."
+    )
+    parser.add_argument("--output_file", type=str, default=None, help="Where the new file is written.")
+    parser.set_defaults(func=to_fsdp2_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Read a YAML or JSON file as it is.
+
+    Raises:
+        ConfigurationError: it is missing, cannot be read, or holds no settings.
+    """
+    return read_mapping(Path(config_file).expanduser())
+
+
+def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
+    """Refuse arguments that would write over a file that nobody agreed to lose.
+
+    Raises:
+        ConfigurationError: the source is missing, there is no place to write, or it is taken.
+    """
+    if not Path(args.config_file).expanduser().is_file():
+        raise wrong_value("--config_file", args.config_file, "there is no such file", "Check the path")
+    if args.output_file is None and not args.overwrite:
+        raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")
+    if args.output_file is not None and Path(args.output_file).expanduser().exists() and not args.overwrite:
+        mend = "Choose another, or add --overwrite"
+        raise wrong_value("--output_file", args.output_file, "there is a file already", mend)
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Convert the file, write it and say what changed.
+
+    Args:
+        args: ``config_file``, ``output_file`` and ``overwrite``.
+
+    Raises:
+        ConfigurationError: the arguments or the file cannot be used.
+    """
+    _validate_to_fsdp2_args(args)
+    old = load_config(args.config_file)
+    new = convert_config_to_fsdp2(old)
+    target = Path(args.output_file or args.config_file).expanduser()
+    target.write_text(_as_text(new, target), encoding="utf-8")
+    for note in fsdp2_notes(old):
+        print(f"accelerate to-fsdp2: {note}.")
+    print(f"The configuration for FSDP 2 was written to {target}.")
+
+
+def _as_text(mapping: dict[str, Any], target: Path) -> str:
+    if target.suffix == ".json":
+        return json.dumps(mapping, indent=2, sort_keys=True) + "\n"
+    import yaml
+
+    return yaml.safe_dump(mapping, sort_keys=True)
+
+
+def main() -> None:
+    """Run as ``python -m accelerate.commands.to_fsdp2``."""
+    run_command(to_fsdp2_command, to_fsdp2_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

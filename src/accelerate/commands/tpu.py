@@ -1,0 +1,130 @@
+"""`accelerate tpu-config`: run set-up commands on all hosts of a TPU pod."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
+from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings import file_layer
+from accelerate.settings.config_file import ClusterConfig
+from accelerate.settings.config_file import default_config_file as default_config_file
+from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+
+DESCRIPTION = "Run commands on every host of a TPU pod, as needed to set it up. Needs the gcloud program."
+LATEST = "latest"
+
+
+def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate tpu-config``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("tpu-config", DESCRIPTION, subparsers)
+    config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
+    config.add_argument("--config_file", type=str, default=None, help="Configuration file.")
+    config.add_argument("--tpu_name", default=None, help="Name of the TPU.")
+    config.add_argument("--tpu_zone", default=None, help="Zone of the TPU.")
+    pod = parser.add_argument_group("TPU Arguments", "What is run on each host.")
+    pod.add_argument("--use_alpha", action="store_true", help="Use gcloud alpha instead of gcloud.")
+    pod.add_argument("--command_file", default=None, help="File with a command on each line.")
+    pod.add_argument(
+        "--command", action="append", nargs="+", help="A command; may be given several times, in their order."
+    )
+    pod.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
+    pod.add_argument(
+        "--accelerate_version", default=LATEST, help="Which version is installed: latest, or a number."
+    )
+    pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
+    parser.set_defaults(func=tpu_command_launcher)
+    return parser  # type: ignore[no-any-return]
+
+
+def tpu_command_launcher(args: argparse.Namespace) -> None:
+    """Run the commands on all hosts, or print the command line with ``--debug``.
+
+    Args:
+        args: parsed by `tpu_command_parser`.
+
+    Raises:
+        ConfigurationError: name, zone or commands are missing.
+        LaunchError: gcloud is missing or failed.
+    """
+    command = _gcloud_command(args)
+    if args.debug:
+        print(f"Running {shlex.join(command)}")
+        return
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            "gcloud was not found. Install the Google Cloud CLI, or use --debug to see the command."
+        )
+    sys.stdout.flush()
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise LaunchError(f"gcloud ended with exit code {done.returncode}; its message stands above.")
+    print("The TPU pod is set up.")
+
+
+def _gcloud_command(args: argparse.Namespace) -> list[str]:
+    config = _config(args.config_file)
+    name = args.tpu_name or (config.tpu_name if config else None)
+    zone = args.tpu_zone or (config.tpu_zone if config else None)
+    for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
+        if not value:
+            raise ConfigurationError(f"{flag} is missing. Give it, or set it in the configuration file.")
+    alpha = ["alpha"] if args.use_alpha else []
+    lines = "; ".join(_lines(args, config))
+    ssh = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
+    return ["gcloud", *alpha, *ssh, "--command", lines, "--worker", "all"]
+
+
+def _config(config_file: str | None) -> ClusterConfig | None:
+    if file_layer.find_config_file(config_file) is None:
+        return None
+    loaded = load_config_from_file(config_file)
+    return loaded if isinstance(loaded, ClusterConfig) else None
+
+
+def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
+    """What is run on each host: flags win over the configuration file."""
+    file = args.command_file or (config.command_file if config and not args.command else None)
+    given = [" ".join(words) for words in args.command or []]
+    own = _read_lines(file) if file else given or (list(config.commands or []) if config else [])
+    if args.command_file and given:
+        own += given
+    first = [_installation(args.accelerate_version)] if args.install_accelerate else []
+    if not first and not own:
+        raise ConfigurationError(
+            "There is nothing to run. Give --command, --command_file or --install_accelerate."
+        )
+    return [*first, *own]
+
+
+def _read_lines(file: str) -> list[str]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise wrong_value("--command_file", file, "there is no such file", "Check the path")
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _installation(version: str) -> str:
+    if version == LATEST:
+        return "pip install -U accelerate"
+    return f"pip install {shlex.quote(f'accelerate=={version}')}"
+
+
+def main() -> None:
+    """Run as ``python -m accelerate.commands.tpu``."""
+    run_command(tpu_command_launcher, tpu_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()
