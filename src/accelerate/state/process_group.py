@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,7 @@ from accelerate.devices.backend import DeviceBackend
 from accelerate.state.topology import Topology
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
+SECONDS_TO_SETTLE = 0.1
 
 # Packages that register a communication library when imported, by its name or by the hardware it is for.
 PROVIDERS = {
@@ -67,6 +69,9 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
             name: text for name, text in topology.variables().items() if not environ.current().get(name)
         }
         environ.assign(missing)
+    # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
+    # that group as a default argument, and the threads of a closed group would never end.
+    import_module("torch.distributed.nn.functional")
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     own_group()
     if comm == "gloo":
@@ -162,8 +167,17 @@ def _abandon_group() -> None:
 
 
 def _close_at_exit() -> None:
-    if _owner != [os.getpid()] or not is_open():
+    if _owner != [os.getpid()]:
         return
+    if is_open():
+        _close_now()
+    # Threads of gloo still drop the Python callbacks of the last operations (communication hooks have some):
+    # one that asks for the interpreter while it is being taken down aborts the process after all its work is
+    # done.
+    time.sleep(SECONDS_TO_SETTLE)
+
+
+def _close_now() -> None:
     if not _failed():
         dist.destroy_process_group()
         return
