@@ -142,3 +142,25 @@ def gather_means() -> list[list[float]]:
 def test_a_value_per_rank_is_not_cut(run: Run) -> None:
     means = run(gather_means)
     assert all(len(values) == 2 for values in means[0])
+
+
+def gather_with_uneven_ends(samples: int) -> tuple[list[int], str]:
+    """Without filling, parts of any length are joined; a rank without a batch is named instead of a hang."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=3))  # type: ignore[arg-type]
+    seen: list[int] = []
+    try:
+        for part in loader:
+            seen += accelerator.gather_for_metrics(part).tolist()
+            assert len(accelerator.gather_for_metrics(torch.zeros(1))) == 2
+    except RuntimeError as error:
+        return seen, str(error)
+    return seen, ""
+
+
+def test_uneven_ends(run: Run) -> None:
+    assert run(gather_with_uneven_ends, 11) == [(list(range(11)), "")] * 2
+    (seen, message), (others, silence) = run(gather_with_uneven_ends, 8)
+    assert seen == others == list(range(6))
+    assert "processes [1] have no batch" in message
+    assert silence == ""

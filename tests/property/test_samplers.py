@@ -71,6 +71,14 @@ def chunks(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
+def test_ranks_know_each_others_sizes() -> None:
+    """Without filling, every rank that has a batch knows how many samples each of the others has."""
+    ranks = read_on_all(lambda: DataLoader(list(range(7)), batch_size=2), 2, even_batches=False)
+    assert [one.counts for one in ranks[0]] == [None, (2, 1)]
+    varied = read_on_all(lambda: DataLoader(list(range(6)), batch_sampler=[[0], [1, 2], [3, 4, 5]]), 2)
+    assert [one.counts for one in varied[0]] == [(1, 2), (3, 0)]
+
+
 def real_samples(ranks: list[list[Seen]]) -> list[int]:
     """What is left of all rounds, the parts of all ranks joined, when each rank's filler is cut."""
     found = []
@@ -158,7 +166,8 @@ def test_batches_of_any_size(sizes: list[int], world: int, split: bool, even: bo
         if split:
             assert all(len({len(one.batch) for one in step}) == 1 for step in zip(*ranks, strict=True))
     else:
-        assert all(one.counts is None for one in chain.from_iterable(ranks))
+        for rank, seen_here in enumerate(ranks):
+            assert all(one.counts is None or one.counts[rank] == len(one.batch) for one in seen_here)
         seen = sorted(chain.from_iterable(one.batch for one in chain.from_iterable(ranks)))
         assert seen == list(range(sum(sizes)))
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import StateError
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
@@ -53,9 +54,12 @@ class Communication:
         counts = None if loader is None else loader.valid_counts
         if counts is None:
             return gather_object(input_data) if as_objects else gather(input_data)
+        _refuse_absent_ranks(loader, counts)
         if as_objects:
             return gather_valid_objects(input_data, counts)
-        return recursively_apply(_gather_samples, input_data, counts, error_on_other_type=True)
+        return recursively_apply(
+            _gather_samples, input_data, counts, loader.batch_rows, error_on_other_type=True
+        )
 
     def reduce(
         self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
@@ -83,11 +87,22 @@ class Communication:
         return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
-def _gather_samples(tensor: torch.Tensor, counts: tuple[int, ...]) -> Any:
-    """Gather a tensor with one row per sample without filler; one that has no such rows is gathered whole."""
-    if tensor.ndim == 0:
+def _refuse_absent_ranks(loader: Any, counts: tuple[int, ...]) -> None:
+    """Raise where a rank has no batch in this round: it will not come, and the others would hang."""
+    absent = [rank for rank, count in enumerate(counts) if count == 0]
+    if absent and not getattr(loader.batch_sampler, "even_batches", True):
+        raise StateError(
+            f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
+            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: samples "
+            "that fill it up are left out of what is gathered."
+        )
+
+
+def _gather_samples(tensor: torch.Tensor, counts: tuple[int, ...], rows: int | None) -> Any:
+    """Gather a tensor with one row per sample without filler; any other is gathered whole."""
+    if tensor.ndim == 0 or (rows is not None and tensor.shape[0] != rows):
         logger.warning_once(
-            "gather_for_metrics got a value for the whole batch: it is gathered as it is, one for each "
+            "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
             "process, and its mean weighs processes with fewer samples too much. Gather values per sample, "
             "and average then."
         )

@@ -15,6 +15,7 @@ from accelerate.base.packages import require
 from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
+from accelerate.nested import ignorant_find_batch_size
 from accelerate.state import GradientState
 
 _KEPT = (
@@ -42,19 +43,33 @@ class DataLoaderStateMixin:
         remainder: With the last batch of a loader of known length, the number of real samples in it over all
             processes, 0 where the length divides evenly; -1 otherwise.
         valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
-            when all are real.
+            when all are real and ranks have equally many.
+        batch_rows: With `valid_counts`, the samples this rank was given, filler included; None when the batch
+            does not tell.
     """
 
     end_of_dataloader: bool = False
     remainder: int = -1
     valid_counts: Counts | None = None
+    batch_rows: int | None = None
     gradient_state: GradientState
 
     def reset(self) -> None:
         """Forget the last pass."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.valid_counts = None
+        self.note_counts(None, None)
+
+    def note_counts(self, counts: Counts | None, batch: Any) -> None:
+        """Note what is known of the batch that is given next.
+
+        Args:
+            counts: Real samples on each data-parallel rank; None when all are real and ranks have equally
+                many.
+            batch: The batch of this rank.
+        """
+        self.valid_counts = counts
+        self.batch_rows = None if counts is None else ignorant_find_batch_size(batch)
 
     def begin(self) -> None:
         """A pass starts: this loader becomes the active one."""

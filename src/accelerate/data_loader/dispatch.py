@@ -80,7 +80,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             arrivals = self._send(transport) if transport.rank == 0 else self._receive(transport)
             place, group = choose_placement(self.device, self._non_blocking), self.plan.group
             for part, header in arrivals:
-                self.valid_counts = weigh(header.counts, self, part)
+                self.note_counts(weigh(header.counts, self, part), part)
                 if header.ends[group]:
                     self.end_of_dataloader = True
                     self.remainder = last_remainder(self)

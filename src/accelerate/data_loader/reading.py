@@ -32,7 +32,7 @@ def look_ahead(
             loader._update_state_dict()
         upcoming = next(source, _END)
         if fillers:
-            loader.valid_counts = weigh(fillers.get(number), loader, current)
+            loader.note_counts(weigh(fillers.get(number), loader, current), current)
         if upcoming is _END:
             if stateful:
                 loader._update_state_dict()

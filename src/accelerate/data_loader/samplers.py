@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any, cast
 
 import torch
@@ -62,9 +62,9 @@ class BatchSamplerShard(BatchSampler):
     processes may get fewer or smaller batches. Where batch sizes vary by design, rounds are filled with whole
     batches instead.
 
-    `fillers` says, for each batch of the latest pass that holds filler, how many of its indices are real on
-    each process. `num_processes` and `process_index` may be assigned; with one process every batch passes
-    unchanged.
+    `fillers` says, for each batch of the latest pass that holds filler or differs in size between processes,
+    how many of its indices are real on each process. `num_processes` and `process_index` may be assigned;
+    with one process every batch passes unchanged.
 
     Args:
         batch_sampler: Iterable of lists of indices; all processes must see the same lists in the same order.
@@ -150,9 +150,9 @@ class BatchSamplerShard(BatchSampler):
             yield order[start : start + part]
         if rest and not self.drop_last:
             last = order[-rest:]
+            fillers[len(order) // whole] = tuple(real_per_part(rest, part, processes))
             if self.even_batches:
                 last = list(islice(chain(last, cycle(order[:whole])), whole))
-                fillers[len(order) // whole] = tuple(real_per_part(rest, part, processes))
             if mine := last[index * part : (index + 1) * part]:
                 yield mine
         next(source, None)  # lets the sampler end its pass
@@ -163,7 +163,16 @@ class BatchSamplerShard(BatchSampler):
             return _whole_rounds(source, self.num_processes, self.process_index)
         if self.even_batches:
             return self._even_rounds(source, self.fillers)
-        return islice(source, self.process_index, None, self.num_processes)
+        return self._uneven_rounds(source, self.fillers)
+
+    def _uneven_rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
+        processes, index = self.num_processes, self.process_index
+        for number in count():
+            current = list(islice(source, processes))
+            _note_sizes(fillers, number, current, processes)
+            if index >= len(current):
+                return
+            yield current[index]
 
     def _even_rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
         processes, index = self.num_processes, self.process_index
@@ -172,7 +181,9 @@ class BatchSamplerShard(BatchSampler):
         uniform, number, sizes = True, 0, [size] * processes
         # One round is read ahead, because only the last one may be filled.
         while upcoming := list(islice(source, processes)):
-            uniform = uniform and list(map(len, current)) == sizes
+            if list(map(len, current)) != sizes:
+                uniform = False
+                _note_sizes(fillers, number, current, processes)
             yield current[index]
             current, number = upcoming, number + 1
         if not current:
@@ -188,7 +199,7 @@ class BatchSamplerShard(BatchSampler):
         real = [len(batch) for batch in current] + [0] * (processes - len(current))
         if uniform:
             real = real_per_part(sum(real), size, processes)
-        if any(len(batch) != count for batch, count in zip(whole, real, strict=True)):
+        if len(set(real)) > 1 or list(map(len, whole)) != real:
             fillers[number] = tuple(real)
         yield whole[index]
 
@@ -207,14 +218,14 @@ class BatchSamplerShard(BatchSampler):
             fits = samples == size or (upcoming is None and samples < size)
             part = -(-(size if fits else samples) // processes)
             real = real_per_part(samples, part, processes)
+            if samples < part * processes:
+                fillers[number] = tuple(real)
             if self.even_batches:
-                if samples < part * processes:
-                    current = list(islice(chain(current, cycle(first)), part * processes))
-                    fillers[number] = tuple(real)
-                yield current[index * part : (index + 1) * part]
-            elif real[index]:
-                yield current[index * part : (index + 1) * part]
-            current, number = upcoming, number + 1
+                current = list(islice(chain(current, cycle(first)), part * processes))
+            if mine := current[index * part : (index + 1) * part]:
+                yield mine
+                number += 1  # a batch that leaves nothing for this process is none of its batches
+            current = upcoming
 
 
 class SamplerShard(Sampler[Any]):
@@ -273,6 +284,13 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int) -> None:
+    """Record a round whose batches are not all of one size."""
+    sizes = [len(batch) for batch in batches] + [0] * (processes - len(batches))
+    if len(set(sizes)) > 1:
+        fillers[number] = tuple(sizes)
 
 
 def _whole_rounds(source: Iterator[Batch], processes: int, index: int) -> Iterator[Batch]:

@@ -104,7 +104,7 @@ def test_sizes_that_vary_are_left_as_they_are() -> None:
     batches = [[0], [1, 2, 3], [4, 5]]
     shards = [BatchSamplerShard(batches, 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0], [4, 5]], [[1, 2, 3], [0]]]
-    assert shards[0].fillers == {1: (2, 0)}
+    assert shards[0].fillers == {0: (1, 3), 1: (2, 0)}
     assert shards[0].batch_size is None
 
 
@@ -124,7 +124,7 @@ class Grouped(BatchSampler):
 def test_a_declared_size_is_not_trusted_against_what_is_seen() -> None:
     shards = [BatchSamplerShard(Grouped(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0, 1], [6]], [[2, 3, 4, 5], [7, 8, 9]]]
-    assert shards[0].fillers == {}
+    assert shards[0].fillers == {0: (2, 4), 1: (1, 3)}
 
 
 def test_skip_passes_over_batches() -> None:
