@@ -93,8 +93,8 @@ def _refuse_absent_ranks(loader: Any, counts: tuple[int, ...]) -> None:
     if absent and not getattr(loader.batch_sampler, "even_batches", True):
         raise StateError(
             f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
-            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: samples "
-            "that fill it up are left out of what is gathered."
+            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: what "
+            "fills it up is left out of what is gathered."
         )
 
 

@@ -218,11 +218,12 @@ class BatchSamplerShard(BatchSampler):
             fits = samples == size or (upcoming is None and samples < size)
             part = -(-(size if fits else samples) // processes)
             real = real_per_part(samples, part, processes)
-            if samples < part * processes:
-                fillers[number] = tuple(real)
-            if self.even_batches:
-                current = list(islice(chain(current, cycle(first)), part * processes))
+            places = part * processes
+            if self.even_batches and samples < places:
+                current = list(islice(chain(current, cycle(first)), places))
             if mine := current[index * part : (index + 1) * part]:
+                if samples < places:
+                    fillers[number] = tuple(real)
                 yield mine
                 number += 1  # a batch that leaves nothing for this process is none of its batches
             current = upcoming
