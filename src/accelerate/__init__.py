@@ -39,6 +39,9 @@ if TYPE_CHECKING:
         state as state,
     )
     from accelerate import (
+        parallelism_config as parallelism_config,
+    )
+    from accelerate import (
         tracking as tracking,
     )
     from accelerate import (
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
     from accelerate.launchers import debug_launcher as debug_launcher
     from accelerate.launchers import notebook_launcher as notebook_launcher
+    from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
     from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
     from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
@@ -73,6 +77,7 @@ _HOMES = {
     "DistributedType": "accelerate.base.enums",
     "GradScalerKwargs": "accelerate.plugins.handlers",
     "InitProcessGroupKwargs": "accelerate.plugins.handlers",
+    "ParallelismConfig": "accelerate.parallelism_config",
     "PartialState": "accelerate.state",
     "ProfileKwargs": "accelerate.plugins.profile",
     "debug_launcher": "accelerate.launchers",
@@ -89,6 +94,7 @@ _HOMES = {
     "logging": "accelerate.logging",
     "memory_utils": "accelerate.memory_utils",
     "optimizer": "accelerate.optimizer",
+    "parallelism_config": "accelerate.parallelism_config",
     "scheduler": "accelerate.scheduler",
     "state": "accelerate.state",
     "tracking": "accelerate.tracking",

@@ -189,6 +189,7 @@ from accelerate.ops.padding import (
     pad_across_processes as pad_across_processes,
     pad_input_tensors as pad_input_tensors,
 )
+from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
@@ -202,6 +203,12 @@ from accelerate.plugins.handlers import (
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
+)
+from accelerate.plugins.parallel import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.training import (

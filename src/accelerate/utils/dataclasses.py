@@ -63,6 +63,12 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
 )
+from accelerate.plugins.parallel import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
