@@ -52,12 +52,24 @@ _OTHER_NAMES = {
     ),
     **dict.fromkeys(
         (
-            "multi_gpu_launcher",
+            "prepare_deepspeed_cmd_env",
             "prepare_multi_gpu_env",
+            "prepare_sagemager_args_inputs",
             "prepare_simple_launcher_cmd_env",
-            "simple_launcher",
+            "prepare_tpu",
         ),
         _NAMESPACE,
+    ),
+    **dict.fromkeys(
+        (
+            "deepspeed_launcher",
+            "multi_gpu_launcher",
+            "sagemaker_launcher",
+            "simple_launcher",
+            "tpu_launcher",
+            "tpu_pod_launcher",
+        ),
+        f"{_NAMESPACE}_launchers",
     ),
     **dict.fromkeys(("SageMakerConfig", "load_config_from_file"), "accelerate.settings.config_file"),
     "DYNAMO_BACKENDS": "accelerate.commands.config.config_utils",
@@ -131,6 +143,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
     )
     flags.add_sections(parser)
+    flags.add_retired(parser)
     parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
     parser.set_defaults(func=launch_command)

@@ -6,6 +6,10 @@ import sys
 
 from accelerate.base import environ
 from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.settings import flags
+from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
+
+AGENT = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
 
 
 def local_command(target: Target) -> list[str]:
@@ -40,11 +44,19 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     return [*words, plan.target.name, *plan.target.arguments]
 
 
-def command_words(plan: LaunchPlan) -> list[str]:
-    """The words that a shell would be told to run a plan, whichever its launcher."""
-    if plan.launcher == "elastic":
-        return ["torchrun", *torchrun_arguments(plan)]
-    return local_command(plan.target)
+def accelerate_command(settings: Settings, target: Target, *left_out: str) -> list[str]:
+    """The words of an `accelerate launch` on another machine, or later, that decides the same.
+
+    Args:
+        settings: written as flags.
+        target: what it runs.
+        left_out: names of options that it finds out by itself.
+    """
+    if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
+        left_out = (*left_out, "num_cpu_threads_per_process")
+    kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[target.kind]
+    words = flags.words(settings, *left_out)
+    return [*AGENT, *words, *kind, target.name, *target.arguments]
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.launch.command import command_words
+from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan
 from accelerate.settings.merge import Settings
 from accelerate.settings.option import Option
@@ -23,6 +23,7 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
         plan: what was decided.
         settings: the values it was decided from.
     """
+    files = launcher_for(plan).files(plan)
     parts = [
         _titled("Notes", [f"  {note}" for note in plan.notes] or ["  none"]),
         _titled("Processes", [f"  {_layout(plan)}"]),
@@ -30,7 +31,11 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
         _titled(
             "Environment added", _columns([[name, text] for name, text in sorted(plan.environment.items())])
         ),
-        _titled("Command", [f"  {shlex.join(command_words(plan))}"]),
+        *(
+            _titled(f"File {path}", [f"  {line}" for line in text.splitlines()])
+            for path, text in files.items()
+        ),
+        _titled("Command", [f"  {shlex.join(launcher_for(plan).command(plan))}"]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -45,7 +50,8 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
             "machines": plan.machines,
             "machine": plan.machine,
             "meeting": {"backend": meeting.backend, "address": meeting.address, "port": meeting.port},
-            "command": command_words(plan),
+            "command": launcher_for(plan).command(plan),
+            "files": dict(launcher_for(plan).files(plan)),
             "environment": dict(sorted(plan.environment.items())),
             "notes": list(plan.notes),
             "settings": {
@@ -57,12 +63,14 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
 
 
 def _layout(plan: LaunchPlan) -> str:
+    launcher = launcher_for(plan)
+    if launcher.counts_elsewhere:
+        return f"as many as the machines there decide, by the {plan.launcher} launcher"
     text = f"{plan.processes} in total by the {plan.launcher} launcher"
     if plan.machines == 1:
         return f"{text}, on this machine"
-    return (
-        f"{text}: {plan.local_processes} on each of {plan.machines} machines, this one being {plan.machine}"
-    )
+    here = f"this is machine {plan.machine}, with {plan.ranks}"
+    return f"{text}: {plan.local_processes} on each of {plan.machines} machines; {here}"
 
 
 def _section(section: Any, settings: Settings) -> str:
@@ -78,6 +86,10 @@ def _section(section: Any, settings: Settings) -> str:
 
 def _shown(row: Option, value: Any) -> Any:
     return HIDDEN if row.secret and value is not None else value
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
 
 
 def _titled(title: str, lines: Iterable[str]) -> str:

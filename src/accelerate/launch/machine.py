@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
+from accelerate.base.errors import ConfigurationError
 from accelerate.devices.backend import DeviceBackend
 from accelerate.devices.catalogue import CPU, count_visible
 from accelerate.launch.ports import get_free_port, is_port_in_use
+
+ROOT = 0
+MPI_VERSION = ("mpirun", "--version")
+
+
+def ask_mpirun() -> str:
+    """What ``mpirun --version`` prints; it names the dialect.
+
+    Raises:
+        ConfigurationError: there is no mpirun.
+    """
+    try:
+        asked = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(
+            f"mpirun --version does not run: {error}. Install Open MPI, MPICH or Intel MPI, or put its bin "
+            f"folder on PATH."
+        ) from error
+    return asked.stdout + asked.stderr
+
+
+def read_file(path: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"The file {path} cannot be read: {error}. Check the path.") from error
+
+
+def has_module(name: str) -> bool:
+    """Whether a Python package or module is installed; only its parents are imported."""
+    try:
+        return find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -22,6 +67,10 @@ class Machine:
         port_in_use: whether a port is taken.
         free_port: gives one that is not.
         environ: this process's variables.
+        mpi_version: gives what ``mpirun --version`` prints.
+        read_file: gives the text of a file.
+        is_root: whether this process may do everything.
+        has_module: whether a Python package is installed.
     """
 
     hardware: DeviceBackend = CPU
@@ -30,6 +79,10 @@ class Machine:
     port_in_use: Callable[[int], bool] = is_port_in_use
     free_port: Callable[[], int] = get_free_port
     environ: Mapping[str, str] | None = None
+    mpi_version: Callable[[], str] = ask_mpirun
+    read_file: Callable[[str], str] = read_file
+    is_root: bool = False
+    has_module: Callable[[str], bool] = has_module
 
     @property
     def has_accelerator(self) -> bool:
@@ -45,7 +98,13 @@ def look(environ: Mapping[str, str], *, cpu: bool) -> Machine:
         cpu: the run stays on the CPU: do not look for devices.
     """
     hardware, devices = (CPU, 1) if cpu else count_visible(environ)
-    return Machine(hardware=hardware, devices=devices, cores=_usable_cores(), environ=environ)
+    return Machine(
+        hardware=hardware,
+        devices=devices,
+        cores=_usable_cores(),
+        environ=environ,
+        is_root=hasattr(os, "geteuid") and os.geteuid() == ROOT,
+    )
 
 
 def _usable_cores() -> int:

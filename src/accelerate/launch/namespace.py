@@ -6,18 +6,25 @@ Such a namespace holds every option, already decided, under its name; nothing is
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from accelerate.base import environ
-from accelerate.base.errors import wrong_value
 from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.command import local_command
+from accelerate.launch.backends.sagemaker import SageMakerDetails
+from accelerate.launch.backends.tpu import precision_variables
+from accelerate.launch.command import env_var_path_add, local_command
 from accelerate.launch.environment import INTEL_OPENMP, device_ids
+from accelerate.launch.hyperparameters import _convert_nargs_to_dict as _convert_nargs_to_dict
+from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
 from accelerate.settings import env
+from accelerate.settings.config_file import SageMakerConfig
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge
 from accelerate.settings.option import Section
+from accelerate.settings.sections.deepspeed import DeepSpeedSection
 from accelerate.settings.sections.dynamo import DynamoSection
 from accelerate.settings.sections.fsdp import FsdpSection
 from accelerate.settings.sections.launch import LaunchSection
@@ -32,6 +39,7 @@ from accelerate.settings.sections.rendezvous import RendezvousSection
 
 MESH = (ParallelismSection, ContextParallelSection, SequenceParallelSection)
 SIMPLE = (LaunchSection, PrecisionSection, DynamoSection, Fp8Section)
+DEEPSPEED = (LaunchSection, PrecisionSection, Fp8Section, DeepSpeedSection, *MESH)
 MULTI = (*SIMPLE, FsdpSection, MegatronSection, *MESH)
 
 
@@ -126,6 +134,112 @@ def _free(port: int) -> int:
     return get_free_port() if port == 0 or is_port_in_use(port) else port
 
 
+def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """The command and the whole environment for DeepSpeed.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided; on one machine, and with the launcher
+            ``standard``, it gets what ``torchrun`` needs.
+
+    Returns:
+        The words of DeepSpeed's launcher, or ``None`` where ``torchrun`` starts the processes; and the
+        environment.
+
+    Raises:
+        ConfigurationError: the namespace contradicts itself, or its port is busy on a cluster.
+    """
+    variables = _encode(args, DEEPSPEED)
+    variables.pop("OMP_NUM_THREADS", None)
+    variables.update({name: text for name, text in environ.current().items() if name == "OMP_NUM_THREADS"})
+    fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
+    if fields is not None:
+        variables["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields).lower()
+    variables["PYTHONPATH"] = env_var_path_add("PYTHONPATH", str(Path.cwd()))
+    several = (getattr(args, "num_machines", None) or 1) > 1
+    if several and getattr(args, "deepspeed_multinode_launcher", None) not in (None, "standard"):
+        plan = deepspeed_plan(args)
+        return launcher_for(plan).command(plan), variables
+    _add_torchrun_names(args)
+    return None, variables
+
+
+def deepspeed_plan(args: argparse.Namespace, variables: dict[str, str] | None = None) -> LaunchPlan:
+    settings = settings_of(args)
+    wanted = settings[RendezvousSection]
+    plan = LaunchPlan(
+        launcher="deepspeed",
+        target=Target.of(args),
+        processes=args.num_processes,
+        machines=settings.values["num_machines"],
+        machine=wanted.machine_rank,
+        rendezvous=Rendezvous.of(wanted, wanted.main_process_port or DEFAULT_PORT),
+        environment=variables or {},
+    )
+    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
+
+
+def prepare_tpu(
+    args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Add the variables by which XLA computes in bfloat16, and those of a debug run.
+
+    Args:
+        args: every option of ``accelerate launch``; with `pod` its ``env`` gets them.
+        current_env: gets them without `pod`.
+        pod: the processes run on the hosts of a pod.
+
+    Returns:
+        `args` and `current_env`.
+    """
+    settings = settings_of(args)
+    added = precision_variables(settings.values["downcast_bf16"], settings.values["mixed_precision"])
+    if settings.values["debug"]:
+        added["ACCELERATE_DEBUG_MODE"] = "true"
+    if pod:
+        args.env = [*(args.env or ()), *(f"{name}={text}" for name, text in added.items())]
+    else:
+        current_env.update(added)
+    return args, current_env
+
+
+def prepare_sagemager_args_inputs(
+    sagemaker_config: SageMakerConfig, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """The arguments of the estimator of a SageMaker job, and its inputs; AWS's variables are set.
+
+    Args:
+        sagemaker_config: the job, as its configuration file describes it.
+        args: every option of ``accelerate launch``.
+
+    Returns:
+        Arguments of the estimator by name, and channel -> place of its data, ``None`` for none.
+
+    Raises:
+        ConfigurationError: the job cannot work.
+    """
+    plan = sagemaker_plan(sagemaker_config, args)
+    told = plan.detail(SageMakerDetails)
+    environ.assign(told.credentials)
+    return dict(told.arguments), None if told.inputs is None else dict(told.inputs)
+
+
+def sagemaker_plan(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
+    """A plan from the file's object, under the flags that the namespace gives."""
+    held = {name: value for name, value in config.to_dict().items() if name in all_options()}
+    keys = ("aws_access_key_id", "aws_secret_access_key", "mixed_precision", *_names(DynamoSection))
+    flags = {name: value for name in keys if (value := getattr(args, name, None)) is not None}
+    rows = all_options()
+    dynamo = {name: value for name, value in (config.dynamo_config or {}).items() if name in rows}
+    given = {name: rows[name].read(value, name) for name, value in {**dynamo, **held, **flags}.items()}
+    settings = merge(Layer(FLAG, {**given, "compute_environment": "AMAZON_SAGEMAKER"}))
+    plan = LaunchPlan("sagemaker", Target.of(args), machines=settings.values["num_machines"])
+    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
+
+
+def _names(section: type[Section]) -> tuple[str, ...]:
+    return tuple(row.name for row in section.options())
+
+
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables of the FP8 recipe, where FP8 is the number format.
 
@@ -172,88 +286,3 @@ def _filter_args(
     shared = {name: value for name, value in vars(args).items() if hasattr(known, name)}
     vars(known).update(shared)
     return known
-
-
-def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
-    """Read a script's own arguments as names and values; a flag without a value is ``True``.
-
-    Args:
-        nargs: words such as ``--epochs 3 --fast``.
-
-    Raises:
-        ConfigurationError: a value has no name before it.
-    """
-    result: dict[str, Any] = {}
-    name: str | None = None
-    for word in nargs:
-        if word.startswith("--") or (word.startswith("-") and not _is_number(word)):
-            name, _, text = word.lstrip("-").partition("=")
-            result[name] = _value_of(text) if "=" in word else True
-        elif name is None:
-            raise wrong_value("argument", word, "it belongs to no option", "Write arguments as --name value")
-        else:
-            result[name] = _value_of(word)
-    return result
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _value_of(word: str) -> Any:
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
-
-
-def simple_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script as one process.
-
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
-    Raises:
-        SystemExit: the script failed; with its exit code.
-    """
-    _, variables = prepare_simple_launcher_cmd_env(args)
-    _run(LaunchPlan("local", Target.of(args), environment=variables))
-
-
-def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script in several processes.
-
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
-    Raises:
-        SystemExit: a process failed; with its exit code.
-    """
-    variables = prepare_multi_gpu_env(args)
-    settings = settings_of(args)
-    wanted = settings[RendezvousSection]
-    port = wanted.main_process_port or DEFAULT_PORT
-    plan = LaunchPlan(
-        launcher="elastic",
-        target=Target.of(args),
-        processes=args.num_processes,
-        machines=settings.values["num_machines"],
-        machine=wanted.machine_rank,
-        rendezvous=Rendezvous.of(wanted, int(getattr(args, "master_port", None) or port)),
-        environment=variables,
-    )
-    _run(plan)
-
-
-def _run(plan: LaunchPlan) -> None:
-    code = launcher_for(plan).run(plan)
-    if code:
-        raise SystemExit(code)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings.sections.rendezvous import RendezvousSection
 
+Detail = TypeVar("Detail")
 Kind: TypeAlias = Literal["script", "module", "program"]
 
 
@@ -98,6 +99,7 @@ class LaunchPlan:
         rendezvous: how the processes meet.
         environment: only the variables that are added.
         notes: what was assumed or changed, to be said once.
+        details: what the launcher needs beyond this; see `detail`.
     """
 
     launcher: str
@@ -108,8 +110,29 @@ class LaunchPlan:
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    details: object = None
 
     @property
     def local_processes(self) -> int:
         """Processes on each machine."""
         return self.processes // self.machines
+
+    @property
+    def ranks(self) -> str:
+        """The ranks of this machine, in words."""
+        first = self.machine * self.local_processes
+        last = first + self.local_processes - 1
+        return f"rank {first}" if first == last else f"ranks {first} to {last}"
+
+    def detail(self, kind: type[Detail]) -> Detail:
+        """The launcher's own part of the plan.
+
+        Args:
+            kind: its class.
+
+        Raises:
+            TypeError: another launcher made this plan.
+        """
+        if not isinstance(self.details, kind):
+            raise TypeError(f"a plan of the {self.launcher} launcher holds no {kind.__name__}")
+        return self.details

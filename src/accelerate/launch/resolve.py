@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.catalogue import CPU
+from accelerate.launch.backends.base import Launcher, launcher_named
 from accelerate.launch.environment import device_ids, environment
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
@@ -33,24 +38,53 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
         LaunchError: the port that several machines agreed on is busy here.
     """
     check_paradigm(settings)
+    starter, starter_notes = choose_starter(settings, machine)
+    if starter is not None:
+        settings = launcher_named(starter).amend(settings, machine)
+    if starter is not None and launcher_named(starter).counts_elsewhere:
+        return _plan_elsewhere(starter, settings, machine, target), settings
     machine = _hardware(settings, machine)
     settings, notes = _choose_processes(settings, machine)
     _check_layout(settings, machine)
-    launcher = choose_launcher(settings)
-    settings = _choose_threads(settings, machine, launcher)
-    rendezvous, port_notes = _rendezvous(settings, machine, launcher)
-    launch = settings[LaunchSection]
+    name = starter or _choose_here(settings)
+    launcher = launcher_named(name)
+    _check_calls(settings, launcher, name)
+    settings = _choose_threads(settings, machine, name)
+    rendezvous, port_notes = _rendezvous(settings, machine, name)
     plan = LaunchPlan(
-        launcher=launcher,
+        launcher=name,
         target=target,
         processes=settings.values["num_processes"],
-        machines=launch.num_machines,
+        machines=settings.values["num_machines"],
         machine=settings.values["machine_rank"],
         rendezvous=rendezvous,
-        environment=environment(settings, machine, launcher),
-        notes=(*settings.notes, *notes, *port_notes),
+        environment=environment(settings, machine, name),
+        notes=(*settings.notes, *starter_notes, *notes, *port_notes),
     )
-    return plan, settings
+    plan = replace(plan, notes=(*plan.notes, *_layout_note(plan)))
+    return replace(plan, details=launcher.details(settings, machine, plan)), settings
+
+
+def _plan_elsewhere(name: str, settings: Settings, machine: Machine, target: Target) -> LaunchPlan:
+    """A plan whose processes are counted on the machines where they run."""
+    given = settings.values["num_processes"]
+    plan = LaunchPlan(
+        launcher=name,
+        target=target,
+        processes=given if given and given > 0 else 1,
+        machines=settings.values["num_machines"],
+        environment=environment(settings, machine, name),
+        notes=settings.notes,
+    )
+    return replace(plan, details=launcher_named(name).details(settings, machine, plan))
+
+
+def _layout_note(plan: LaunchPlan) -> tuple[str, ...]:
+    """Say how the total is shared, since it is easily taken for the count of one machine."""
+    if plan.machines == 1:
+        return ()
+    share = f"{plan.local_processes} on each of {plan.machines} machines"
+    return (f"{plan.processes} processes in total: {share}; machine {plan.machine} has {plan.ranks}",)
 
 
 def check_paradigm(settings: Settings) -> None:
@@ -60,39 +94,67 @@ def check_paradigm(settings: Settings) -> None:
         raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
 
 
-def choose_launcher(settings: Settings) -> str:
-    """Name the launcher that a run needs, whether or not this version has it."""
+def choose_launcher(settings: Settings, machine: Machine) -> str:
+    """Name the launcher that a run with a known number of processes needs."""
+    return choose_starter(settings, machine)[0] or _choose_here(settings)
+
+
+def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
+    """Name the program that starts the processes, if it is not this one; and say what was noticed.
+
+    Raises:
+        ConfigurationError: a flag asks for SLURM, and there is no allocation.
+    """
     values = settings.values
+    if values["submit"] and not values["slurm"]:
+        raise wrong_value("--submit", True, "it belongs to --slurm", "Pass --slurm as well, or leave it out")
     if values["compute_environment"] == "AMAZON_SAGEMAKER":
-        return "sagemaker"
+        return "sagemaker", ()
     if values["tpu"]:
-        return "tpu"
+        return ("tpu_pod" if values["tpu_use_cluster"] else "tpu"), ()
+    if values["slurm"]:
+        return _choose_slurm(settings, machine)
     if values["mpirun_hostfile"]:
-        return "mpi"
-    if values["use_deepspeed"] and values["num_machines"] > 1 and _own_multinode(values):
-        return "deepspeed"
+        return "mpi", ()
+    several = values["num_machines"] > 1 or values["deepspeed_hostfile"]
+    if values["use_deepspeed"] and several and _own_multinode(values):
+        return "deepspeed", ()
+    return None, ()
+
+
+def _choose_slurm(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
+    if settings.values["submit"]:
+        return "sbatch", ()
+    if "SLURM_JOB_ID" in (machine.environ or {}):
+        return "slurm", ()
+    where, source = _where(settings, "slurm"), settings.source("slurm")
+    if source in (FLAG, ENVIRONMENT):
+        mend = "Ask for one with salloc or sbatch, or add --submit"
+        raise wrong_value(where, True, "this is not inside an allocation of SLURM", mend)
+    return None, (f"{where} has no effect outside of an allocation",)
+
+
+def _choose_here(settings: Settings) -> str:
+    values = settings.values
     alone = values["num_processes"] == 1 and values["num_machines"] == 1
     return "local" if alone and not any(values[name] for name in NEEDS_GROUP) else "elastic"
 
 
-def _own_multinode(values: object) -> bool:
-    wanted = values["deepspeed_multinode_launcher"]  # type: ignore[index]
-    return wanted not in (None, "standard")
+def _own_multinode(values: Mapping[str, Any]) -> bool:
+    return values["deepspeed_multinode_launcher"] not in (None, "standard")
 
 
 def _hardware(settings: Settings, machine: Machine) -> Machine:
     """The machine as this run uses it: without its devices for `--cpu`, with those of `--gpu_ids` only."""
     launch = settings[LaunchSection]
     if launch.cpu:
-        return Machine(CPU, 1, machine.cores, machine.port_in_use, machine.free_port, machine.environ)
+        return replace(machine, hardware=CPU, devices=1)
     if not machine.has_accelerator:
         _refuse_devices(settings)
         return machine
     ids = device_ids(launch.gpu_ids)
     devices = len(ids) if ids else machine.devices
-    return Machine(
-        machine.hardware, devices, machine.cores, machine.port_in_use, machine.free_port, machine.environ
-    )
+    return replace(machine, devices=devices)
 
 
 def _refuse_devices(settings: Settings) -> None:
@@ -138,14 +200,24 @@ def _check_layout(settings: Settings, machine: Machine) -> None:
     if total < 1:
         raise wrong_value(where, total, "at least one process is needed", "Use 1 or more")
     if total % machines:
-        mend = f"It is the total over all machines: use a multiple of {machines}"
+        mend = f"Use a multiple of {machines}: it is the total, and each machine runs the same number"
         raise wrong_value(where, total, f"it cannot be divided over {machines} machines", mend)
     if not 0 <= rank < machines:
         mend = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
         raise wrong_value(_where(settings, "machine_rank"), rank, f"there are {machines} machines", mend)
     if machine.has_accelerator and total // machines > machine.devices:
-        reason = f"that is {total // machines} on this machine, which shows {machine.devices} devices"
+        of = f" of {machines}" if machines > 1 else ""
+        reason = f"that is {total // machines} on this machine{of}, which shows {machine.devices} devices"
         raise wrong_value(where, total, reason, "Use fewer, or --cpu to run on the CPU")
+
+
+def _check_calls(settings: Settings, launcher: Launcher, name: str) -> None:
+    rank = settings.values["machine_rank"]
+    if launcher.called_once and rank:
+        mend = "Call it once, on one machine, without it"
+        raise wrong_value(
+            _where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", mend
+        )
 
 
 def _choose_threads(settings: Settings, machine: Machine, launcher: str) -> Settings:
@@ -165,11 +237,12 @@ def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Re
     wanted = settings[RendezvousSection]
     if launcher == "local":
         return Rendezvous(), ()
+    starter = launcher_named(launcher)
     several = settings.values["num_machines"] > 1
-    if several and not wanted.main_process_ip:
+    if several and not wanted.main_process_ip and not starter.finds_address:
         mend = "Pass the address of the machine of rank 0"
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", mend)
-    port, notes = _port(settings, machine, several)
+    port, notes = _port(settings, machine, several and not starter.called_once)
     return Rendezvous.of(wanted, port), notes
 
 

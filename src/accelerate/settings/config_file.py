@@ -171,6 +171,7 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
+    slurm_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Give every group that is not set an empty mapping."""

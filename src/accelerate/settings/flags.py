@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from accelerate.settings.merge import FLAG, Layer, all_options
+from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
 from accelerate.settings.sections import SECTIONS
 from accelerate.settings.sections.launch import GENERAL
@@ -137,6 +137,26 @@ def _arguments(row: Option) -> dict[str, Any]:
     return {**arguments, "type": row.flag_type, "metavar": METAVARS[row.kind]}
 
 
+RETIRED = {
+    "ipex": "Intel Extension for PyTorch is no longer used",
+    "use_xpu": "an XPU is used when there is one",
+}
+"""Flags of older versions that are accepted and mean nothing now -> why."""
+
+
+def add_retired(parser: CustomArgumentParser) -> None:
+    """Add the flags of older versions, which the help does not show."""
+    for name in RETIRED:
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
+
+
+def retired_notes(namespace: argparse.Namespace) -> tuple[str, ...]:
+    """What to tell a user who gave a flag of an older version."""
+    return tuple(
+        f"--{name} has no effect: {why}" for name, why in RETIRED.items() if getattr(namespace, name, None)
+    )
+
+
 METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -187,7 +207,7 @@ def layer(namespace: argparse.Namespace) -> Layer:
         except ValueError as error:
             problems.append(str(error))
     refuse_all(problems)
-    return Layer(FLAG, values)
+    return Layer(FLAG, values, retired_notes(namespace))
 
 
 def given_names(namespace: argparse.Namespace) -> list[str]:
@@ -201,3 +221,32 @@ def given_names(namespace: argparse.Namespace) -> list[str]:
         for name, row in all_options().items()
         if name in held and held[name] is not None and held[name] != row.flag_default
     ]
+
+
+def words(settings: Settings, *left_out: str) -> list[str]:
+    """Write settings as the flags of a command line; parsing them gives the same settings.
+
+    Args:
+        settings: what was decided. Values that nobody gave, secrets, and options without a flag are not
+            written.
+        left_out: names of further options that are not written.
+    """
+    return [
+        word
+        for row, value, _ in settings
+        if row.flags and settings.given(row.name) and not row.secret and row.name not in left_out
+        for word in _written(row, value)
+    ]
+
+
+def _written(row: Option, value: Any) -> list[str]:
+    flag = row.flags[-1]
+    if value is None:
+        return []
+    if row.action == "store_true":
+        return [flag] if value else list(row.negations[:1])
+    if row.action == "append":
+        return [word for part in value for word in (flag, str(part))]
+    if row.kind is tuple:
+        return [flag, ",".join(str(part) for part in value)]
+    return [f"{flag}={row.read(value, flag)}".lower() if row.kind is bool else f"{flag}={value}"]

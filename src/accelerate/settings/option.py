@@ -28,7 +28,8 @@ class Option:
 
     Attributes:
         name: unique over all sections; the attribute that a parsed flag is stored under.
-        kind: ``bool``, ``int``, ``float``, ``str`` or ``tuple``.
+        kind: ``bool``, ``int``, ``float``, ``str``, ``tuple``
+            or ``dict`` (of the user's own, in files only).
         default: the built-in value.
         help: one sentence for ``-h`` and the docs.
         choices: accepted values; empty means any.
@@ -126,14 +127,28 @@ def _read_tuple(value: object) -> tuple[Any, ...]:
     raise ValueError(value)
 
 
+def _read_dict(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(value)
+    return value
+
+
 READERS: dict[type, Callable[[object], Any]] = {
     bool: _read_bool,
     int: _read_int,
     float: _read_float,
     str: _read_str,
     tuple: _read_tuple,
+    dict: _read_dict,
 }
-WANTED = {bool: "yes or no", int: "a whole number", float: "a number", str: "one text", tuple: "a list"}
+WANTED = {
+    bool: "yes or no",
+    int: "a whole number",
+    float: "a number",
+    str: "one text",
+    tuple: "a list",
+    dict: "a group of settings",
+}
 
 
 def option(

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 
+from accelerate.base import slurm
 from accelerate.base.enums import SageMakerDistributedType
 from accelerate.base.environ import current, str_to_bool
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.devices import catalogue
-from accelerate.state import slurm
 from accelerate.state.topology import Topology
 
 DEFAULT_PORT = 29500

@@ -150,8 +150,11 @@ from accelerate.devices.nvidia import (
 from accelerate.devices.xla import install_xla as install_xla
 from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
 from accelerate.launch.namespace import (
+    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env as prepare_multi_gpu_env,
+    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
     prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+    prepare_tpu as prepare_tpu,
 )
 from accelerate.launch.ports import is_port_in_use as is_port_in_use
 from accelerate.launch.worker import PrepareForLaunch as PrepareForLaunch

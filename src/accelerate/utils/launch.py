@@ -25,9 +25,12 @@ from accelerate.launch.command import env_var_path_add as env_var_path_add
 from accelerate.launch.namespace import (
     _convert_nargs_to_dict as _convert_nargs_to_dict,
     _filter_args as _filter_args,
+    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env as prepare_multi_gpu_env,
+    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
     prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+    prepare_tpu as prepare_tpu,
     setup_fp8_env as setup_fp8_env,
 )
 from accelerate.launch.ports import (

@@ -15,6 +15,7 @@ from accelerate.settings import file_layer
 from accelerate.settings.merge import FLAG, Layer, merge
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
+FILES = {"hosts": "first\nsecond slots=2\n", "one": "localhost\n"}
 TARGET = Target("script", "train.py", ("--lr", "1"))
 
 
@@ -28,6 +29,8 @@ def machine(
         port_in_use=lambda port: port in busy,
         free_port=lambda: 31000,
         environ=environ,
+        mpi_version=lambda: "mpirun (Open MPI) 4.1.4",
+        read_file=lambda path: FILES[path],
     )
 
 
@@ -101,8 +104,17 @@ def test_methods_that_need_a_group_get_one_with_one_process(name: str) -> None:
     ("flags", "launcher"),
     [
         ({"tpu": True}, "tpu"),
+        ({"tpu": True, "tpu_use_cluster": True, "tpu_name": "pod"}, "tpu_pod"),
         ({"mpirun_hostfile": "hosts"}, "mpi"),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, "sagemaker"),
+        ({"slurm": True, "submit": True}, "sbatch"),
+        (
+            {
+                "compute_environment": "AMAZON_SAGEMAKER",
+                "ec2_instance_type": "ml.p3.2xlarge",
+                "iam_role_name": "role",
+            },
+            "sagemaker",
+        ),
         (
             {
                 "use_deepspeed": True,
@@ -145,6 +157,29 @@ def test_several_machines_share_the_processes() -> None:
 def test_on_several_machines_the_total_is_assumed_from_this_one() -> None:
     made = plan(machine(4), num_machines=2, main_process_ip="10.0.0.1")
     assert made.processes == 8
+
+
+def test_a_total_is_never_taken_for_the_count_of_one_machine() -> None:
+    made = plan(machine(2), num_processes=4, num_machines=2, machine_rank=1, main_process_ip="10.0.0.1")
+    assert made.notes == ("4 processes in total: 2 on each of 2 machines; machine 1 has ranks 2 to 3",)
+    with pytest.raises(ConfigurationError, match="it is the total, and each machine runs the same number"):
+        plan(machine(2), num_processes=3, num_machines=2, main_process_ip="10.0.0.1")
+
+
+def test_a_launcher_that_is_called_once_may_choose_the_port() -> None:
+    made = plan(machine(1, busy=(29500,)), mpirun_hostfile="hosts")
+    assert made.rendezvous.port == 31000
+
+
+def test_what_starts_all_machines_is_called_on_the_first() -> None:
+    with pytest.raises(ConfigurationError, match="the mpi launcher starts all machines"):
+        plan(machine(), mpirun_hostfile="hosts", machine_rank=1)
+
+
+def test_slurm_of_a_file_has_no_effect_outside_of_an_allocation() -> None:
+    made = plan(machine(), layers=(Layer("c.yaml", {"slurm": True}),), num_processes=1)
+    assert made.launcher == "local"
+    assert made.notes == ("c.yaml: slurm has no effect outside of an allocation",)
 
 
 def test_a_busy_port_is_replaced_on_one_machine() -> None:

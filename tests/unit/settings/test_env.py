@@ -19,6 +19,7 @@ SWITCHED_ON = {
     "use_megatron_lm": True,
     "use_parallelism_config": True,
     "mixed_precision": "fp8",
+    "mpirun_hostfile": "hosts",
     "parallelism_config_cp_size": 2,
     "parallelism_config_sp_size": 2,
 }

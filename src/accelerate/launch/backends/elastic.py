@@ -7,17 +7,23 @@ from dataclasses import replace
 
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import LaunchError
-from accelerate.launch.backends.local import exit_code
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say
 from accelerate.launch.command import torchrun_arguments
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.ports import get_free_port
+from accelerate.launch.reach import check_reach
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
 
 
-class ElasticLauncher:
+class ElasticLauncher(Launcher):
     """Runs the target in each of the plan's processes on this machine, and restarts them as asked."""
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words of ``torchrun``."""
+        return ["torchrun", *torchrun_arguments(plan)]
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the agent, wait for it, and return the exit code of the process that failed first.
@@ -27,12 +33,13 @@ class ElasticLauncher:
         Raises:
             LaunchError: the processes did not meet.
         """
+        check_reach(plan, say)
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous.api import RendezvousError
 
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                with patch_environment(**plan.environment):
+                with patch_environment(**{**plan.environment, GRACE_VARIABLE: str(grace())}):
                     return _run_agent(plan)
             except (DistError, RendezvousError) as error:
                 if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
@@ -54,6 +61,7 @@ def _run_agent(plan: LaunchPlan) -> int:
         print(f"accelerate launch: rank {rank} failed first, with exit code {code}.", file=sys.stderr)
         return code or 1
     except SignalException as error:
+        say(f"{error.sigval.name} ended all processes of this machine")
         return 128 + int(error.sigval)
     return 0
 

@@ -14,6 +14,7 @@ from accelerate.settings.sections.parallelism import (
 from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
 from accelerate.settings.sections.rendezvous import MpirunSection, RendezvousSection
 from accelerate.settings.sections.sagemaker import SageMakerSection
+from accelerate.settings.sections.slurm import SlurmSection
 from accelerate.settings.sections.tpu import TpuSection
 
 SECTIONS: tuple[type[Section], ...] = (
@@ -28,6 +29,7 @@ SECTIONS: tuple[type[Section], ...] = (
     Fp8Section,
     SageMakerSection,
     MpirunSection,
+    SlurmSection,
     ParallelismSection,
     ContextParallelSection,
     SequenceParallelSection,

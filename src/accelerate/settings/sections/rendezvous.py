@@ -9,6 +9,10 @@ from typing import Any
 from accelerate.settings.option import Section, option
 
 
+def _several_machines(answers: Mapping[str, Any]) -> bool:
+    return bool(answers["num_machines"] > 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RendezvousSection(Section):
     """Addresses, ports, restarts and logs."""
@@ -19,26 +23,28 @@ class RendezvousSection(Section):
         False,
         "The machines are on one local network. Kept for configuration files: addresses are used as given.",
         advanced=True,
+        ask="Are the machines on one local network?",
+        when=_several_machines,
     )
     machine_rank: int = option(
         0,
         "Rank of this machine, from 0.",
         flag_default=None,
         ask="What is the rank of this machine?",
-        when=lambda answers: answers.get("num_machines", 1) > 1,
+        when=_several_machines,
     )
     main_process_ip: str | None = option(
         None,
         "Address of the machine of rank 0.",
         ask="What is the address of the machine of rank 0?",
-        when=lambda answers: answers.get("num_machines", 1) > 1,
+        when=_several_machines,
     )
     main_process_port: int | None = option(
         None,
         "Port of the machine of rank 0 where processes meet (29500). On one machine a busy port is replaced, "
         "and 0 takes any free one; on several machines a busy port is an error.",
         ask="Which port do the processes meet on?",
-        when=lambda answers: answers.get("num_machines", 1) > 1,
+        when=_several_machines,
     )
     tee: str = option(
         "0",
@@ -53,6 +59,9 @@ class RendezvousSection(Section):
         "static",
         "How the processes meet: static (fixed machines) or c10d (elastic).",
         advanced=True,
+        ask="How do the processes meet (static: fixed machines, c10d: elastic)?",
+        when=_several_machines,
+        offers=("static", "c10d"),
     )
     rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
     max_restarts: int = option(0, "How often failed processes are started again.", key=None)
@@ -67,10 +76,25 @@ class MpirunSection(Section):
     file_key = "mpirun_config"
 
     mpirun_hostfile: str | None = option(
-        None, "Host file for mpirun; processes are then started by it.", env=()
+        None,
+        "Host file for mpirun; processes are then started by it.",
+        ask="Host file for mpirun (empty: processes are not started by mpirun)?",
+    )
+    mpirun_ccl: int | None = option(
+        None,
+        "Threads of oneCCL in each process (CCL_WORKER_COUNT).",
+        flags=(),
+        env="CCL_WORKER_COUNT",
+        foreign=True,
+        advanced=True,
     )
 
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:
         """Only when mpirun starts the processes."""
         return bool(values["mpirun_hostfile"])
+
+    @classmethod
+    def asked(cls, answers: Mapping[str, Any]) -> bool:
+        """Only for CPU processes on several machines, where mpirun may be the one that starts them."""
+        return answers["distributed_type"] == "MULTI_CPU" and _several_machines(answers)

@@ -91,6 +91,9 @@ class SageMakerSection(Section):
         flags=(),
         ask="Table of metric definitions (empty for none)?",
     )
+    additional_args: dict[str, Any] | None = option(
+        None, "Further arguments for the estimator of SageMaker, as they are.", flags=()
+    )
 
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:

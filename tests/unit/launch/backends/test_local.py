@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.launch.backends.local import FORWARDED, LocalLauncher, exit_code
+from accelerate.launch.backends.local import LocalLauncher
+from accelerate.launch.children import FORWARDED, exit_code
 from accelerate.launch.plan import LaunchPlan, Target
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from accelerate.base import slurm
 from accelerate.base.errors import ConfigurationError
-from accelerate.state import slurm
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What SLURM says about a job step: its hosts, its tasks on each of them, a port of its own."""
+"""What SLURM says about a job or a step of it: its hosts, its tasks on each of them, a port of its own."""
 
 from __future__ import annotations
 
@@ -46,21 +46,26 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     Raises:
         ConfigurationError: the text is not of that form, or has no such machine.
     """
-    counts: list[int] = []
-    for entry in tasks_per_node.split(","):
-        match = _TASKS.fullmatch(entry.strip())
-        if match is None:
-            break
-        counts += [int(match["tasks"])] * int(match["nodes"] or 1)
-    else:
-        if node < len(counts):
-            return counts[node]
+    counts = per_node(tasks_per_node)
+    if node < len(counts):
+        return counts[node]
     raise wrong_value(
         "SLURM_STEP_TASKS_PER_NODE",
         tasks_per_node,
         f"it does not say how many tasks machine {node} runs",
         "start the step with srun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE yourself",
     )
+
+
+def per_node(counts: str) -> list[int]:
+    """Return one number for each machine: `16(x2),8` gives 16, 16 and 8; empty where the text is none such.
+
+    Args:
+        counts: of tasks or cores, as SLURM writes them, repeated ones folded.
+    """
+    matches = [_TASKS.fullmatch(entry.strip()) for entry in counts.split(",")]
+    numbers = [[int(found["tasks"])] * int(found["nodes"] or 1) for found in matches if found]
+    return [] if None in matches else [number for part in numbers for number in part]
 
 
 def is_step_of_tasks(environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,162 @@
+"""Processes that mpirun starts, in its dialects; the workers find their ranks in the variables of MPI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accelerate.base import environ
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.children import run_child
+from accelerate.launch.command import local_command
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan
+from accelerate.settings.merge import Settings
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+INHERITED = ("PYTHONPATH",)
+"""Variables of this process that the others need too; Open MPI hands on only what it is told to."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one kind of mpirun spells what all of them can do.
+
+    Attributes:
+        name: as users know it.
+        marks: texts of ``mpirun --version``, in small letters, any of which names it.
+        hostfile: the flag before the path.
+        per_machine: the words for processes on each machine, with ``{}`` for the count.
+        variable: the words that hand on a variable, with ``{name}`` and ``{text}``.
+        as_root: words that are needed to run as root.
+        binding: words that leave each process free to use several cores, where that is not so anyway.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    hostfile: str = "-f"
+    per_machine: tuple[str, ...] = ("-ppn", "{}")
+    variable: tuple[str, ...] = ("-genv", "{name}", "{text}")
+    as_root: tuple[str, ...] = ()
+    binding: tuple[str, ...] = ()
+
+
+DIALECTS = (
+    Dialect("Intel MPI", ("intel(r) mpi",)),
+    Dialect(
+        "Open MPI",
+        ("open mpi", "openrte", "open-rte", "prrte"),
+        hostfile="--hostfile",
+        per_machine=("--map-by", "ppr:{}:node"),
+        variable=("-x", "{name}={text}"),
+        as_root=("--allow-run-as-root",),
+        binding=("--bind-to", "none"),
+    ),
+    Dialect("MVAPICH", ("mvapich",), binding=("-genv", "MV2_ENABLE_AFFINITY", "0")),
+    Dialect("MPICH", ("hydra", "mpich"), binding=("-bind-to", "none")),
+)
+"""In the order they are tried: Intel's and MVAPICH's mpirun come from MPICH and may name it as well."""
+
+
+def dialect_of(version: str) -> Dialect:
+    """Recognise a kind of mpirun.
+
+    Args:
+        version: what ``mpirun --version`` prints.
+
+    Raises:
+        ConfigurationError: it is none of those known.
+    """
+    text = version.lower()
+    found = next((each for each in DIALECTS if any(mark in text for mark in each.marks)), None)
+    if found is None:
+        known = ", ".join(each.name for each in DIALECTS)
+        first = version.strip().split("\n")[0]
+        raise ConfigurationError(f"mpirun --version says {first!r}. Use an mpirun of {known}.")
+    return found
+
+
+def hosts_of(text: str) -> list[str]:
+    """The hosts of a host file, each once: ``name``, ``name slots=4``, ``name:4``; ``#`` starts a comment."""
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
+    return list(dict.fromkeys(re.sub(r":\d+$", "", line[0]) for line in lines if line))
+
+
+@dataclass(frozen=True)
+class MpiDetails:
+    """What mpirun is told beyond the plan.
+
+    Attributes:
+        hostfile: path.
+        dialect: how it is told.
+        as_root: whether root calls it.
+    """
+
+    hostfile: str
+    dialect: Dialect
+    as_root: bool = False
+
+
+class MpiLauncher(Launcher):
+    """Runs the target under mpirun, on the machines of a host file."""
+
+    called_once = True
+
+    def amend(self, settings: Settings, machine: Machine) -> Settings:
+        """Take machines, and the address of the first one, from the host file."""
+        path = settings.values["mpirun_hostfile"]
+        hosts = hosts_of(machine.read_file(path))
+        if not hosts:
+            raise wrong_value("--mpirun_hostfile", path, "it names no host", "Write one host in each line")
+        if not settings.given("num_machines"):
+            settings = settings.replaced(path, num_machines=len(hosts))
+        several = settings.values["num_machines"] > 1
+        if settings.values["main_process_ip"] or not several:
+            return settings
+        if hosts[0] in LOOPBACK:
+            mend = "Pass the address by which the others reach this machine"
+            raise wrong_value("--main_process_ip", None, f"the first host of {path} is {hosts[0]}", mend)
+        return settings.replaced(path, main_process_ip=hosts[0])
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> MpiDetails:
+        """Ask which mpirun this is."""
+        return MpiDetails(
+            settings.values["mpirun_hostfile"], dialect_of(machine.mpi_version()), machine.is_root
+        )
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words of mpirun, in its dialect."""
+        told = plan.detail(MpiDetails)
+        dialect = told.dialect
+        return [
+            "mpirun",
+            *(dialect.as_root if told.as_root else ()),
+            *(dialect.hostfile, told.hostfile),
+            *("-n", str(plan.processes)),
+            *(word.format(plan.local_processes) for word in dialect.per_machine),
+            *dialect.binding,
+            *_variables(dialect, meeting_environment(plan)),
+            *local_command(plan.target),
+        ]
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Call mpirun, and return its exit code."""
+        return run_child(self.command(plan), {})
+
+
+def _variables(dialect: Dialect, variables: Mapping[str, str]) -> list[str]:
+    present = environ.current()
+    inherited = {name: present[name] for name in INHERITED if name in present}
+    return [
+        word.format(name=name, text=text)
+        for name, text in sorted({**inherited, **variables}.items())
+        for word in dialect.variable
+    ]
+
+
+def meeting_environment(plan: LaunchPlan) -> dict[str, str]:
+    """The plan's variables, with those that say where the processes meet."""
+    meeting = plan.rendezvous
+    return {**plan.environment, "MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}

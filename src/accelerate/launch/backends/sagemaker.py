@@ -1,0 +1,228 @@
+"""A training job on Amazon SageMaker, through the vendor's own package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError, LaunchError, MissingPackageError, wrong_value
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.hyperparameters import _convert_nargs_to_dict
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.settings import env
+from accelerate.settings.merge import Settings
+from accelerate.settings.sections.dynamo import DynamoSection
+from accelerate.settings.sections.precision import PrecisionSection
+from accelerate.settings.sections.sagemaker import SageMakerSection
+
+ESTIMATOR = "sagemaker.huggingface.HuggingFace"
+DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
+INPUT_COLUMNS = ("channel_name", "data_location")
+METRIC_COLUMNS = ("metric_name", "metric_regex")
+
+
+@dataclass(frozen=True)
+class SageMakerDetails:
+    """A job.
+
+    Attributes:
+        arguments: of the estimator.
+        inputs: channel -> place of its data; ``None`` for none.
+        credentials: variables of AWS, never shown.
+    """
+
+    arguments: Mapping[str, Any]
+    inputs: Mapping[str, str] | None
+    credentials: Mapping[str, str] = field(repr=False)
+
+
+class SageMakerLauncher(Launcher):
+    """Submits the target as a training job, and waits for it."""
+
+    counts_elsewhere = True
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SageMakerDetails:
+        """Describe the job."""
+        job = settings[SageMakerSection]
+        return SageMakerDetails(
+            arguments=estimator_arguments(settings, plan.target, machine),
+            inputs=_inputs(job.sagemaker_inputs_file, machine),
+            credentials=credentials(job),
+        )
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The call of the vendor's package, with its arguments one by one."""
+        told = plan.detail(SageMakerDetails)
+        words = [f"{name}={value!r}" for name, value in told.arguments.items() if value is not None]
+        return [ESTIMATOR, *words, f"fit(inputs={told.inputs!r})"]
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Submit the job, and wait until it has ended.
+
+        Raises:
+            MissingPackageError: the vendor's package is missing, or has no such estimator.
+            LaunchError: AWS refused the job, or it failed.
+        """
+        told = plan.detail(SageMakerDetails)
+        with patch_environment(**told.credentials):
+            estimator_class = _import_estimator()
+            submit(estimator_class, told)
+        return 0
+
+
+def submit(estimator_class: Any, told: SageMakerDetails) -> None:
+    """Make the estimator, and run the job to its end.
+
+    Args:
+        estimator_class: the vendor's.
+        told: the job.
+
+    Raises:
+        LaunchError: AWS refused the job, or it failed.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        estimator = estimator_class(**told.arguments)
+        estimator.fit(inputs=told.inputs)
+    except (BotoCoreError, ClientError, RuntimeError, ValueError) as error:
+        hidden = _hide(" ".join(str(error).split()), told.credentials)
+        raise LaunchError(f"The SageMaker job did not succeed: {hidden}") from None
+    job = estimator.latest_training_job
+    print(f"The SageMaker job {job.name} has ended. Its model: {estimator.model_data}", flush=True)
+
+
+def _hide(text: str, credentials: Mapping[str, str]) -> str:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        if credentials.get(name):
+            text = text.replace(credentials[name], "(hidden)")
+    return text
+
+
+def _import_estimator() -> Any:
+    try:
+        from sagemaker.huggingface import HuggingFace
+    except ImportError as error:
+        raise MissingPackageError(
+            "A job on Amazon SageMaker needs sagemaker<3 (later versions have no such estimator), which "
+            "cannot be imported here. Run `pip install 'sagemaker<3'`."
+        ) from error
+    return HuggingFace
+
+
+def estimator_arguments(settings: Settings, target: Target, machine: Machine) -> dict[str, Any]:
+    """What the estimator is made with; what the file gives under ``additional_args`` wins.
+
+    Args:
+        settings: merged.
+        target: a script; its folder is sent with it.
+        machine: reads the table of metrics.
+
+    Raises:
+        ConfigurationError: the target is no script, or the file lacks what a job needs.
+    """
+    job = settings[SageMakerSection]
+    _check(job, target)
+    own_image = job.image_uri is not None
+    return {
+        "image_uri": job.image_uri,
+        "entry_point": Path(target.name).name,
+        "source_dir": str(Path(target.name).parent),
+        "role": job.iam_role_name,
+        "transformers_version": None if own_image else job.transformers_version,
+        "pytorch_version": None if own_image else job.pytorch_version,
+        "py_version": None if own_image else job.py_version,
+        "base_job_name": job.base_job_name,
+        "instance_count": settings.values["num_machines"],
+        "instance_type": job.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": _distribution(settings),
+        "hyperparameters": _convert_nargs_to_dict(list(target.arguments)),
+        "environment": job_environment(settings),
+        "metric_definitions": _metrics(job.sagemaker_metrics_file, machine),
+        **(job.additional_args or {}),
+    }
+
+
+def _check(job: SageMakerSection, target: Target) -> None:
+    if target.kind != "script" or not target.name.endswith(".py"):
+        mend = "Pass a script, without --module and --no_python"
+        raise wrong_value("training_script", target.name, "SageMaker runs a Python file", mend)
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if not getattr(job, name):
+            raise wrong_value(name, None, "a job needs it", "Write it into the configuration file")
+    if bool(job.aws_access_key_id) != bool(job.aws_secret_access_key):
+        raise ConfigurationError(
+            "--aws_access_key_id and --aws_secret_access_key belong together. Give both, or a profile."
+        )
+
+
+def _kind(settings: Settings) -> str:
+    return str(settings.values["distributed_type"] or "NO").upper()
+
+
+def _distribution(settings: Settings) -> dict[str, Any] | None:
+    kind = _kind(settings)
+    if kind == "MODEL_PARALLEL":
+        mend = "Use NO or DATA_PARALLEL"
+        raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", mend)
+    return DATA_PARALLEL if kind == "DATA_PARALLEL" else None
+
+
+def job_environment(settings: Settings) -> dict[str, str]:
+    """The variables of the processes of the job."""
+    return {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        **env.encode(settings, (PrecisionSection, DynamoSection)),
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": _kind(settings),
+    }
+
+
+def credentials(job: SageMakerSection) -> dict[str, str]:
+    """The variables by which the vendor's package finds account and region."""
+    given = {
+        "AWS_PROFILE": job.profile,
+        "AWS_ACCESS_KEY_ID": job.aws_access_key_id,
+        "AWS_SECRET_ACCESS_KEY": job.aws_secret_access_key,
+        "AWS_DEFAULT_REGION": job.region,
+    }
+    return {name: text for name, text in given.items() if text}
+
+
+def _inputs(path: str | None, machine: Machine) -> dict[str, str] | None:
+    if path is None:
+        return None
+    return {row[0]: row[1] for row in table_rows(machine.read_file(path), path, INPUT_COLUMNS)}
+
+
+def _metrics(path: str | None, machine: Machine) -> list[dict[str, str]] | None:
+    if path is None:
+        return None
+    rows = table_rows(machine.read_file(path), path, METRIC_COLUMNS)
+    return [{"Name": name, "Regex": pattern} for name, pattern in rows]
+
+
+def table_rows(text: str, path: str, columns: tuple[str, str]) -> list[tuple[str, str]]:
+    """The rows of a table of two columns, which are separated by tabs.
+
+    Args:
+        text: of the file.
+        path: the file, for errors.
+        columns: their names, which the first line holds.
+
+    Raises:
+        ConfigurationError: the first line or a row is not of that form.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    cells = [tuple(cell.strip() for cell in line.split("\t")) for line in lines]
+    if not cells or cells[0] != columns:
+        mend = f"Write the first line as {columns[0]}, a tab, {columns[1]}"
+        raise wrong_value(path, lines[0] if lines else "", "the first line names the columns", mend)
+    wrong = next((line for line, row in zip(lines, cells, strict=True) if len(row) != len(columns)), None)
+    if wrong is not None:
+        raise wrong_value(path, wrong, "a row has two cells with a tab between", "Correct the row")
+    return [(row[0], row[1]) for row in cells[1:]]

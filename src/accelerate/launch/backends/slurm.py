@@ -1,0 +1,200 @@
+"""SLURM: one agent on each machine of an allocation, or a batch script that is submitted."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGINT, SIGTERM
+
+from accelerate.base import environ
+from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
+from accelerate.base.slurm import first_host, per_node, port_of_step
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.children import run_child
+from accelerate.launch.command import accelerate_command
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan
+from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
+
+ALLOCATION = "SLURM allocation"
+OWN = ("slurm", "submit", "slurm_options", "slurm_script")
+DECIDED_THERE = ("machine_rank", "gpu_ids")
+"""What an agent finds out where it runs; devices of a machine were shared out by SLURM."""
+
+
+@dataclass(frozen=True)
+class SlurmDetails:
+    """What srun is told beyond the plan.
+
+    Attributes:
+        agent: the words of the agent that each machine runs, but for the rank of the machine.
+        target: the words that follow them.
+        cores: of each machine, for its agent; ``None`` where SLURM does not say.
+        options: further words for srun.
+    """
+
+    agent: tuple[str, ...]
+    target: tuple[str, ...]
+    cores: int | None
+    options: tuple[str, ...]
+
+
+class SlurmLauncher(Launcher):
+    """Starts one agent on each machine of the allocation with srun."""
+
+    called_once = True
+
+    def amend(self, settings: Settings, machine: Machine) -> Settings:
+        """Take machines, address, port and number of processes from the allocation."""
+        facts = machine.environ or {}
+        nodes = _whole(facts, "SLURM_JOB_NUM_NODES") or _whole(facts, "SLURM_NNODES") or 1
+        settings = _agreed_machines(settings, nodes)
+        found: dict[str, object] = {}
+        if settings.values["main_process_ip"] is None:
+            found["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
+        if settings.values["main_process_port"] is None:
+            found["main_process_port"] = port_of_step(facts)
+        if settings.values["num_processes"] in (None, -1):
+            machines = settings.values["num_machines"]
+            found["num_processes"] = machines * (_processes(facts) or machine.devices)
+        return settings.replaced(ALLOCATION, **found)
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SlurmDetails:
+        """Write the agent: this command again, for one machine, with everything that was decided."""
+        words = accelerate_command(settings, plan.target, *OWN, *DECIDED_THERE)
+        end = len(words) - 1 - len(plan.target.arguments)
+        end -= plan.target.kind != "script"
+        cores = per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
+        return SlurmDetails(
+            agent=(*words[:end], "--no_slurm"),
+            target=tuple(words[end:]),
+            cores=min(cores) if cores else None,
+            options=tuple(shlex.split(settings.values["slurm_options"])),
+        )
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words of srun; each agent learns the rank of its machine from its shell."""
+        told = plan.detail(SlurmDetails)
+        rank = '"$SLURM_NODEID"' if plan.machines > 1 else "0"
+        agent = f"exec {shlex.join(told.agent)} --machine_rank {rank} {shlex.join(told.target)}"
+        return [
+            "srun",
+            *("--nodes", str(plan.machines), "--ntasks", str(plan.machines), "--ntasks-per-node", "1"),
+            *(("--cpus-per-task", str(told.cores)) if told.cores else ()),
+            "--kill-on-bad-exit=1",
+            *told.options,
+            *("sh", "-c", agent),
+        ]
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Call srun, and return its exit code.
+
+        srun only reports at the first Ctrl-C, so it gets the signal that ends its tasks.
+        """
+        return run_child(self.command(plan), plan.environment, {SIGINT: SIGTERM})
+
+
+def _agreed_machines(settings: Settings, nodes: int) -> Settings:
+    wanted = settings.values["num_machines"]
+    explicit = settings.source("num_machines") in (FLAG, ENVIRONMENT)
+    if explicit and wanted > nodes:
+        reason = f"the allocation has {nodes}"
+        raise wrong_value("--num_machines", wanted, reason, "Leave it out, or ask SLURM for more")
+    return settings if explicit else settings.replaced(ALLOCATION, num_machines=nodes)
+
+
+def _processes(facts: Mapping[str, str]) -> int | None:
+    """Processes on each machine, as the job was asked for: one for each device, else for each task."""
+    devices = _whole(facts, "SLURM_GPUS_ON_NODE")
+    return devices or _whole(facts, "SLURM_NTASKS_PER_NODE")
+
+
+def _whole(facts: Mapping[str, str], name: str) -> int | None:
+    text = facts.get(name, "")
+    return int(text) if text.isdigit() and int(text) else None
+
+
+@dataclass(frozen=True)
+class SbatchDetails:
+    """A batch script.
+
+    Attributes:
+        path: where it is written.
+        text: what is written.
+    """
+
+    path: Path
+    text: str
+
+
+class SbatchLauncher(Launcher):
+    """Writes a batch script that launches inside its allocation, and submits it."""
+
+    counts_elsewhere = True
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SbatchDetails:
+        """Write the script: this command again, without the submission."""
+        name = Path(plan.target.name).stem
+        given = settings.values["slurm_script"]
+        options = shlex.split(settings.values["slurm_options"])
+        words = accelerate_command(settings, plan.target, *OWN[1:], "num_machines")
+        lines = [
+            "#!/bin/sh",
+            *(f"#SBATCH {option}" for option in _directives(name, plan.machines, options)),
+            f"exec {shlex.join(words)}",
+        ]
+        path = Path(given) if given else Path(f"{name}.sbatch")
+        return SbatchDetails(path, "\n".join(lines) + "\n")
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words that submit the script."""
+        return ["sbatch", "--parsable", str(plan.detail(SbatchDetails).path)]
+
+    def files(self, plan: LaunchPlan) -> Mapping[str, str]:
+        """The batch script."""
+        script = plan.detail(SbatchDetails)
+        return {str(script.path): script.text}
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Write the script, submit it, and print its path and the job's number.
+
+        Raises:
+            ConfigurationError: the script cannot be written, or there is no sbatch.
+            LaunchError: SLURM did not take the job.
+        """
+        script = plan.detail(SbatchDetails)
+        command = self.command(plan)
+        try:
+            script.path.write_text(script.text, encoding="utf-8")
+            variables = {**environ.current(), **plan.environment}
+            submitted = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigurationError(f"{error.filename} cannot be used: {error.strerror}.") from error
+        if submitted.returncode:
+            reason = " ".join(submitted.stderr.split())
+            raise LaunchError(f"sbatch did not take {script.path}: {reason}")
+        job = submitted.stdout.strip().partition(";")[0]
+        print(f"Submitted {script.path.resolve()} as job {job}.", flush=True)
+        sys.stderr.write(submitted.stderr)
+        return 0
+
+
+def _directives(name: str, machines: int, options: list[str]) -> list[str]:
+    """The options of a job; those of the user come last, so that they win."""
+    own = [f"--job-name={name}", f"--nodes={machines}", "--ntasks-per-node=1", "--output=%x-%j.out"]
+    return [*own, *_joined(options)]
+
+
+def _joined(options: list[str]) -> list[str]:
+    """One entry for each option, with its value: a batch script has one on each line."""
+    entries: list[str] = []
+    for word in options:
+        if word.startswith("-") or not entries:
+            entries.append(word)
+        else:
+            entries[-1] += f" {shlex.quote(word)}"
+    return entries

@@ -1,0 +1,197 @@
+"""TPU: the processes of one host, or the hosts of a pod."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError, MissingPackageError, wrong_value
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.children import run_child
+from accelerate.launch.command import accelerate_command, local_command
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.worker import PrepareForLaunch
+from accelerate.settings.merge import Settings
+from accelerate.settings.sections.tpu import TpuSection
+
+POD_MODULE = "torch_xla.distributed.xla_dist"
+
+
+def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
+    """The variables by which XLA computes in bfloat16.
+
+    Args:
+        downcast: float64 becomes bfloat16 too, not only float32.
+        mixed_precision: number format of the run.
+    """
+    if mixed_precision != "bf16":
+        return {}
+    return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
+
+
+@dataclass(frozen=True)
+class TpuDetails:
+    """What a host is told beyond the plan.
+
+    Attributes:
+        function: of the script, which each process calls.
+        processes: 1, or ``None`` for one on each chip.
+        variables: for XLA.
+    """
+
+    function: str
+    processes: int | None
+    variables: Mapping[str, str]
+
+
+class TpuLauncher(Launcher):
+    """Runs a function of the target in one process for each chip of this host."""
+
+    counts_elsewhere = True
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> TpuDetails:
+        """Refuse what cannot be imported, and choose the variables."""
+        if plan.target.kind == "program":
+            mend = "Pass a Python script with such a function, or -m with a module"
+            raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", mend)
+        return TpuDetails(
+            function=settings.values["main_training_function"],
+            processes=1 if settings.values["num_processes"] == 1 else None,
+            variables=precision_variables(
+                settings.values["downcast_bf16"], settings.values["mixed_precision"]
+            ),
+        )
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words that start the script; the processes are made inside of this program."""
+        return local_command(plan.target)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Import the script, and run its function in each process.
+
+        Raises:
+            MissingPackageError: torch_xla is not installed.
+            ConfigurationError: the script has no such function.
+        """
+        told = plan.detail(TpuDetails)
+        spawn = _spawn()
+        with patch_environment(**{**plan.environment, **told.variables}):
+            before, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
+            try:
+                function = function_of(plan.target, told.function)
+                spawn(PrepareForLaunch(function, "XLA"), args=(), nprocs=told.processes)
+            finally:
+                sys.argv = before
+        return 0
+
+
+def _spawn() -> Callable[..., Any]:
+    try:
+        from torch_xla.distributed import xla_multiprocessing
+    except ImportError as error:
+        raise MissingPackageError(
+            "--tpu needs torch_xla, which cannot be imported here. Install it: pip install 'torch_xla[tpu]'."
+        ) from error
+    return xla_multiprocessing.spawn  # type: ignore[no-any-return]
+
+
+def function_of(target: Target, name: str) -> Callable[..., Any]:
+    """A function of a script or module, which is imported for it.
+
+    Args:
+        target: script or module; what stands under ``if __name__ == "__main__"`` is not run.
+        name: of the function.
+
+    Raises:
+        ConfigurationError: there is no such script, module or function.
+    """
+    path = Path(target.name)
+    if target.kind == "script":
+        sys.path.insert(0, str(path.parent.resolve()))
+        module_name = path.stem
+    else:
+        module_name = target.name
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"There is no Python module {error.name!r}. Check the path.") from error
+    function = getattr(module, name, None)
+    if function is None:
+        mend = f"Define it in {target.name}, or name another one"
+        raise wrong_value("--main_training_function", name, "the script has no such function", mend)
+    return function  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PodDetails:
+    """How the hosts of a pod are reached.
+
+    Attributes:
+        words: of the command that does it.
+    """
+
+    words: tuple[str, ...]
+
+
+class TpuPodLauncher(Launcher):
+    """Starts `accelerate launch` on all hosts of a pod."""
+
+    counts_elsewhere = True
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> PodDetails:
+        """Write the command: by torch_xla where it has one, else by gcloud."""
+        pod = settings[TpuSection]
+        if not pod.tpu_name:
+            mend = "Write it into the configuration file, with tpu_zone"
+            raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", mend)
+        variables = {**plan.environment, **_given_variables(pod.env or ())}
+        left_out = ("tpu_use_cluster", "tpu_use_sudo", "vm", "env")
+        inner = accelerate_command(settings, plan.target, *left_out)
+        start = [*(("sudo", "-E") if pod.tpu_use_sudo else ()), "accelerate-launch", *inner[3:]]
+        if machine.has_module(POD_MODULE):
+            return PodDetails(tuple(_by_module(pod, variables, start)))
+        if pod.vm:
+            mend = "Install such a torch_xla, or leave --vm out to use all hosts"
+            raise wrong_value("--vm", ",".join(pod.vm), f"choosing hosts needs {POD_MODULE}", mend)
+        return PodDetails(tuple(_by_gcloud(pod, variables, start)))
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The words that reach the hosts."""
+        return list(plan.detail(PodDetails).words)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Reach the hosts, and return the exit code."""
+        return run_child(self.command(plan), {})
+
+
+def _given_variables(pairs: tuple[str, ...]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise wrong_value("--env", pair, "this names no value", "Write NAME=value")
+    return {name: text for name, _, text in (pair.partition("=") for pair in pairs)}
+
+
+def _by_module(pod: TpuSection, variables: Mapping[str, str], start: list[str]) -> list[str]:
+    words = [sys.executable, "-m", POD_MODULE, "--tpu", str(pod.tpu_name)]
+    for host in pod.vm or ():
+        words += ["--vm", host]
+    for name, text in sorted(variables.items()):
+        words += ["--env", f"{name}={text}"]
+    return [*words, "--", *start]
+
+
+def _by_gcloud(pod: TpuSection, variables: Mapping[str, str], start: list[str]) -> list[str]:
+    exports = [f"export {name}={shlex.quote(text)}" for name, text in sorted(variables.items())]
+    command = "; ".join([*exports, f"cd {shlex.quote(str(Path.cwd()))}", shlex.join(start)])
+    return [
+        *("gcloud", "compute", "tpus", "tpu-vm", "ssh", str(pod.tpu_name)),
+        *(("--zone", pod.tpu_zone) if pod.tpu_zone else ()),
+        *("--worker", "all", "--command", command),
+    ]

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.base.environ import current, patch_environment
+from accelerate.base.errors import ConfigurationError, LaunchError
+from accelerate.commands.launch import launch_command_parser, read_settings
+from accelerate.launch.backends.base import launcher_for
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.resolve import resolve
+from accelerate.settings import flags
+from accelerate.settings.merge import FLAG, Layer, merge
+
+TARGET = Target("script", "train.py", ("--lr", "a b"))
+ALLOCATION = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_JOB_NODELIST": "gpu[07-08],login",
+    "SLURM_JOB_CPUS_PER_NODE": "16(x2),8",
+    "SLURM_GPUS_ON_NODE": "4",
+}
+
+
+def made(facts: dict[str, str] = ALLOCATION, target: Target = TARGET, **more: Any) -> LaunchPlan:
+    settings = merge(Layer(FLAG, {"slurm": True, "cpu": True, **more}))
+    return resolve(settings, Machine(environ=facts), target)[0]
+
+
+def agent_of(plan: LaunchPlan) -> str:
+    return launcher_for(plan).command(plan)[-1]
+
+
+def test_addresses_and_counts_are_those_of_the_allocation() -> None:
+    plan = made()
+    assert (plan.launcher, plan.machines, plan.processes) == ("slurm", 3, 12)
+    assert (plan.rendezvous.address, plan.rendezvous.port) == ("gpu07", 12041)
+
+
+def test_what_the_user_says_wins() -> None:
+    plan = made(num_machines=2, num_processes=2, main_process_ip="10.0.0.1", main_process_port=5)
+    assert (plan.machines, plan.processes) == (2, 2)
+    assert (plan.rendezvous.address, plan.rendezvous.port) == ("10.0.0.1", 5)
+
+
+@pytest.mark.parametrize(
+    ("facts", "processes"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_NTASKS_PER_NODE": "3"}, 3),
+        ({}, 1),
+    ],
+)
+def test_processes_follow_from_devices_then_tasks(facts: dict[str, str], processes: int) -> None:
+    kept = {name: text for name, text in ALLOCATION.items() if "GPUS" not in name}
+    assert made({**kept, **facts}).local_processes == processes
+
+
+def test_srun_starts_one_agent_on_each_machine() -> None:
+    plan = made(slurm_options="--qos=high --exclusive", mixed_precision="bf16")
+    words = launcher_for(plan).command(plan)
+    expected = "srun --nodes 3 --ntasks 3 --ntasks-per-node 1 --cpus-per-task 8 --kill-on-bad-exit=1"
+    assert words[:-1] == [*expected.split(), "--qos=high", "--exclusive", "sh", "-c"]
+    assert words[-1] == (
+        f"exec {sys.executable} -m accelerate.commands.launch --quiet --cpu --num_processes=12 "
+        "--num_machines=3 --mixed_precision=bf16 --main_process_ip=gpu07 --main_process_port=12041 "
+        "--no_slurm --machine_rank \"$SLURM_NODEID\" train.py --lr 'a b'"
+    )
+
+
+def test_one_machine_needs_no_rank() -> None:
+    plan = made({**ALLOCATION, "SLURM_JOB_NUM_NODES": "1"})
+    assert "--machine_rank 0 train.py" in agent_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("target", "end"),
+    [
+        (Target("module", "a.b", ("1",)), "--module a.b 1"),
+        (Target("program", "./a", ("1",)), "--no_python ./a 1"),
+    ],
+)
+def test_modules_and_programs_stay_what_they_are(target: Target, end: str) -> None:
+    assert agent_of(made(target=target)).endswith(f'--machine_rank "$SLURM_NODEID" {end}')
+
+
+def test_more_machines_than_the_allocation_has_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--num_machines=4: the allocation has 3"):
+        made(num_machines=4)
+
+
+def test_a_file_that_asks_for_slurm_is_followed_inside_an_allocation() -> None:
+    layer = Layer("c.yaml", {"slurm": True, "num_machines": 1, "cpu": True})
+    plan, _ = resolve(merge(layer), Machine(environ=ALLOCATION), TARGET)
+    assert (plan.launcher, plan.machines) == ("slurm", 3)
+
+
+def test_the_agents_words_give_the_same_settings_again() -> None:
+    given = {
+        "cpu": True,
+        "num_processes": 4,
+        "num_cpu_threads_per_process": 3,
+        "use_fsdp": True,
+        "fsdp_offload_params": True,
+        "fsdp_transformer_layer_cls_to_wrap": "A,B",
+        "rdzv_conf": "a=1,b=-2",
+        "monitor_interval": 0.5,
+        "tee": "3",
+        "debug": True,
+    }
+    settings = merge(Layer(FLAG, given))
+    again = read_settings(launch_command_parser().parse_args([*flags.words(settings), "train.py"]))
+    assert {name: again.values[name] for name in given} == given
+    assert flags.words(again) == flags.words(settings)
+
+
+def submission(tmp_path: Path, **more: Any) -> LaunchPlan:
+    options = "--partition=gpu --time 60"
+    return made(
+        {},
+        submit=True,
+        num_machines=2,
+        mixed_precision="bf16",
+        slurm_options=options,
+        slurm_script=str(tmp_path / "job.sbatch"),
+        **more,
+    )
+
+
+def test_the_batch_script_launches_inside_of_its_allocation(tmp_path: Path) -> None:
+    plan = submission(tmp_path)
+    (text,) = launcher_for(plan).files(plan).values()
+    assert text.splitlines() == [
+        "#!/bin/sh",
+        "#SBATCH --job-name=train",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --output=%x-%j.out",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time 60",
+        f"exec {sys.executable} -m accelerate.commands.launch --quiet --cpu --mixed_precision=bf16 --slurm "
+        "train.py --lr 'a b'",
+    ]
+
+
+def put_sbatch(folder: Path, text: str) -> str:
+    program = folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return f"{program.parent}:{current()['PATH']}"
+
+
+def test_path_and_number_of_the_job_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = submission(tmp_path)
+    with patch_environment(PATH=put_sbatch(tmp_path, 'grep -q "nodes=2" "$2" && echo "17;cluster"')):
+        assert launcher_for(plan).run(plan) == 0
+    assert capsys.readouterr().out == f"Submitted {tmp_path / 'job.sbatch'} as job 17.\n"
+
+
+def test_a_job_that_slurm_does_not_take_is_one_clear_error(tmp_path: Path) -> None:
+    plan = submission(tmp_path)
+    programs = put_sbatch(tmp_path, "echo 'no such partition' >&2; exit 1")
+    refused = pytest.raises(LaunchError, match="sbatch did not take .*job.sbatch: no such partition")
+    with patch_environment(PATH=programs), refused:
+        launcher_for(plan).run(plan)
+
+
+def test_a_machine_without_sbatch_is_one_clear_error(tmp_path: Path) -> None:
+    plan = submission(tmp_path)
+    refused = pytest.raises(ConfigurationError, match="sbatch cannot be used: No such file")
+    with patch_environment(PATH=str(tmp_path)), refused:
+        launcher_for(plan).run(plan)
