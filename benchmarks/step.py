@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 
 import torch
-from pairing import Pair, measure, report
 from torch import nn
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from pairing import Pair, measure, report
 
-REPETITIONS, WINDOW = 200, 4
+REPETITIONS, WINDOW = 60, 4
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -132,7 +132,7 @@ def test_two_models_with_two_optimizers(run: Run, one_process: Any) -> None:
 
 
 def accumulate_without_exchange() -> tuple[list[bool], bool]:
-    """Whether gradients were equal on both ranks after each of two micro-batches, and with a late exchange."""
+    """Whether gradients agreed on both ranks after each of two micro-batches, and after a late exchange."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(network())
     rank = accelerator.process_index

@@ -125,7 +125,7 @@ def step_two_models(accelerator: Accelerator, scale: float) -> list[float]:
 
 
 def test_two_optimizers_see_one_scale_until_both_have_stepped() -> None:
-    """With a scale that doubles at each update, an update between the two steps would halve the second step."""
+    """With a scale that doubles at each update, an update between the two would halve the second step."""
     growing = GradScalerKwargs(init_scale=2.0, growth_interval=1)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[growing])
     assert step_two_models(accelerator, 0.25) == pytest.approx([1 - 3 * 0.125] * 2)
