@@ -1,0 +1,233 @@
+"""`accelerate estimate-memory`: what a model needs, for inference and for training, without loading it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from accelerate.base.errors import wrong_value
+from accelerate.base.packages import is_timm_available as is_timm_available
+from accelerate.base.packages import is_transformers_available as is_transformers_available
+from accelerate.base.text import convert_bytes
+from accelerate.commands.model_memory import (
+    OPTIMIZERS,
+    SHARDINGS,
+    largest_layer,
+    size_of,
+    training_bytes,
+)
+from accelerate.commands.model_memory import estimate_training_usage as estimate_training_usage
+from accelerate.commands.model_tensors import Tensors, read_tensors
+from accelerate.commands.model_tensors import add_timm_hub_prefix as add_timm_hub_prefix
+from accelerate.commands.model_tensors import check_has_model as check_has_model
+from accelerate.commands.model_tensors import create_empty_model as create_empty_model
+from accelerate.commands.model_tensors import verify_on_hub as verify_on_hub
+from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.commands.utils import make_parser, run_command
+
+DESCRIPTION = (
+    "Say how much memory a model needs to be held and to be trained, without activations. Where the model has"
+    " safetensors files only their headers are read; else transformers or timm builds an empty model."
+)
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+USUAL_DTYPES = ["float32", "float16", "int8", "int4"]
+TABLE_WIDTH = 80
+
+
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate estimate-memory``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("estimate-memory", DESCRIPTION, subparsers)
+    parser.add_argument(
+        "model_name", type=str, help="A name on the Hub, a folder, a .safetensors file or a config.json."
+    )
+    parser.add_argument(
+        "--library_name",
+        type=str,
+        default=None,
+        choices=["timm", "transformers"],
+        metavar="NAME",
+        help="Library that builds the empty model: timm or transformers; default: what the Hub says.",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=str,
+        nargs="+",
+        default=USUAL_DTYPES,
+        choices=DTYPES,
+        metavar="NAME",
+        help=f"Number formats: {', '.join(DTYPES)}.",
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON with exact bytes.")
+    training = parser.add_argument_group("Training", "How the model would be trained.")
+    training.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=tuple(OPTIMIZERS),
+        metavar="NAME",
+        help=f"Optimizer: {', '.join(OPTIMIZERS)}.",
+    )
+    training.add_argument("--num_processes", type=int, default=1, metavar="N", help="Number of processes.")
+    training.add_argument(
+        "--sharding",
+        default=None,
+        choices=tuple(SHARDINGS),
+        metavar="NAME",
+        help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
+        f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
+    )
+    parser.set_defaults(func=estimate_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def gather_data(args: argparse.Namespace) -> list[list[Any]]:
+    """Estimate a model's sizes.
+
+    Args:
+        args: parsed by `estimate_command_parser`.
+
+    Returns:
+        For each number format: its name, bytes of the largest layer, bytes of the whole model, and bytes by
+        part on each process while it is trained (``None`` for formats that models are not trained in).
+
+    Raises:
+        ConfigurationError: there is no such model, or it cannot be read.
+    """
+    return _rows(args, _read(args))
+
+
+def _read(args: argparse.Namespace) -> Tensors:
+    return read_tensors(args.model_name, args.library_name, args.trust_remote_code)
+
+
+def _rows(args: argparse.Namespace, model: Tensors) -> list[list[Any]]:
+    optimizer, sharding, processes = _training(args)
+    return [
+        [
+            dtype,
+            largest_layer(model.weights, dtype)[1],
+            size_of(model.weights, dtype),
+            training_bytes(model.weights, dtype, optimizer, sharding, processes),
+        ]
+        for dtype in args.dtypes
+    ]
+
+
+def _training(args: argparse.Namespace) -> tuple[str, str, int]:
+    """How it is trained; a namespace made elsewhere may say nothing about it."""
+    processes = getattr(args, "num_processes", 1)
+    if processes < 1:
+        raise wrong_value("--num_processes", processes, "there is at least one process", "Give 1 or more")
+    sharding = getattr(args, "sharding", None) or ("full_shard" if processes > 1 else "none")
+    return getattr(args, "optimizer", "adamw"), sharding, processes
+
+
+def estimate_command(args: argparse.Namespace) -> None:
+    """Print the estimate as a table, or as JSON.
+
+    Args:
+        args: parsed by `estimate_command_parser`.
+
+    Raises:
+        ConfigurationError: there is no such model, or it cannot be read.
+    """
+    model = _read(args)
+    rows = _rows(args, model)
+    if getattr(args, "json", False):
+        print(json.dumps(_facts(args, model, rows), indent=2))
+        return
+    from rich.console import Console
+
+    headers, cells, notes = _words(args, model, rows)
+    console = Console(highlight=False)
+    console.print(f"Memory for {args.model_name}", soft_wrap=True, markup=False)
+    console.print(_table(headers, cells))
+    for note in notes:
+        console.print(note, soft_wrap=True, markup=False)
+
+
+def _facts(args: argparse.Namespace, model: Tensors, rows: list[list[Any]]) -> dict[str, Any]:
+    optimizer, sharding, processes = _training(args)
+    return {
+        "model": args.model_name,
+        "source": model.source,
+        "parameters": sum(weight.numel for weight in model.weights if weight.is_float),
+        "stored_bytes": sum(weight.stored_bytes for weight in model.weights),
+        "largest_layer": largest_layer(model.weights, "float32")[0],
+        "optimizer": optimizer,
+        "sharding": sharding,
+        "num_processes": processes,
+        "dtypes": {
+            dtype: {"largest_layer_bytes": largest, "total_bytes": total, "training_bytes": training}
+            for dtype, largest, total, training in rows
+        },
+    }
+
+
+def _words(
+    args: argparse.Namespace, model: Tensors, rows: list[list[Any]]
+) -> tuple[list[str], list[list[str]], list[str]]:
+    optimizer, sharding, processes = _training(args)
+    headers = ["dtype", "largest layer", "total size", f"training with {optimizer}"]
+    cells = [
+        [dtype, convert_bytes(largest), convert_bytes(total), convert_bytes(parts["total"]) if parts else "-"]
+        for dtype, largest, total, parts in rows
+    ]
+    facts = _facts(args, model, rows)
+    notes = [
+        f"{facts['parameters']:,} parameters, {convert_bytes(facts['stored_bytes'])} as stored; known from "
+        f"{model.source}.",
+        f"The largest layer is {facts['largest_layer']}. Activations come on top.",
+    ]
+    if processes > 1:
+        notes.append(f"Training: on each of {processes} processes, with sharding {sharding}.")
+    return headers, cells, notes
+
+
+def _table(headers: list[str], rows: list[list[str]], **kwargs: Any) -> Any:
+    from rich.table import Table
+
+    table = Table(**kwargs)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    return table
+
+
+def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
+    """Draw a table with plain characters.
+
+    Args:
+        headers: of the columns.
+        rows: cells of each row; written with `str`.
+        title: above the table.
+
+    Returns:
+        The table's lines.
+    """
+    import io
+
+    from rich import box
+    from rich.console import Console
+
+    target = io.StringIO()
+    console = Console(file=target, width=TABLE_WIDTH, color_system=None)
+    console.print(_table(headers, rows, title=title, box=box.ASCII))
+    return "\n".join(line.rstrip() for line in target.getvalue().rstrip().splitlines())
+
+
+def main() -> None:
+    """Run as ``accelerate-estimate-memory`` or ``python -m accelerate.commands.estimate``."""
+    run_command(estimate_command, estimate_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Which tensors a model has, without its weights: from safetensors headers, else from an empty model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.packages import require
+
+CONFIG_NAME = "config.json"
+BITS = {"BOOL": 8, "F4": 4, "F6": 6}
+"""Bits of the number formats whose name does not say it."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a model.
+
+    Attributes:
+        name: its path in the model.
+        shape: its sizes.
+        dtype: as safetensors writes it: F32, BF16, I64, F8_E4M3 ...
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a number format can be chosen for it: not for indices, masks and packed weights."""
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its size as it is stored."""
+        family = self.dtype.partition("_")[0]
+        bits = BITS.get(family) or int("".join(c for c in family if c.isdigit()))
+        return math.ceil(self.numel * bits / 8)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a model, and where that is known from.
+
+    Attributes:
+        weights: all of them.
+        source: for the user.
+    """
+
+    weights: tuple[Weight, ...]
+    source: str
+
+
+def read_tensors(
+    model: str, library: str | None, trust_remote_code: bool, token: str | None = None
+) -> Tensors:
+    """Find out which tensors a model has; no weights are downloaded or loaded.
+
+    Args:
+        model: a folder, a ``.safetensors`` file, a configuration file, or a model's name on the Hub.
+        library: "transformers" or "timm": builds the empty model where there are no headers.
+        trust_remote_code: whether code that comes with the model may run.
+        token: for the Hub; ``None`` uses the stored one.
+
+    Raises:
+        ConfigurationError: there is no such model, it may not be read, or it says nothing about its tensors.
+        MissingPackageError: an empty model is needed, and the library that builds it is missing.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _of_folder(path, library, trust_remote_code)
+    if path.is_file():
+        return _of_file(path, trust_remote_code)
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise wrong_value("MODEL", model, "there is no such file or folder", "Check the path")
+    return _of_hub(model, library, trust_remote_code, token)
+
+
+def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tensors:
+    files = _safetensors_of(path)
+    if files:
+        weights = tuple(weight for file in files for weight in _read_header(file))
+        return Tensors(weights, f"safetensors headers of {path}")
+    if (path / CONFIG_NAME).is_file():
+        return _of_empty_model(str(path), library or "transformers", trust_remote_code)
+    reason = f"this folder has neither safetensors files nor {CONFIG_NAME}"
+    raise wrong_value("MODEL", str(path), reason, "Name the folder of a model")
+
+
+def _safetensors_of(path: Path) -> list[Path]:
+    index = path / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [path / name for name in sorted(set(names))]
+    usual = path / SAFE_WEIGHTS_NAME
+    return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def _of_file(path: Path, trust_remote_code: bool) -> Tensors:
+    if path.suffix == ".safetensors":
+        return Tensors(tuple(_read_header(path)), f"safetensors header of {path}")
+    if path.suffix == ".json":
+        return _of_empty_model(str(path), "transformers", trust_remote_code)
+    reason = "this is neither a .safetensors file nor a configuration file (.json)"
+    raise wrong_value("MODEL", str(path), reason, "Name one of these, or the model's folder")
+
+
+def _read_header(path: Path) -> Iterator[Weight]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            names = file.keys()
+            parts = ((name, file.get_slice(name)) for name in names)
+            yield from (Weight(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts)
+    except (SafetensorError, OSError) as error:
+        raise wrong_value(
+            "MODEL", str(path), f"this file cannot be read: {error}", "Check the file"
+        ) from error
+
+
+def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str | None) -> Tensors:
+    """From the Hub; where it cannot be reached, from the files that an earlier download left."""
+    try:
+        info = verify_on_hub(model, token)
+    except Unreachable as error:
+        folder = _cached_folder(model)
+        if folder is None:
+            raise ConfigurationError(str(error)) from error
+        return _of_folder(folder, library, trust_remote_code)
+    found = _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token))
+    if found:
+        return Tensors(found, f"safetensors headers of {model} on the Hub")
+    return _of_empty_model(model, library or info.library_name or "", trust_remote_code, token)
+
+
+def _headers_on_hub(hub: Any, model: str, token: str | None) -> tuple[Weight, ...]:
+    try:
+        files = hub.get_safetensors_metadata(model, token=token).files_metadata
+    except hub.errors.NotASafetensorsRepoError:
+        return ()
+    tensors: Iterator[tuple[str, Any]] = (each for file in files.values() for each in file.tensors.items())
+    return tuple(Weight(name, tuple(info.shape), str(info.dtype)) for name, info in tensors)
+
+
+def _cached_folder(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CONFIG_NAME):
+        found = try_to_load_from_cache(model, name)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+class Unreachable(ConfigurationError):
+    """The Hub cannot be asked."""
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """Ask the Hub about a model.
+
+    Args:
+        repo: its name, as ``owner/name``.
+        token: for models that are not public; ``None`` uses the stored one.
+
+    Returns:
+        What the Hub says about it.
+
+    Raises:
+        ConfigurationError: there is no such model, this user may not read it, or the Hub cannot be asked.
+    """
+    return _ask_hub(repo, lambda hub: hub.model_info(repo, token=token))
+
+
+def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    reasons: Mapping[type[Exception], tuple[str, str]] = {
+        errors.GatedRepoError: (
+            "its owner lets only users in who accepted the terms",
+            "Accept them on its page, then run `hf auth login`",
+        ),
+        errors.RepositoryNotFoundError: (
+            "the Hub has no such model, or it is private",
+            "Check the name; for a private one run `hf auth login`",
+        ),
+        errors.HFValidationError: ("this is no name of a model", "Write owner/name"),
+        errors.SafetensorsParsingError: (
+            "its safetensors header cannot be read",
+            "Tell the owner of the model",
+        ),
+    }
+    failures: tuple[type[Exception], ...] = (errors.HfHubHTTPError, OSError, *_connection_errors())
+    try:
+        return question(huggingface_hub)
+    except tuple(reasons) as error:
+        reason, mend = next(text for kind, text in reasons.items() if isinstance(error, kind))
+        raise wrong_value("MODEL", repo, reason, mend) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise Unreachable(
+            f"MODEL={repo!r}: the Hub is not asked, because HF_HUB_OFFLINE is set, and the model is in no "
+            f"cache of this machine. Unset it, or give a local folder."
+        ) from error
+    except failures as error:
+        first = " ".join(str(error).split("\n")[0].split())
+        raise Unreachable(
+            f"MODEL={repo!r}: the Hub cannot be asked ({first}). "
+            f"Check the connection, or give a local folder."
+        ) from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What the HTTP client of huggingface_hub raises, whichever client its version has."""
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    modules = {kind.__module__.partition(".")[0] for kind in type(get_session()).__mro__}
+    found = [getattr(sys.modules[module], "TransportError", None) for module in modules]
+    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def _of_empty_model(model: str, library: str, trust_remote_code: bool, token: str | None = None) -> Tensors:
+    empty = create_empty_model(model, library, trust_remote_code, token)
+    named = [*empty.named_parameters(), *empty.named_buffers()]
+    weights = tuple(Weight(name, tuple(tensor.shape), _dtype_name(tensor.dtype)) for name, tensor in named)
+    return Tensors(weights, f"an empty model that {library} built for {model}")
+
+
+DTYPE_NAMES = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U", "bool": "BOOL"}
+
+
+def _dtype_name(dtype: Any) -> str:
+    """``torch.float32`` -> ``F32``, as safetensors writes it."""
+    word = str(dtype).removeprefix("torch.").partition("_")[0]
+    letters = word.rstrip("0123456789")
+    return DTYPE_NAMES.get(letters, letters.upper()) + word.removeprefix(letters)
+
+
+def create_empty_model(
+    model_name: str, library_name: str, trust_remote_code: bool = False, access_token: str | None = None
+) -> Any:
+    """Build a model on the meta device: it has shapes and no memory.
+
+    Args:
+        model_name: its name on the Hub, or a local folder or configuration file.
+        library_name: "transformers" or "timm".
+        trust_remote_code: whether code that comes with the model may run.
+        access_token: for models that are not public.
+
+    Returns:
+        A `torch.nn.Module`.
+
+    Raises:
+        ConfigurationError: another library, or the library cannot build the model.
+        MissingPackageError: the library is not installed.
+    """
+    if library_name not in BUILDERS:
+        reason = f"{model_name} has no safetensors files, and this is no library that builds an empty model"
+        raise wrong_value("--library_name", library_name, reason, f"Use one of {', '.join(BUILDERS)}")
+    require(library_name, f"The size of {model_name}, which has no safetensors files,")
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return BUILDERS[library_name](model_name, trust_remote_code, access_token)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().split("\n")[0]
+        reason = f"{library_name} cannot build it: {first.rstrip('.')}"
+        raise wrong_value("MODEL", model_name, reason, "Check the name and --library_name") from error
+
+
+def _with_transformers(model: str, trust_remote_code: bool, token: str | None) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, token=token)
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    own = next((kind for kind in named if kind is not None), None)
+    if own is not None:
+        return own(config)
+    return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _with_timm(model: str, trust_remote_code: bool, token: str | None) -> Any:
+    import timm
+
+    return timm.create_model(add_timm_hub_prefix(model), pretrained=False)
+
+
+BUILDERS: dict[str, Callable[[str, bool, str | None], Any]] = {
+    "transformers": _with_transformers,
+    "timm": _with_timm,
+}
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Write a name on the Hub the way timm wants it: ``owner/name`` -> ``hf-hub:owner/name``."""
+    on_hub = "/" in model_name and ":" not in model_name
+    return f"hf-hub:{model_name}" if on_hub else model_name
+
+
+def check_has_model(error: BaseException) -> str:
+    """Say which library a failed attempt to build a model came from.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        "timm" or "transformers" where it means that the library knows no such model; else "unknown".
+    """
+    text = str(error)
+    return next(
+        (library for library, marks in UNKNOWN_MODEL.items() if any(m in text for m in marks)), "unknown"
+    )
+
+
+UNKNOWN_MODEL = {
+    "timm": ("Unknown model",),
+    "transformers": ("Unrecognized model", "does not appear to have a file named config.json", "model type"),
+}

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.commands.model_memory import (
+    OPTIMIZERS,
+    estimate_training_usage,
+    largest_layer,
+    layer_of,
+    size_of,
+    training_bytes,
+)
+from accelerate.commands.model_tensors import Weight
+
+MODEL = (
+    Weight("embed.weight", (100, 8), "F32"),
+    Weight("layers.0.up.weight", (32, 8), "F32"),
+    Weight("layers.0.down.weight", (8, 32), "BF16"),
+    Weight("layers.1.up.weight", (32, 8), "F32"),
+    Weight("layers.1.down.weight", (8, 32), "F32"),
+    Weight("positions", (4,), "I64"),
+)
+NUMBERS = 800 + 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1), ("int4", 0.5)]
+)
+def test_floats_are_counted_in_the_format_and_indices_as_they_are(dtype: str, factor: float) -> None:
+    assert size_of(MODEL, dtype) == NUMBERS * factor + 32
+    assert largest_layer(MODEL, dtype) == ("embed", 800 * factor)
+
+
+def test_a_numbered_block_is_one_layer() -> None:
+    assert layer_of("model.layers.3.mlp.up.weight") == "model.layers.3"
+    assert layer_of("model.embed.weight") == "model.embed"
+    assert layer_of("weight") == "weight"
+    assert largest_layer(MODEL[1:], "float32") == ("layers.0", 512 * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("sgd", torch.optim.SGD),
+        ("sgd_momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        ("adagrad", torch.optim.Adagrad),
+        ("rmsprop", torch.optim.RMSprop),
+        ("adafactor", torch.optim.Adafactor),
+    ],
+)
+def test_the_optimizers_are_those_of_torch(name: str, make: object) -> None:
+    parameter = torch.nn.Parameter(torch.randn(48, 32))
+    optimizer = make([parameter])  # type: ignore[operator]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.dim()]
+    assert OPTIMIZERS[name]([Weight("w", (48, 32), "F32")]) == sum(value.nbytes for value in held)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "processes", "wanted"),
+    [
+        ("float32", "none", 1, (4, 4, 8)),
+        ("float16", "none", 1, (6, 4, 8)),
+        ("float32", "zero1", 4, (4, 4, 2)),
+        ("float16", "zero1", 4, (2, 2, 3)),
+        ("float16", "zero2", 4, (2, 0.5, 3)),
+        ("float32", "zero2", 4, (4, 1, 2)),
+        ("bfloat16", "shard_grad_op", 4, (1 + 2, 1, 2)),
+    ],
+)
+def test_training_by_hand(dtype: str, sharding: str, processes: int, wanted: tuple[float, ...]) -> None:
+    model = [Weight("a.weight", (16, 16), "F32"), Weight("b.weight", (16, 16), "F32")]
+    found = training_bytes(model, dtype, "adamw", sharding, processes)
+    assert found is not None
+    parts = [found[name] / 512 for name in ("weights", "gradients", "optimizer")]
+    assert parts == list(wanted)
+    assert found["total"] == 512 * sum(wanted)
+
+
+@pytest.mark.parametrize(("sharding", "kept"), [("full_shard", 4), ("zero3", 2)])
+def test_full_sharding_gathers_the_largest_layer(sharding: str, kept: int) -> None:
+    model = [Weight("a.weight", (16, 16), "F32"), Weight("b.weight", (16, 16), "F32")]
+    found = training_bytes(model, "bfloat16", "sgd", sharding, 2)
+    assert found is not None
+    assert found["weights"] == 512 * kept // 2 + 256 * 2
+
+
+def test_formats_for_inference_are_not_trained_in() -> None:
+    assert training_bytes(MODEL, "int8", "adamw", "none", 1) is None
+    assert set(estimate_training_usage(400, "int8").values()) == {-1}
+
+
+def test_usage_from_the_size_alone() -> None:
+    wanted = {"model": 400, "gradients": 400, "optimizer": 800, "step": 1600}
+    assert estimate_training_usage(400, "float32") == wanted
+    assert estimate_training_usage(400, "float16")["model"] == 600
+    assert estimate_training_usage(400, "float16", "O2")["optimizer"] == 300
+    with pytest.raises(ConfigurationError, match="msamp_config='O9'"):
+        estimate_training_usage(400, "float16", "O9")
