@@ -96,6 +96,7 @@ PACKAGES: dict[str, Package] = dict(
         _row("rich"),
         _row("sagemaker"),
         _row("schedulefree"),
+        _row("shtab", minimum="1.13"),
         _row("swanlab"),
         _row("tensorboard"),
         _row("tensorboardX"),

@@ -14,12 +14,28 @@ COMMANDS = {
         "accelerate.commands.config:get_config_parser",
         "Create, update or show the configuration file.",
     ),
+    "completion": (
+        "accelerate.commands.completion:completion_command_parser",
+        "Print the completion of this command line for bash, zsh or fish.",
+    ),
     "env": ("accelerate.commands.env:env_command_parser", "Show versions, devices and configuration."),
+    "estimate-memory": (
+        "accelerate.commands.estimate:estimate_command_parser",
+        "Say how much memory a model needs, without loading it.",
+    ),
     "launch": (
         "accelerate.commands.launch:launch_command_parser",
         "Run a script on one or several processes.",
     ),
     "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
+    "to-fsdp2": (
+        "accelerate.commands.to_fsdp2:to_fsdp2_command_parser",
+        "Write a configuration file of FSDP 1 for FSDP 2.",
+    ),
+    "tpu-config": (
+        "accelerate.commands.tpu:tpu_command_parser",
+        "Run set-up commands on all hosts of a TPU pod.",
+    ),
 }
 """Name -> where its parser is made, and what it does in one line."""
 

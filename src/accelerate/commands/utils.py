@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 from accelerate.base.errors import AccelerateError, ConfigurationError
 from accelerate.settings.flags import CustomArgumentGroup as CustomArgumentGroup
 from accelerate.settings.flags import CustomArgumentParser as CustomArgumentParser
+from accelerate.settings.flags import OneSpellingFormatter
 
 
 def make_parser(
@@ -29,6 +31,7 @@ def make_parser(
         **kwargs: for the parser.
     """
     made = parser_class or CustomArgumentParser
+    kwargs.setdefault("formatter_class", OneSpellingFormatter)
     if subparsers is None:
         return made(prog=f"accelerate {name}", description=description, **kwargs)
     # add_parser builds with the class that the subparsers object holds
@@ -46,9 +49,13 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
     """
     try:
         command(args)
+        sys.stdout.flush()
     except AccelerateError as error:
         print(f"accelerate: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `accelerate env | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     sys.exit(0)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from accelerate.base import environ
+from accelerate.settings.coloring import colored, wants_color
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
 from accelerate.settings.sections import SECTIONS
@@ -50,6 +52,8 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 class CustomArgumentParser(argparse.ArgumentParser):
     """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
 
+    color = False  # newer versions of argparse would colour too
+
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
         return super().add_argument(*_both_spellings(args), **kwargs)
@@ -59,6 +63,12 @@ class CustomArgumentParser(argparse.ArgumentParser):
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, with colours where it is read on a terminal."""
+        stream = file or sys.stdout
+        text = self.format_help()
+        stream.write(colored(text) if wants_color(stream, environ.current()) else text)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
@@ -72,7 +82,20 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return f" (did you mean {close[0]}?)" if close else f" (see {self.prog} --help)"
 
 
-class CustomHelpFormatter(argparse.HelpFormatter):
+class OneSpellingFormatter(argparse.HelpFormatter):
+    """Help that shows each flag in one spelling, and its value once."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = [
+            flag for flag in action.option_strings if "-" not in flag.lstrip("-")
+        ] or action.option_strings
+        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
+        return f"{', '.join(shown)}{value}"
+
+
+class CustomHelpFormatter(OneSpellingFormatter):
     """Help that leaves out the groups of ways of training other than the one named on the command line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,16 +108,6 @@ class CustomHelpFormatter(argparse.HelpFormatter):
         """Add a flag's help, unless its group is left out."""
         if self._current_section.heading not in self._hidden:
             super().add_argument(action)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Show one spelling of each flag and its value once."""
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        shown = [
-            flag for flag in action.option_strings if "-" not in flag.lstrip("-")
-        ] or action.option_strings
-        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
-        return f"{', '.join(shown)}{value}"
 
     def add_usage(self, *args: Any, **kwargs: Any) -> None:
         """Show the short usage: more than a hundred flags help nobody there."""

@@ -12,6 +12,7 @@ from accelerate.base.enums import DynamoBackend as DynamoBackend
 from accelerate.base.enums import FP8BackendType as FP8BackendType
 from accelerate.base.enums import PrecisionType as PrecisionType
 from accelerate.base.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate.settings.flags import OneSpellingFormatter
 
 DYNAMO_BACKENDS = [
     "EAGER",
@@ -30,8 +31,11 @@ DYNAMO_BACKENDS = [
 ]
 
 
-class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
+class SubcommandHelpFormatter(OneSpellingFormatter, argparse.RawDescriptionHelpFormatter):
     """Help of a subcommand, with a usage line that does not repeat the words of its parents."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _format_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None

@@ -1,0 +1,102 @@
+"""`accelerate completion`: what makes TAB work in bash, zsh and fish."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.base.packages import require
+from accelerate.commands.utils import make_parser, run_command
+
+SHELLS = {
+    "bash": 'eval "$(accelerate completion bash)"     # in ~/.bashrc',
+    "zsh": 'eval "$(accelerate completion zsh)"      # in ~/.zshrc, after compinit',
+    "fish": "accelerate completion fish | source      # in ~/.config/fish/config.fish",
+}
+"""Shell -> the line that switches completion on."""
+
+DESCRIPTION = (
+    "Print a script that completes commands, flags, their values and files. To switch it on: "
+    + "; ".join(line.split("  ")[0] for line in SHELLS.values())
+    + "."
+)
+FILE_MARKS = ("_file", "_path", "hostfile", "script", "checkpoint_directory", "model_name")
+FOLDER_MARKS = ("_dir",)
+
+
+def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate completion``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("completion", DESCRIPTION, subparsers)
+    parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
+    parser.set_defaults(func=completion_command)
+    return parser
+
+
+def completion_command(args: argparse.Namespace) -> None:
+    """Print the script.
+
+    Args:
+        args: ``shell``.
+
+    Raises:
+        MissingPackageError: shtab is not installed.
+    """
+    print(make_script(args.shell))
+
+
+def make_script(shell: str) -> str:
+    """The script that completes `accelerate` in a shell.
+
+    Args:
+        shell: "bash", "zsh" or "fish".
+
+    Raises:
+        MissingPackageError: shtab is not installed.
+    """
+    require("shtab", "Completion in the shell")
+    import shtab
+
+    from accelerate.commands.accelerate_cli import COMMANDS, make_cli_parser
+
+    parser = make_cli_parser([])
+    for name, child in _children(parser).items():
+        child.description = COMMANDS[name][1]
+    for action in _actions(parser):
+        place = _place(action)
+        if place is not None:
+            action.complete = getattr(shtab, place)  # type: ignore[attr-defined]
+    return shtab.complete(parser, shell, root_prefix="accelerate")
+
+
+def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: child for group in groups for name, child in group.choices.items()}
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    yield from parser._actions
+    for child in _children(parser).values():
+        yield from _actions(child)
+
+
+def _place(action: argparse.Action) -> str | None:
+    """Which of shtab's completions of paths an option takes, if it takes a path."""
+    if action.nargs == 0 or action.choices:
+        return None
+    if action.dest.endswith(FILE_MARKS) or action.dest == "training_script_args":
+        return "FILE"
+    return "DIRECTORY" if action.dest.endswith(FOLDER_MARKS) else None
+
+
+def main() -> None:
+    """Run as ``python -m accelerate.commands.completion``."""
+    run_command(completion_command, completion_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()
