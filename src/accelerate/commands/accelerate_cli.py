@@ -27,6 +27,10 @@ COMMANDS = {
         "accelerate.commands.launch:launch_command_parser",
         "Run a script on one or several processes.",
     ),
+    "merge-weights": (
+        "accelerate.commands.merge:merge_command_parser",
+        "Merge a sharded checkpoint into whole weights.",
+    ),
     "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
     "to-fsdp2": (
         "accelerate.commands.to_fsdp2:to_fsdp2_command_parser",

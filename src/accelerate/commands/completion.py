@@ -34,7 +34,7 @@ def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     parser = make_parser("completion", DESCRIPTION, subparsers)
     parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
     parser.set_defaults(func=completion_command)
-    return parser
+    return parser  # type: ignore[no-any-return]
 
 
 def completion_command(args: argparse.Namespace) -> None:

@@ -1,0 +1,65 @@
+"""`accelerate merge-weights`: a sharded checkpoint as whole weights."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from accelerate.base.lazy import attach
+from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.commands.utils import make_parser, run_command
+
+__getattr__, __dir__, _ = attach(__name__, {"merge_fsdp_weights": "accelerate.strategies.fsdp.merge"})
+
+description = (
+    "Merge the shards that FSDP writes with SHARDED_STATE_DICT into whole weights, as safetensors. Reads and "
+    "writes a few gigabytes at a time, on the CPU: the model need not fit into memory."
+)
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate merge-weights``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("merge-weights", description, subparsers)
+    parser.add_argument("checkpoint_directory", type=str, help="Folder with the model's shards.")
+    parser.add_argument("output_path", type=str, help="Folder for the whole weights; it is made.")
+    parser.add_argument(
+        "--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors."
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards."
+    )
+    parser.set_defaults(func=merge_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merge and say where the result is.
+
+    Args:
+        args: parsed by `merge_command_parser`.
+
+    Raises:
+        ConfigurationError: there is no sharded checkpoint, or its removal would take the result with it.
+    """
+    from accelerate.strategies.fsdp.merge import merge_fsdp_weights
+
+    merge_fsdp_weights(
+        args.checkpoint_directory,
+        args.output_path,
+        not args.unsafe_serialization,
+        args.remove_checkpoint_dir,
+    )
+    print(f"The weights were written to {args.output_path}.")
+
+
+def main() -> None:
+    """Run as ``accelerate-merge-weights`` or ``python -m accelerate.commands.merge``."""
+    run_command(merge_command, merge_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

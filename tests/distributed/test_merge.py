@@ -1,0 +1,40 @@
+"""Shards that two processes wrote become the weights of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from accelerate.strategies.fsdp.merge import merge_fsdp_weights
+
+Run = Callable[..., list[Any]]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+
+
+def shard_save_and_merge(folder: str) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(make_model(), mesh=mesh)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/shards")
+    merge_fsdp_weights(f"{folder}/shards", f"{folder}/whole")
+    there = Path(folder, "whole", "model.safetensors").is_file()
+    dist.destroy_process_group()
+    return there
+
+
+def test_two_processes_merge_what_they_sharded(run: Run, tmp_path: Path) -> None:
+    assert run(shard_save_and_merge, str(tmp_path)) == [True, True]
+    merged, wanted = load_file(tmp_path / "whole" / "model.safetensors"), make_model().state_dict()
+    assert set(merged) == set(wanted)
+    assert all(torch.equal(merged[name], wanted[name]) for name in wanted)
