@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN = """
+import sys
+from accelerate.launch.children import run_child
+sys.exit(run_child([sys.executable, "-c", sys.argv[1]], {}, {} if len(sys.argv) < 3 else {2: 15}))
+"""
+NOTE = "import os, signal, subprocess, sys, time\nopen(f'pid-{os.getpid()}', 'w').close()\n"
+STUBBORN = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\n"
+SLEEP = "time.sleep(60)"
+WITH_CHILD = f"subprocess.Popen([sys.executable, '-c', {NOTE + STUBBORN + SLEEP!r}])\n"
+
+
+def end(folder: Path, code: str, number: signal.Signals, processes: int, *more: str) -> tuple[int, str]:
+    """Run a program, send a signal to its launcher, and wait; nothing of it may be left."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", RUN, NOTE + code, *more],
+        cwd=folder,
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(pids := list(folder.glob("pid-*"))) < processes and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        launcher.send_signal(number)
+        _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert len(pids) == processes
+    assert not [path for path in pids if psutil.pid_exists(int(path.name.removeprefix("pid-")))]
+    return launcher.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_program_and_is_said(tmp_path: Path, number: signal.Signals) -> None:
+    code, err = end(tmp_path, "signal.signal(2, signal.SIG_DFL)\n" + SLEEP, number, 1)
+    assert code == 128 + number
+    assert f"{number.name} received, ending the processes; what still runs after 1 s is killed." in err
+    assert f"{number.name} ended all processes." in err
+
+
+def test_a_program_that_will_not_end_is_killed_with_all_below_it(tmp_path: Path) -> None:
+    code, err = end(tmp_path, STUBBORN + WITH_CHILD + SLEEP, signal.SIGTERM, 2)
+    assert code == 137
+    assert "2 processes did not end in time and were killed." in err
+
+
+def test_what_a_program_leaves_behind_is_killed(tmp_path: Path) -> None:
+    code, err = end(tmp_path, WITH_CHILD + SLEEP, signal.SIGTERM, 2)
+    assert code == 143
+    assert "SIGTERM ended all processes, 1 of which had outlived the first." in err
+
+
+def test_a_program_may_end_in_its_own_way(tmp_path: Path) -> None:
+    code, err = end(tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1)
+    assert code == 4
+    assert "killed" not in err.replace("is killed", "")
+
+
+def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
+    code, err = end(tmp_path, SLEEP, signal.SIGINT, 1, "instead")
+    assert code == 143
+    assert "SIGINT ended all processes." in err
