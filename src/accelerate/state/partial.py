@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -204,6 +203,8 @@ def _prepare_process(
 
 def _cores() -> int:
     """Number of cores this process may use: more threads than these slow each other down."""
+    import psutil
+
     physical = psutil.cpu_count(logical=False) or 1
     process = psutil.Process()
     allowed = len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else 0

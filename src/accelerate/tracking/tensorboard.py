@@ -6,8 +6,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate.base.packages import PACKAGES, require
 from accelerate.logging import get_logger
 from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
@@ -60,6 +58,8 @@ class TensorBoardTracker(GeneralTracker):
         Args:
             values: Hyperparameters by name; what is no number, text, bool or None is kept as its text.
         """
+        import yaml
+
         storable = {
             name: value if isinstance(value, STORABLE) else str(value) for name, value in values.items()
         }
