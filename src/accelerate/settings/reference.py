@@ -1,0 +1,117 @@
+"""Sections and parsers -> the reference pages of the docs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from accelerate.settings.flags import OneSpellingFormatter
+from accelerate.settings.option import WANTED, Option, Section
+from accelerate.settings.sections import SECTIONS
+
+WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
+
+
+def commands_page(parser: argparse.ArgumentParser) -> str:
+    """Every command with its flags, as Markdown.
+
+    Args:
+        parser: of `accelerate`, with all subcommands.
+    """
+    intro = (
+        "Flags can be written with dashes or underscores: `--num-processes` is `--num_processes`. "
+        "`accelerate COMMAND --help` shows the same on the terminal."
+    )
+    parts = ["# Command line", WRITTEN, intro]
+    parts += [part for child in _children(parser) for part in _command(child)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _children(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """All commands below a parser, each before its subcommands."""
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found = (child for group in groups for child in group.choices.values())
+    return [each for child in found for each in (child, *_children(child))]
+
+
+def _command(parser: argparse.ArgumentParser) -> list[str]:
+    parts = [f"## {parser.prog.removesuffix(' <command> [<args>]')}", str(parser.description)]
+    for group in parser._action_groups:
+        rows = [_flag(action) for action in group._group_actions if _is_shown(action)]
+        if rows:
+            parts += [f"**{group.title}**", _table(("option", "meaning"), rows)]
+    return parts
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    hidden = isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+    return not hidden and action.help is not argparse.SUPPRESS
+
+
+def _flag(action: argparse.Action) -> tuple[str, str]:
+    formatter = OneSpellingFormatter("")
+    spelled = formatter._format_action_invocation(action) if action.option_strings else action.dest
+    return f"`{spelled}`", formatter._expand_help(action)
+
+
+def config_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
+    """Every key of the configuration file, as Markdown."""
+    intro = (
+        "The file is YAML or JSON. Keys that are absent have their default. `accelerate config` writes it; "
+        "`accelerate config schema` prints the path of the JSON Schema that editors complete it with."
+    )
+    parts = ["# Configuration file", WRITTEN, intro]
+    for group, members in _by_group(sections).items():
+        rows = [_key(row) for section in members for row in section.options() if row.key]
+        if rows:
+            parts += [f"## `{group}`" if group else "## Top level", _described(members)]
+            parts += [_table(("key", "value", "default", "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_group(sections: Iterable[type[Section]]) -> dict[str, list[type[Section]]]:
+    groups: dict[str, list[type[Section]]] = {}
+    for section in sections:
+        groups.setdefault(section.file_key or "", []).append(section)
+    return groups
+
+
+def _described(members: Sequence[type[Section]]) -> str:
+    return "\n".join(f"- {str(section.__doc__).splitlines()[0]}" for section in members)
+
+
+def _key(row: Option) -> tuple[str, str, str, str]:
+    values = ", ".join(f"`{choice}`" for choice in row.choices) or WANTED[row.kind]
+    return f"`{row.key}`", values, _default(row.default), row.help
+
+
+def _default(value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    spelled = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{spelled}`"
+
+
+def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
+    """Every environment variable between launcher and script, as Markdown."""
+    intro = (
+        "The launcher writes these variables, and a script that runs without the launcher can be given them. "
+        "On the launcher's own command line, a flag wins over a variable, and a variable over the file."
+    )
+    parts = ["# Environment variables", WRITTEN, intro]
+    for section in sections:
+        rows = [_variable(name, row) for row in section.options() for name in (*row.variables, *row.aliases)]
+        if rows:
+            heading = str(section.__doc__).splitlines()[0].removesuffix(".")
+            parts += [f"## {heading}", _table(("variable", "flag", "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _variable(name: str, row: Option) -> tuple[str, str, str]:
+    return f"`{name}`", f"`{row.flags[0]}`" if row.flags else "", row.help
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
