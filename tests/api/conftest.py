@@ -15,7 +15,9 @@ def load_golden(name: str) -> Any:
 
 
 def describe_default(value: Any) -> str:
-    """Write a default so that it is the same in every run: objects by their type alone."""
+    """Write a default so that it is the same everywhere: objects by their type, paths by their file alone."""
+    if isinstance(value, str) and value.startswith("/"):
+        return f"<a path to {Path(value).name}>"
     plain = isinstance(value, (str, int, float, bool, type(None), tuple, list, dict))
     return repr(value) if plain else f"<{type(value).__name__}>"
 
