@@ -21,6 +21,14 @@ SLEEP = "time.sleep(60)"
 WITH_CHILD = f"subprocess.Popen([sys.executable, '-c', {NOTE + STUBBORN + SLEEP!r}])\n"
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and not just waiting for whoever adopted it to notice its end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end(folder: Path, code: str, number: signal.Signals, processes: int, *more: str) -> tuple[int, str]:
     """Run a program, send a signal to its launcher, and wait; nothing of it may be left."""
     launcher = subprocess.Popen(
@@ -42,7 +50,7 @@ def end(folder: Path, code: str, number: signal.Signals, processes: int, *more: 
         launcher.kill()
         launcher.wait()
     assert len(pids) == processes
-    assert not [path for path in pids if psutil.pid_exists(int(path.name.removeprefix("pid-")))]
+    assert not [path for path in pids if runs(int(path.name.removeprefix("pid-")))]
     return launcher.returncode, err
 
 

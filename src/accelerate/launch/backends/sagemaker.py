@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,8 +58,9 @@ class SageMakerLauncher(Launcher):
     def command(self, plan: LaunchPlan) -> list[str]:
         """The call of the vendor's package, with its arguments one by one."""
         told = plan.detail(SageMakerDetails)
-        words = [f"{name}={value!r}" for name, value in told.arguments.items() if value is not None]
-        return [ESTIMATOR, *words, f"fit(inputs={told.inputs!r})"]
+        given = {name: value for name, value in told.arguments.items() if value is not None}
+        words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        return [ESTIMATOR, *words, *([f"fit:inputs={json.dumps(told.inputs)}"] if told.inputs else [])]
 
     def run(self, plan: LaunchPlan) -> int:
         """Submit the job, and wait until it has ended.
@@ -162,7 +164,8 @@ def _check(job: SageMakerSection, target: Target) -> None:
 
 
 def _kind(settings: Settings) -> str:
-    return str(settings.values["distributed_type"] or "NO").upper()
+    word = str(settings.values["distributed_type"] or "NO").upper()
+    return "NO" if word == "FALSE" else word  # YAML reads an unquoted NO as false
 
 
 def _distribution(settings: Settings) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from accelerate.launch.command import accelerate_command, local_command
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.worker import PrepareForLaunch
-from accelerate.settings.merge import Settings
+from accelerate.settings.merge import FLAG, Settings
 from accelerate.settings.sections.tpu import TpuSection
 
 POD_MODULE = "torch_xla.distributed.xla_dist"
@@ -152,8 +152,8 @@ class TpuPodLauncher(Launcher):
             mend = "Write it into the configuration file, with tpu_zone"
             raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", mend)
         variables = {**plan.environment, **_given_variables(pod.env or ())}
-        left_out = ("tpu_use_cluster", "tpu_use_sudo", "vm", "env")
-        inner = accelerate_command(settings, plan.target, *left_out)
+        there = settings.replaced(FLAG, tpu_use_cluster=False)
+        inner = accelerate_command(there, plan.target, "tpu_use_sudo", "vm", "env")
         start = [*(("sudo", "-E") if pod.tpu_use_sudo else ()), "accelerate-launch", *inner[3:]]
         if machine.has_module(POD_MODULE):
             return PodDetails(tuple(_by_module(pod, variables, start)))
