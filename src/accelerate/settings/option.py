@@ -33,6 +33,7 @@ class Option:
         default: the built-in value.
         help: one sentence for ``-h`` and the docs.
         choices: accepted values; empty means any.
+        limits: smallest and largest number that is accepted.
         offers: values that the questionnaire lists; empty means the choices.
         flags: spellings on the command line; empty means that there is no flag.
         negations: flags that say no, where a switch has one of its own.
@@ -56,6 +57,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    limits: tuple[int, int] | None
     offers: tuple[str, ...]
     flags: tuple[str, ...]
     negations: tuple[str, ...]
@@ -81,12 +83,15 @@ class Option:
             where: the place as the user knows it ("--num_processes", "fsdp_config.fsdp_version").
 
         Raises:
-            ConfigurationError: the value has the wrong type or is not among the choices.
+            ConfigurationError: the value has the wrong type, is out of range or not among the choices.
         """
         try:
             result = READERS[self.kind](value)
         except (ValueError, TypeError):
             raise wrong_value(where, value, f"this must be {WANTED[self.kind]}", "Change the value") from None
+        if self.limits is not None and not self.limits[0] <= result <= self.limits[1]:
+            span = f"{self.limits[0]} to {self.limits[1]}"
+            raise wrong_value(where, value, "this number is out of range", f"Use one from {span}")
         return self._choose(result, value, where) if self.choices else result
 
     def _choose(self, result: Any, value: object, where: str) -> Any:
@@ -156,6 +161,7 @@ def option(
     help: str,
     *,
     choices: tuple[str, ...] = (),
+    limits: tuple[int, int] | None = None,
     offers: tuple[str, ...] = (),
     flags: tuple[str, ...] | None = None,
     negations: tuple[str, ...] = (),
@@ -180,6 +186,7 @@ def option(
         default: the built-in value.
         help: one sentence.
         choices: accepted values.
+        limits: smallest and largest number that is accepted.
         offers: values that the questionnaire lists, where others are accepted too; default: `choices`.
         flags: spellings; default ``--<field name>``; ``()`` for none. The dash form is added by the parser.
         negations: flags that say no.
@@ -254,6 +261,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         default=field.default,
         help=declared["help"],
         choices=declared["choices"],
+        limits=declared["limits"],
         offers=declared["offers"] or declared["choices"],
         flags=(f"--{field.name}",) if declared["flags"] is None else declared["flags"],
         negations=declared["negations"],

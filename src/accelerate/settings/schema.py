@@ -119,9 +119,15 @@ def _property(row: Option) -> dict[str, Any]:
 def _shapes(row: Option) -> list[dict[str, Any]]:
     if not row.choices:
         known = [{"enum": list(row.offers)}] if row.offers and row.kind is str else []
-        return [*known, *SHAPES[row.kind]]
+        return [*known, *(_limited(shape, row) for shape in SHAPES[row.kind])]
     numbers = [{"enum": [int(choice) for choice in row.choices]}] if row.kind is int else []
     return [*numbers, _words(row.choices)]
+
+
+def _limited(shape: dict[str, Any], row: Option) -> dict[str, Any]:
+    if row.limits is None or shape.get("type") == "string":
+        return shape
+    return {**shape, "minimum": row.limits[0], "maximum": row.limits[1]}
 
 
 def _words(choices: Iterable[str]) -> dict[str, Any]:

@@ -209,7 +209,9 @@ def other_value(row: Option) -> Any:
         return row.choices[-1]
     if row.kind is tuple:
         return [True, False, True] if isinstance(row.default, tuple) else ["a", "b"]
-    return {bool: not row.default, int: 7, float: 0.5, str: "other"}[row.kind]
+    return {bool: not row.default, int: row.limits[1] if row.limits else 7, float: 0.5, str: "other"}[
+        row.kind
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

@@ -34,7 +34,9 @@ def other_value(row: Option) -> Any:
         return next((value for value in read if value != row.default), row.default)
     if row.kind is tuple:
         return (True, False, True)
-    return {bool: not row.default, int: 7, float: 0.5, str: "other"}[row.kind]
+    return {bool: not row.default, int: row.limits[1] if row.limits else 7, float: 0.5, str: "other"}[
+        row.kind
+    ]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

@@ -51,6 +51,7 @@ class DeepSpeedSection(Section):
         None,
         "ZeRO stage: 0, 1, 2 or 3.",
         env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        limits=(0, 3),
         ask="Which ZeRO stage?",
         offers=("0", "1", "2", "3"),
         when=_without_own_file,

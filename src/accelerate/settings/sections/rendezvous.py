@@ -43,6 +43,7 @@ class RendezvousSection(Section):
         None,
         "Port of the machine of rank 0 where processes meet (29500). On one machine a busy port is replaced, "
         "and 0 takes any free one; on several machines a busy port is an error.",
+        limits=(0, 65535),
         ask="Which port do the processes meet on?",
         when=_several_machines,
     )
