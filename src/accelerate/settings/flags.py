@@ -78,8 +78,15 @@ class CustomArgumentParser(argparse.ArgumentParser):
         if not message.startswith("unrecognized arguments:"):
             return f" (see {self.prog} --help)"
         unknown = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
-        close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+        close = difflib.get_close_matches(unknown, _all_flags(self), n=1)
         return f" (did you mean {close[0]}?)" if close else f" (see {self.prog} --help)"
+
+
+def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags of a parser and of its subcommands."""
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    below = (flag for group in groups for child in group.choices.values() for flag in _all_flags(child))
+    return [*parser._option_string_actions, *below]
 
 
 class OneSpellingFormatter(argparse.HelpFormatter):
