@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,10 @@ RUNNER = "deepspeed.launcher.runner"
 NO_SSH = "nossh"
 KNOWS_ADDRESS = ("pdsh", "slurm")
 """Launchers that ask the first host for its address, or tell the workers themselves."""
+ALL_SLOTS = ("openmpi", "mpich", "mvapich")
+"""Launchers that use every slot of the host file, and take neither counts nor filters."""
 
+SLOTS = re.compile(r"^[^#\s]\S*\s+slots=(\d+)", re.MULTILINE)
 FILE_VARIABLE = "DS_ENV_FILE"
 USUAL_FILE = ".deepspeed_env"
 
@@ -58,9 +62,8 @@ class DeepSpeedLauncher(Launcher):
         values = settings.values
         _check_filters(wanted)
         if wanted.deepspeed_hostfile:
-            hosts = hosts_of(machine.read_file(wanted.deepspeed_hostfile))
-            if not settings.given("num_machines"):
-                settings = settings.replaced(wanted.deepspeed_hostfile, num_machines=max(1, len(hosts)))
+            text = machine.read_file(wanted.deepspeed_hostfile)
+            settings = _count(settings, wanted, wanted.deepspeed_hostfile, text)
         launcher = wanted.deepspeed_multinode_launcher
         if launcher not in KNOWS_ADDRESS and not values["main_process_ip"]:
             mend = "Pass the address of the machine of rank 0"
@@ -121,6 +124,26 @@ def _check_filters(wanted: DeepSpeedSection) -> None:
             "Keep one of them."
         )
 
+    filters = wanted.deepspeed_inclusion_filter or wanted.deepspeed_exclusion_filter
+    if filters and wanted.deepspeed_multinode_launcher in ALL_SLOTS:
+        reason = f"the launcher {wanted.deepspeed_multinode_launcher} uses every slot of the host file"
+        raise wrong_value("filter", filters, reason, "Leave the hosts out of the host file instead")
+
+
+def _count(settings: Settings, wanted: DeepSpeedSection, path: str, text: str) -> Settings:
+    """Take the number of machines, and for some launchers of processes, from the host file."""
+    if not settings.given("num_machines"):
+        settings = settings.replaced(path, num_machines=max(1, len(hosts_of(text))))
+    launcher = wanted.deepspeed_multinode_launcher
+    slots = sum(int(count) for count in SLOTS.findall(text))
+    total = settings.values["num_processes"]
+    if launcher not in ALL_SLOTS or not slots or total == slots:
+        return settings
+    if total not in (None, -1):
+        reason = f"the launcher {launcher} uses every slot of {path}, and these are {slots}"
+        raise wrong_value("--num_processes", total, reason, "Correct the host file, or leave it out")
+    return settings.replaced(path, num_processes=slots)
+
 
 def _starter(told: DeepSpeedDetails, plan: LaunchPlan) -> list[str]:
     if told.launcher == NO_SSH:
@@ -130,6 +153,8 @@ def _starter(told: DeepSpeedDetails, plan: LaunchPlan) -> list[str]:
 
 def _share(told: DeepSpeedDetails, plan: LaunchPlan) -> list[str]:
     """A filter says which devices are used; otherwise it is the first ones of each machine."""
+    if told.launcher in ALL_SLOTS:
+        return []
     if told.include:
         return ["--include", told.include]
     if told.exclude:

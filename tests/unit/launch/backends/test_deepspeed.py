@@ -56,7 +56,12 @@ def test_pdsh_finds_the_address_by_itself() -> None:
 @pytest.mark.parametrize("name", ["openmpi", "mpich", "mvapich"])
 def test_each_kind_of_mpi_is_named(name: str) -> None:
     more = {"deepspeed_multinode_launcher": name, "main_process_ip": "10.0.0.1"}
-    assert words(**more) == [*RUNNER, "--launcher", name, *SHARE, *ADDRESS, *END]
+    assert words(**more) == [*RUNNER, "--launcher", name, *ADDRESS, *END]
+    assert made(**more, num_processes=None).processes == 8
+    with pytest.raises(ConfigurationError, match="--num_processes=4: the launcher .* every slot of hosts"):
+        made(**more, num_processes=4)
+    with pytest.raises(ConfigurationError, match="filter='a': the launcher"):
+        made(**more, deepspeed_inclusion_filter="a")
 
 
 def test_slurm_is_named() -> None:
