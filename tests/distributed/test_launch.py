@@ -175,7 +175,34 @@ def test_ending_the_launcher_ends_its_processes(scripts: Scripts, count: str, nu
         launcher.kill()
         launcher.wait()
     assert launcher.returncode == 128 + number, err
+    assert f"{number.name} ended all processes" in err
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_processes_that_ignore_the_end_are_killed_within_seconds(scripts: Scripts, count: str) -> None:
+    deaf = "import signal, time\nfor number in (2, 15): signal.signal(number, signal.SIG_IGN)\n"
+    launcher = subprocess.Popen(
+        [*LAUNCH, "--cpu", "--num_processes", count, scripts.write(deaf + WRITER + "time.sleep(100)")],
+        env=scripts.variables(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2"),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(pids := written_pids(scripts.folder)) < int(count) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(pids) == int(count)
+        begun = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert time.monotonic() - begun < 15
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert "SIGTERM ended all processes" in err
 
 
 def written_pids(folder: Path) -> list[int]:
