@@ -277,7 +277,7 @@ def create_empty_model(
     try:
         with torch.device("meta"):
             return BUILDERS[library_name](model_name, trust_remote_code, access_token)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().split("\n")[0]
         reason = f"{library_name} cannot build it: {first.rstrip('.')}"
         raise wrong_value("MODEL", model_name, reason, "Check the name and --library_name") from error

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import importlib
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +64,27 @@ def test_a_command_runs_through_the_whole_line(
         accelerate_cli.main()
     assert caught.value.code == 2
     assert "did you mean --num_processes?" in capsys.readouterr().err
+
+
+MODULES = ("completion", "config", "env", "estimate", "launch", "merge", "test", "to_fsdp2", "tpu")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_command_runs_as_a_module(name: str) -> None:
+    command = [sys.executable, "-m", f"accelerate.commands.{name}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: accelerate ")
+    assert done.stderr == ""
+
+
+def test_every_script_of_the_package_has_its_function() -> None:
+    lines = (Path(__file__).parents[3] / "pyproject.toml").read_text().partition("[project.scripts]")[2]
+    scripts = dict(re.findall(r'^(accelerate[\w-]*) = "(.+)"$', lines.partition("\n[")[0], re.MULTILINE))
+    assert {"accelerate", "accelerate-launch", "accelerate-config", "accelerate-test"} <= set(scripts)
+    for place in scripts.values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_parsers_of_the_commands_can_be_imported_from_here() -> None:

@@ -282,6 +282,17 @@ def test_what_the_library_cannot_build_is_one_clear_error() -> None:
         create_empty_model("unknown", "transformers")
 
 
+def test_a_library_that_is_broken_is_one_clear_error(
+    library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("cannot import name 'x'")
+
+    monkeypatch.setattr(library, "Net", fail)
+    with pytest.raises(ConfigurationError, match="transformers cannot build it: cannot import name 'x'"):
+        create_empty_model("owner/name", "transformers")
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     missing = model_tensors.require

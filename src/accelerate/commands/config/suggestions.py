@@ -9,10 +9,10 @@ from typing import Any
 
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base.slurm import first_host
 from accelerate.devices import nvidia
 from accelerate.launch.machine import Machine, look
 from accelerate.settings import file_layer
-from accelerate.settings.merge import all_options
 
 USUAL: dict[str, Any] = {
     "distributed_type": "NO",
@@ -35,6 +35,7 @@ USUAL: dict[str, Any] = {
 """Where nothing is known about the machine."""
 
 BF16_CAPABILITY = 8.0
+"""Compute capability from which NVIDIA GPUs compute in bfloat16."""
 WAYS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -102,11 +103,15 @@ def _computes_in_bf16(machine: Machine) -> bool:
 def _of_slurm(variables: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     if shutil.which("srun") is None:
         return {}, []
-    values: dict[str, Any] = {"slurm": True} if "slurm" in all_options() else {}
+    values: dict[str, Any] = {"slurm": True}
     nodes = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES") or ""
     if not nodes.isdecimal():
         return values, ["SLURM is installed; this shell is in no allocation."]
-    return {**values, "num_machines": int(nodes)}, [f"SLURM: an allocation of {nodes} machines."]
+    values["num_machines"] = int(nodes)
+    hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
+    if hosts:
+        values["main_process_ip"] = first_host(hosts)
+    return values, [f"SLURM: an allocation of {nodes} machines."]
 
 
 def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:

@@ -219,9 +219,14 @@ def test_old_gpus_do_not_get_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_an_allocation_of_slurm_gives_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(suggestions.environ, "current", lambda: {"SLURM_JOB_NUM_NODES": "2"})
+    monkeypatch.setattr(
+        suggestions.environ,
+        "current",
+        lambda: {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"},
+    )
     known = suggest()
     assert (known.values["num_machines"], known.values["num_processes"]) == (2, 8)
+    assert (known.values["main_process_ip"], known.values["slurm"]) == ("gpu07", True)
     assert "an allocation of 2 machines" in known.facts[1]
 
 
