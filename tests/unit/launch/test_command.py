@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
 from accelerate.base.environ import patch_environment
-from accelerate.launch.command import env_var_path_add, local_command, torchrun_arguments
+from accelerate.commands.launch import launch_command_parser
+from accelerate.launch.command import (
+    AGENT,
+    accelerate_command,
+    env_var_path_add,
+    local_command,
+    torchrun_arguments,
+)
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
+from accelerate.settings import flags
+from accelerate.settings.merge import FLAG, Layer, all_options, merge
+from accelerate.settings.option import Option
 
 ARGUMENTS = ("--help", "--", "-m", "x y")
 
@@ -60,3 +71,28 @@ def test_a_folder_goes_to_the_end_of_a_search_path() -> None:
     with patch_environment(SAMPLE_PATH="/a:/b"):
         assert env_var_path_add("SAMPLE_PATH", "/c") == "/a:/b:/c"
     assert env_var_path_add("SAMPLE_PATH", "/c") == "/c"
+
+
+WRITTEN = [row for row in all_options().values() if row.flags and not row.secret]
+
+
+def another_value(row: Option) -> Any:
+    if row.choices:
+        read = [row.read(choice, "") for choice in row.choices]
+        return next((value for value in read if value != row.default), read[0])
+    values = {bool: not row.default, int: 2, float: 0.5, str: "--a b=c"}
+    return ("x", "y=z") if row.action == "append" else values.get(row.kind, row.default)
+
+
+@pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
+def test_words_for_another_machine_give_the_same_value_there(row: Option) -> None:
+    settings = merge(Layer(FLAG, {row.name: another_value(row)}))
+    words = accelerate_command(settings, Target("module", "a.b", ("--c",)))
+    assert words[: len(AGENT)] == list(AGENT)
+    parsed = launch_command_parser().parse_args(words[3:])
+    assert (parsed.module, parsed.training_script, parsed.training_script_args) == (True, "a.b", ["--c"])
+    assert merge(flags.layer(parsed)).values[row.name] == settings.values[row.name]
+
+
+def test_secrets_are_no_words() -> None:
+    assert flags.words(merge(Layer(FLAG, {"aws_secret_access_key": "hush"}))) == []

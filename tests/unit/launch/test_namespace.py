@@ -11,7 +11,8 @@ import pytest
 from accelerate.base.environ import clear_environment, current
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import namespace
+from accelerate.launch import namespace, namespace_launchers
+from accelerate.launch.plan import LaunchPlan
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
 BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}
@@ -71,6 +72,47 @@ def test_several_machines_give_the_simple_launcher_an_address() -> None:
     vars(args).update(num_machines=2, main_process_ip="host", main_process_port=None)
     _, variables = namespace.prepare_simple_launcher_cmd_env(args)
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("host", "29500")
+
+
+def test_deepspeeds_own_launcher_has_a_command() -> None:
+    args = decided(OBSERVED["deepspeed"])
+    assert namespace.prepare_deepspeed_cmd_env(args)[0] is None
+    more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}
+    vars(args).update(num_machines=2, **more)
+    command, variables = namespace.prepare_deepspeed_cmd_env(args)
+    assert command is not None
+    assert " ".join(command[1:]) == (
+        "-m deepspeed.launcher.runner --hostfile hosts --launcher pdsh --num_nodes 2 --num_gpus 1 "
+        "--master_port 5 --no_local_rank script.py --x 1"
+    )
+    assert variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+
+
+def test_launchers_with_a_namespace_run_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[LaunchPlan] = []
+
+    class Recorder:
+        def run(self, plan: LaunchPlan) -> int:
+            plans.append(plan)
+            return 3
+
+    monkeypatch.setattr(namespace_launchers, "launcher_for", lambda plan: Recorder())
+    several = decided(OBSERVED["deepspeed"])
+    more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}
+    vars(several).update(num_machines=2, **more)
+    calls = [
+        (namespace_launchers.simple_launcher, decided(OBSERVED["simple_cpu"])),
+        (namespace_launchers.multi_gpu_launcher, decided(OBSERVED["multi_gpu"])),
+        (namespace_launchers.deepspeed_launcher, decided(OBSERVED["deepspeed"])),
+        (namespace_launchers.deepspeed_launcher, several),
+    ]
+    for launcher, args in calls:
+        with pytest.raises(SystemExit) as caught:
+            launcher(args)
+        assert caught.value.code == 3
+    assert [plan.launcher for plan in plans] == ["local", "elastic", "elastic", "deepspeed"]
+    assert [plan.processes for plan in plans] == [1, 2, 2, 2]
+    assert all(plan.environment["ACCELERATE_USE_DEEPSPEED"] == "true" for plan in plans[2:])
 
 
 def test_fp8_and_mesh_extend_a_given_environment() -> None:
