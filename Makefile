@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# Debian packages that tests of several machines start; without them those tests skip, and say so.
+PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
@@ -25,7 +27,10 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite
+test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite, with real mpirun and SLURM where root may install them
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(PROGRAMS); \
+	else echo "tests that need $(PROGRAMS) skip where these are missing"; fi
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 check: $(VENV)/.check-installed ## lint, formatting and types
