@@ -222,7 +222,7 @@ def test_a_configuration_file_is_used(scripts: Scripts) -> None:
 CHECKED = """
 from accelerate import PartialState
 state = PartialState()
-print(state.process_index, state.num_processes, state.device.type, flush=True)
+print(f"{state.process_index} {state.num_processes} {state.device.type}\\n", end="", flush=True)
 """
 
 
