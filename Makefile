@@ -4,6 +4,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 # Debian packages that tests of several machines start; without them those tests skip, and say so.
+INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,10 +28,9 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite, with real mpirun and SLURM where root may install them
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(PROGRAMS); \
-	else echo "tests that need $(PROGRAMS) skip where these are missing"; fi
+test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
+		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 check: $(VENV)/.check-installed ## lint, formatting and types
