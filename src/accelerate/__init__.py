@@ -33,13 +33,13 @@ if TYPE_CHECKING:
         optimizer as optimizer,
     )
     from accelerate import (
+        parallelism_config as parallelism_config,
+    )
+    from accelerate import (
         scheduler as scheduler,
     )
     from accelerate import (
         state as state,
-    )
-    from accelerate import (
-        parallelism_config as parallelism_config,
     )
     from accelerate import (
         tracking as tracking,
