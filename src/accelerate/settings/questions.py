@@ -15,6 +15,8 @@ from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
 ADVANCED = "Go through the advanced settings too?"
 NEEDED = ("num_processes", "main_process_ip", "main_process_port", "ec2_instance_type", "iam_role_name")
 """Options that must be answered where they are asked."""
+COUNTS = ("num_processes", "num_machines")
+"""Options that count something of which there is at least one."""
 
 
 class Questionnaire:
@@ -89,15 +91,22 @@ class Questionnaire:
         if offers:
             chosen = self._prompt.choose(text, offers, str(offers[0] if default is None else default))
             return row.read(chosen, row.name)
-        answer = self._prompt.write(text, _as_answer(default), lambda given: self._check(row, given))
+        answer = self._prompt.write(text, _as_answer(default), lambda given: self._judge(row, given))
         return row.read(answer, row.key or row.name) if answer else None
 
-    @staticmethod
-    def _check(row: Option, answer: str) -> None:
-        if answer:
-            row.read(answer, row.key or row.name)
-        elif row.name in NEEDED:
-            raise wrong_value(row.key or row.name, answer, "this needs an answer", "Write one")
+    def _judge(self, row: Option, answer: str) -> None:
+        """Refuse what cannot be the answer, also in view of the other answers."""
+        where = row.key or row.name
+        if not answer:
+            if row.name in NEEDED:
+                raise wrong_value(where, answer, "this needs an answer", "Write one")
+            return
+        value = row.read(answer, where)
+        if row.name in COUNTS and value < 1:
+            raise wrong_value(where, value, "there is at least one", "Write 1 or more")
+        last = self._answers["num_machines"] - 1
+        if row.name == "machine_rank" and not 0 <= value <= last:
+            raise wrong_value(where, value, f"ranks of machines go from 0 to {last}", "Write one of these")
 
 
 def _as_answer(value: Any) -> str:

@@ -146,6 +146,23 @@ def test_what_is_needed_cannot_be_left_empty(name: str) -> None:
         walk({"num_processes": None}, distributed_type="MULTI_GPU", num_machines=2, **{name: ""})
 
 
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ({"num_processes": 0}, "num_processes=0: there is at least one"),
+        ({"num_machines": -1}, "num_machines=-1: there is at least one"),
+        ({"num_machines": 2, "machine_rank": 2}, "machine_rank=2: ranks of machines go from 0 to 1"),
+        (
+            {"num_machines": 2, "main_process_ip": "a", "main_process_port": 70000},
+            "this number is out of range",
+        ),
+    ],
+)
+def test_answers_are_judged_by_each_other(answers: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        walk(distributed_type="MULTI_GPU", **answers)
+
+
 def test_lists_are_written_with_commas_and_saved_as_lists() -> None:
     _, found = walk(distributed_type="XLA", tpu_use_cluster=True, vm="a, b", env="X=1")
     mapping = as_mapping(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from accelerate.settings.config_file import cache_dir as cache_dir
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import default_yaml_config_file as default_yaml_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
-from accelerate.settings.file_layer import default_place
+from accelerate.settings.file_layer import check, default_place
 from accelerate.settings.merge import all_options
 from accelerate.settings.prompts import Prompt, prompt_of_this_process
 
@@ -74,7 +75,7 @@ def get_user_input(
     for fact in known.facts:
         chosen.say(fact)
     row = all_options()["compute_environment"]
-    default = str(known.kept.get(row.name, row.default))
+    default = str(known.values.get(row.name, row.default))
     place = chosen.choose(str(row.ask), row.choices, default)
     ask = get_sagemaker_input if place == ComputeEnvironment.AMAZON_SAGEMAKER.value else get_cluster_input
     return ask(chosen, known)
@@ -91,12 +92,14 @@ def config_command(args: argparse.Namespace) -> None:
     """
     path = Path(args.config_file).expanduser() if args.config_file else default_place()
     prompt = prompt_of_this_process()
+    known = suggest(str(path) if path.is_file() else None)
     while True:
-        config = get_user_input(prompt, suggest(str(path) if path.is_file() else None))
+        config = get_user_input(prompt, known)
         prompt.say(f"\n{_shown(config)}")
         decision = prompt.choose(f"Write this to {path}?", DECISIONS, WRITE)
         if decision != AGAIN:
             break
+        known = replace(known, values={**known.values, **check(config.to_dict(), path)}, facts=())
     if decision == LEAVE:
         prompt.say("Nothing was written.")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -12,21 +13,27 @@ import subprocess
 import sys
 import termios
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
-from accelerate.commands.config import suggestions
+from accelerate.commands.config import sagemaker, suggestions
 from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.sagemaker import get_sagemaker_input
 from accelerate.commands.config.suggestions import suggest
 from accelerate.devices.catalogue import CUDA
 from accelerate.launch.machine import Machine
+from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.settings.merge import merge
+from accelerate.settings.schema import SCHEMA_FILE
+from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.config"]
 DOWN, ENTER = "\x1b[B", "\r"
@@ -252,6 +259,71 @@ def test_a_broken_file_does_not_stop_the_questionnaire(tmp_path: Path) -> None:
     known = suggest(str(path))
     assert known.kept == {}
     assert "is not used" in known.facts[-1]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("way", suggestions.WAYS)
+def test_every_way_of_training_gives_a_file_that_loads_and_launches(
+    way: str, precision: str, tmp_path: Path
+) -> None:
+    answers = {"Which way": way, "number format": precision, "How many machines": "2", "address": "10.0.0.1"}
+    config = get_cluster_input(Defaults(**answers), suggest())  # type: ignore[arg-type]
+    path = tmp_path / "c.yaml"
+    config.to_yaml_file(str(path))
+    assert load_config_from_file(str(path)) == config
+    schema = json.loads(SCHEMA_FILE.read_text())
+    jsonschema.validate(yaml.safe_load(path.read_text()), schema, jsonschema.Draft202012Validator)
+    settings = merge(file_layer.layer(path, "file"))
+    assert settings.values["mixed_precision"] == precision
+    chosen = [name for name in EXCLUSIVE if settings.values[name]]
+    assert chosen == [name for name in [PARADIGM_OF_TYPE[way]] if name]
+
+
+def test_asking_again_starts_from_the_answers(tmp_path: Path) -> None:
+    rounds = ["", "multi_cpu", "3", "", "bf16", "", "ask again", "", "", "", "", "", "", "write"]
+    path = tmp_path / "c.yaml"
+    done = answer(rounds, path)
+    assert done.returncode == 0, done.stderr
+    written = load_config_from_file(str(path))
+    assert isinstance(written, ClusterConfig)
+    assert (written.distributed_type, written.num_processes) == ("MULTI_CPU", 3)
+    assert written.mixed_precision == "bf16"
+
+
+class Iam:
+    """What is asked of AWS."""
+
+    exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
+
+    def __init__(self, roles: list[str]) -> None:
+        self.roles = roles
+        self.policies: dict[str, Any] = {}
+
+    def create_role(self, **asked: str) -> None:
+        if asked["RoleName"] in self.roles:
+            raise KeyError(asked["RoleName"])
+        assert json.loads(asked["AssumeRolePolicyDocument"])["Statement"][0]["Action"] == "sts:AssumeRole"
+        self.roles.append(asked["RoleName"])
+
+    def put_role_policy(self, **asked: str) -> None:
+        self.policies[asked["RoleName"]] = json.loads(asked["PolicyDocument"])
+
+    def get_role(self, **asked: str) -> dict[str, Any]:
+        return {"Role": {"Arn": f"arn:aws:iam::1:role/{asked['RoleName']}"}}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_role_of_the_job_is_made_when_asked_for(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    client = Iam(["trainer"] if there else [])
+    monkeypatch.setattr(sagemaker, "_iam", lambda: client)
+    monkeypatch.setattr(sagemaker, "is_boto3_available", lambda: True)
+    prompt = Defaults(**{"IAM role does": "trainer"})
+    monkeypatch.setattr(prompt, "confirm", lambda text, default: text == sagemaker.CREATE_ROLE or default)
+    config = get_sagemaker_input(prompt)  # type: ignore[arg-type]
+    assert config.iam_role_name == "arn:aws:iam::1:role/trainer"
+    assert client.roles == ["trainer"]
+    assert ("trainer" in client.policies) == (not there)
 
 
 def test_sagemaker_asks_about_the_job() -> None:
