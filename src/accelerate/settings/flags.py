@@ -52,7 +52,8 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 class CustomArgumentParser(argparse.ArgumentParser):
     """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
 
-    color = False  # newer versions of argparse would colour too
+    # Newer versions of argparse would colour too: whatever they set, it stays off.
+    color = property(lambda self: False, lambda self, value: None)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""

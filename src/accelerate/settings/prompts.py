@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from accelerate.base.errors import ConfigurationError
 
@@ -103,13 +103,13 @@ class TerminalPrompt:
         import questionary
 
         chosen = default if default in offers else None
-        return str(questionary.select(text, choices=list(offers), default=chosen).unsafe_ask())
+        return str(_answer(questionary.select(text, choices=list(offers), default=chosen)))
 
     def confirm(self, text: str, default: bool) -> bool:
         """Ask for yes or no."""
         import questionary
 
-        return bool(questionary.confirm(text, default=default).unsafe_ask())
+        return bool(_answer(questionary.confirm(text, default=default)))
 
     def write(self, text: str, default: str, check: Check) -> str:
         """Ask for a text, again until `check` takes it."""
@@ -122,7 +122,15 @@ class TerminalPrompt:
                 return str(error)
             return True
 
-        return str(questionary.text(text, default=default, validate=judge).unsafe_ask()).strip()
+        return str(_answer(questionary.text(text, default=default, validate=judge))).strip()
+
+
+def _answer(question: Any) -> Any:
+    """Ask; Ctrl-D ends the questionnaire as Ctrl-C does."""
+    try:
+        return question.unsafe_ask()
+    except EOFError:
+        raise KeyboardInterrupt from None
 
 
 Prompt = LinePrompt | TerminalPrompt

@@ -143,6 +143,16 @@ def test_ctrl_c_ends_it(terminal: Terminal) -> None:
     assert terminal.finish() == 130
 
 
+def test_ctrl_d_ends_it(terminal: Terminal) -> None:
+    terminal.expect("Where does the script run?")
+    terminal.type(ENTER)
+    terminal.expect("Which way of training")
+    terminal.type(DOWN + ENTER)
+    terminal.expect("How many processes in total")
+    terminal.type("\x7f" * 4 + "\x04")
+    assert terminal.finish() == 130
+
+
 def answer(lines: list[str], path: Path) -> subprocess.CompletedProcess[str]:
     text = "".join(f"{line}\n" for line in lines)
     command = [*COMMAND, "--config_file", str(path)]
