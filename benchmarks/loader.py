@@ -1,25 +1,18 @@
-"""What a prepared loader costs over the loader it was made from, paired with the raw call in one run.
-
-`python benchmarks/loader.py [--json]` prints for each pair the CPU time of a batch and their ratio.
-Passes over both loaders alternate, and the median of the ratios of neighbouring passes is reported: what else
-the machine does counts for both alike.
-"""
+"""What a prepared loader costs over the loader it was made from."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Callable, Iterable
-from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from accelerate.data_loader import prepare_data_loader
+from pairing import Pair, measure, report
 
-SAMPLES, FEATURES, BATCH_SIZE, PASSES = 16_384, 64, 16, 25
+SAMPLES, FEATURES, BATCH_SIZE, PASSES = 8_192, 64, 16, 61
 CPU = torch.device("cpu")
 
 
@@ -27,67 +20,38 @@ def make_dataset() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(10, (SAMPLES,)))
 
 
-def seconds_for_a_pass(loader: Iterable[Any]) -> float:
-    start = process_time()
-    for _ in loader:
-        pass
-    return process_time() - start
+def reading(loader: Iterable[Any]) -> Callable[[], None]:
+    """Make the work of one pass over a loader."""
+
+    def read() -> None:
+        for _ in loader:
+            pass
+
+    return read
 
 
-def compare(name: str, budget: float, raw: Any, ours: Any) -> dict[str, Any]:
-    """Read both loaders in turn.
-
-    Args:
-        name: What is compared.
-        budget: The ratio that must not be passed.
-        raw: The loader of plain torch.
-        ours: The prepared one.
-
-    Returns:
-        The name, microseconds a batch of both, the median ratio and the budget.
-    """
+def compare(work: str, budget: float, raw: DataLoader[Any], ours: DataLoader[Any]) -> Pair:
+    """Measure whole passes over two loaders of equally many batches."""
     if len(raw) != len(ours):
-        raise ValueError(f"{name}: {len(raw)} batches against {len(ours)} compare nothing")
-    pairs = [(seconds_for_a_pass(raw), seconds_for_a_pass(ours)) for _ in range(PASSES + 2)][2:]
-    plain, prepared = (min(column) / len(raw) * 1e6 for column in zip(*pairs, strict=True))
-    ratio = median(ours / raw for raw, ours in pairs)
-    return {"name": name, "raw_us": plain, "ours_us": prepared, "ratio": ratio, "budget": budget}
+        raise ValueError(f"{work}: {len(raw)} batches against {len(ours)} compare nothing")
+    name = f"{work}, a pass of {len(raw)} batches"
+    return measure(name, reading(raw), reading(ours), budget=budget, repetitions=1, rounds=PASSES)
 
 
-def prepared_over_plain() -> dict[str, Any]:
-    dataset = make_dataset()
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
-    ours = prepare_data_loader(loader, CPU, 1, 0, put_on_device=True)
-    return compare("prepared loader over the plain one", 1.05, loader, ours)
-
-
-def shard_over_distributed_sampler() -> dict[str, Any]:
-    dataset = make_dataset()
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
-    raw = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
-    ours = prepare_data_loader(loader, CPU, 2, 0, put_on_device=True, rng_types=["generator"])
-    return compare("2-process sharded loader over DistributedSampler", 1.08, raw, ours)
-
-
-COMPARISONS: tuple[Callable[[], dict[str, Any]], ...] = (prepared_over_plain, shard_over_distributed_sampler)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    as_json = parser.parse_args().json
+def main() -> int:
     torch.set_num_threads(1)
-    for measure in COMPARISONS:
-        row = measure()
-        if as_json:
-            print(json.dumps(row))
-            continue
-        print(
-            f"{row['name']:<50} raw {row['raw_us']:7.1f} us  ours {row['ours_us']:7.1f} us  "
-            f"ratio {row['ratio']:.3f}  (budget {row['budget']:.2f})"
-        )
+    dataset = make_dataset()
+    shuffled = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=True)
+    distributed = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+    prepared = prepare_data_loader(shuffled, CPU, 1, 0, put_on_device=True)
+    shard = prepare_data_loader(shuffled, CPU, 2, 0, put_on_device=True, rng_types=["generator"])
+    pairs = [
+        compare("prepared loader over the plain one", 1.05, shuffled, prepared),
+        compare("2-process sharded loader over DistributedSampler", 1.08, distributed, shard),
+    ]
+    return report(pairs, "Data loading")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""Time two ways of doing the same work in one run, and print their ratio.
+"""Time two ways of doing the same work in one run, and print how they compare.
 
-Machines are noisy and their noise drifts, so the two ways take turns in short rounds, each is judged by its best
-round, and what is counted is the time of the processor, which other programs do not add to.
+Machines are noisy and their noise drifts, so the two ways take turns in short rounds, a ratio is the median
+over neighbouring rounds, and what is counted is the time of the processor, which other programs hardly add to.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 Work = Callable[[], object]
 
@@ -23,77 +24,80 @@ class Pair:
 
     Attributes:
         work: What was done.
-        raw: Processor seconds for one repetition by hand.
-        ours: Processor seconds for one repetition through the library.
-        budget: Largest ratio that is accepted.
+        raw: Processor seconds for one repetition by hand, best round.
+        ours: Processor seconds for one repetition through the library, best round.
+        figure: What is held against the budget: a ratio, or seconds.
+        budget: Largest figure that is accepted.
+        unit: "x" for a ratio, "s" for seconds.
     """
 
     work: str
     raw: float
     ours: float
+    figure: float
     budget: float
-
-    @property
-    def ratio(self) -> float:
-        """How much longer the library takes."""
-        return self.ours / self.raw
-
-
-def time_rounds(raw: Work, ours: Work, repetitions: int, rounds: int) -> tuple[float, float]:
-    """Return the best seconds for one repetition of each, taken in turns.
-
-    Args:
-        raw: The work by hand.
-        ours: The same work through the library.
-        repetitions: Calls in one round.
-        rounds: How often both get their turn.
-    """
-    best = [float("inf"), float("inf")]
-    for work in (raw, ours):
-        for _ in range(max(repetitions // 5, 1)):
-            work()
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(rounds):
-            order = ((0, raw), (1, ours)) if turn % 2 else ((1, ours), (0, raw))
-            for place, work in order:
-                start = time.process_time()
-                for _ in range(repetitions):
-                    work()
-                best[place] = min(best[place], (time.process_time() - start) / repetitions)
-    finally:
-        gc.enable()
-    return best[0], best[1]
+    unit: str = "x"
 
 
 def measure(work: str, raw: Work, ours: Work, *, budget: float, repetitions: int, rounds: int = 60) -> Pair:
-    """Measure one budget."""
-    return Pair(work, *time_rounds(raw, ours, repetitions, rounds), budget)
+    """Measure the ratio of two ways of doing the same.
+
+    Args:
+        work: What is done, for the table.
+        raw: The work by hand.
+        ours: The same work through the library.
+        budget: Largest ratio that is accepted.
+        repetitions: Calls in one round.
+        rounds: How often both get their turn.
+    """
+    for way in (raw, ours):
+        time_round(way, repetitions)
+    pairs = [(time_round(raw, repetitions), time_round(ours, repetitions)) for _ in range(rounds)]
+    ratio = median(second / first for first, second in pairs)
+    best_raw, best_ours = (min(column) for column in zip(*pairs, strict=True))
+    return Pair(work, best_raw, best_ours, ratio, budget)
+
+
+def time_round(work: Work, repetitions: int) -> float:
+    """Return processor seconds for one repetition, garbage collection left out."""
+    gc.collect(0)
+    gc.disable()
+    try:
+        start = time.process_time()
+        for _ in range(repetitions):
+            work()
+        return (time.process_time() - start) / repetitions
+    finally:
+        gc.enable()
 
 
 def spell(seconds: float) -> str:
     """Write a time in the unit that suits it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
+        if abs(seconds) >= size:
             return f"{seconds / size:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
 
 
 def report(pairs: Sequence[Pair], title: str) -> int:
-    """Print a table, write JSON where asked to, and return how many budgets were missed."""
+    """Print a table, and write JSON where the command line asks for it.
+
+    Returns:
+        How many budgets were missed; the exit code of a benchmark.
+    """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     target = parser.parse_args().json
     width = max(len(pair.work) for pair in pairs)
-    print(f"{title}\n{'work':{width}}  {'raw':>10}  {'ours':>10}  {'ratio':>7}  budget")
+    print(f"{title}\n{'work':{width}}  {'raw':>10}  {'ours':>10}  {'figure':>9}  budget")
     for pair in pairs:
-        verdict = "" if pair.ratio <= pair.budget else "  MISSED"
+        figure = f"{pair.figure:.2f} {pair.unit}"
+        verdict = "" if pair.figure <= pair.budget else "  MISSED"
         print(
-            f"{pair.work:{width}}  {spell(pair.raw):>10}  {spell(pair.ours):>10}  {pair.ratio:6.2f}x  "
-            f"<= {pair.budget:.2f}x{verdict}"
+            f"{pair.work:{width}}  {spell(pair.raw):>10}  {spell(pair.ours):>10}  {figure:>9}  "
+            f"<= {pair.budget:.2f} {pair.unit}{verdict}"
         )
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps([{**asdict(pair), "ratio": pair.ratio} for pair in pairs], indent=2))
-    return sum(pair.ratio > pair.budget for pair in pairs)
+        target.write_text(json.dumps([asdict(pair) for pair in pairs], indent=2))
+    return sum(pair.figure > pair.budget for pair in pairs)
