@@ -70,7 +70,7 @@ def _layout(plan: LaunchPlan) -> str:
     if plan.machines == 1:
         return f"{text}, on this machine"
     here = f"this is machine {plan.machine}, with {plan.ranks}"
-    return f"{text}: {plan.local_processes} on each of {plan.machines} machines; {here}"
+    return f"{text}: {plan.layout}; {here}"
 
 
 def _section(section: Any, settings: Settings) -> str:

@@ -94,6 +94,7 @@ class LaunchPlan:
         launcher: key of `launch.backends.base.LAUNCHERS`.
         target: what runs in each process.
         processes: over all machines.
+        shares: processes on each machine, where these differ; empty where they do not.
         machines: how many.
         machine: which one this is, from 0.
         rendezvous: how the processes meet.
@@ -111,18 +112,28 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: object = None
+    shares: tuple[int, ...] = ()
 
     @property
     def local_processes(self) -> int:
-        """Processes on each machine."""
-        return self.processes // self.machines
+        """Processes on this machine."""
+        return self.shares[self.machine] if self.shares else self.processes // self.machines
 
     @property
     def ranks(self) -> str:
         """The ranks of this machine, in words."""
-        first = self.machine * self.local_processes
+        before = self.shares[: self.machine] or (self.local_processes,) * self.machine
+        first = sum(before)
         last = first + self.local_processes - 1
         return f"rank {first}" if first == last else f"ranks {first} to {last}"
+
+    @property
+    def layout(self) -> str:
+        """How the processes are shared out over several machines, in words."""
+        if self.shares:
+            each = ", ".join(map(str, self.shares))
+            return f"{each} on the {self.machines} machines"
+        return f"{self.local_processes} on each of {self.machines} machines"
 
     def detail(self, kind: type[Detail]) -> Detail:
         """The launcher's own part of the plan.

@@ -10,14 +10,22 @@ from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.catalogue import CPU
 from accelerate.launch.backends.base import Launcher, launcher_named
 from accelerate.launch.environment import device_ids, environment
+from accelerate.launch.layout import CHOSEN as CHOSEN
+from accelerate.launch.layout import (
+    check_layout,
+    choose_processes,
+    choose_shares,
+    choose_threads,
+    listed,
+    where,
+)
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings
+from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 from accelerate.settings.sections.rendezvous import RendezvousSection
 
-CHOSEN = "chosen for this machine"
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 """Ways of training that need a process group, even with one process."""
 
@@ -44,12 +52,13 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
     if starter is not None and launcher_named(starter).counts_elsewhere:
         return _plan_elsewhere(starter, settings, machine, target), settings
     machine = _hardware(settings, machine)
-    settings, notes = _choose_processes(settings, machine)
-    _check_layout(settings, machine)
+    settings, shares = choose_shares(settings)
+    settings, notes = choose_processes(settings, machine)
+    check_layout(settings, machine, shares)
     name = starter or _choose_here(settings)
     launcher = launcher_named(name)
-    _check_calls(settings, launcher, name)
-    settings = _choose_threads(settings, machine, name)
+    _check_calls(settings, launcher, name, shares)
+    settings = choose_threads(settings, machine, name, shares)
     rendezvous, port_notes = _rendezvous(settings, machine, name)
     plan = LaunchPlan(
         launcher=name,
@@ -58,6 +67,7 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
         machines=settings.values["num_machines"],
         machine=settings.values["machine_rank"],
         rendezvous=rendezvous,
+        shares=shares,
         environment=environment(settings, machine, name),
         notes=(*settings.notes, *starter_notes, *notes, *port_notes),
     )
@@ -83,8 +93,8 @@ def _layout_note(plan: LaunchPlan) -> tuple[str, ...]:
     """Say how the total is shared, since it is easily taken for the count of one machine."""
     if plan.machines == 1:
         return ()
-    share = f"{plan.local_processes} on each of {plan.machines} machines"
-    return (f"{plan.processes} processes in total: {share}; machine {plan.machine} has {plan.ranks}",)
+    total = f"{plan.processes} processes in total: {plan.layout}"
+    return (f"{total}; machine {plan.machine} has {plan.ranks}",)
 
 
 def check_paradigm(settings: Settings) -> None:
@@ -127,11 +137,11 @@ def _choose_slurm(settings: Settings, machine: Machine) -> tuple[str | None, tup
         return "sbatch", ()
     if "SLURM_JOB_ID" in (machine.environ or {}):
         return "slurm", ()
-    where, source = _where(settings, "slurm"), settings.source("slurm")
+    place, source = where(settings, "slurm"), settings.source("slurm")
     if source in (FLAG, ENVIRONMENT):
         mend = "Ask for one with salloc or sbatch, or add --submit"
-        raise wrong_value(where, True, "this is not inside an allocation of SLURM", mend)
-    return None, (f"{where} has no effect outside of an allocation",)
+        raise wrong_value(place, True, "this is not inside an allocation of SLURM", mend)
+    return None, (f"{place} has no effect outside of an allocation",)
 
 
 def _choose_here(settings: Settings) -> str:
@@ -162,75 +172,19 @@ def _refuse_devices(settings: Settings) -> None:
     for name in ("multi_gpu", "gpu_ids"):
         value = settings.values[name]
         if value and value != "all":
-            raise wrong_value(_where(settings, name), value, "this machine shows no accelerator", mend)
+            raise wrong_value(where(settings, name), value, "this machine shows no accelerator", mend)
 
 
-def _choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tuple[str, ...]]:
-    """Fill in the number of processes where nobody gave it, and say what was assumed."""
-    launch = settings[LaunchSection]
-    machines = launch.num_machines
-    if machines < 1:
-        raise wrong_value(
-            _where(settings, "num_machines"), machines, "at least one is needed", "Use 1 or more"
-        )
-    if _says_one_process(settings):
-        return settings.replaced("distributed_type: NO", num_processes=1), ()
-    if launch.num_processes not in (None, -1):
-        return settings, ()
-    total = machine.devices * machines
-    settings = settings.replaced(CHOSEN, num_processes=total)
-    plural = "es" if total > 1 else ""
-    assumed = [f"{total} process{plural} on {machine.hardware.label}"]
-    if settings.source("mixed_precision") == BUILT_IN:
-        assumed.append("mixed_precision=no")
-    return settings, (f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise",)
-
-
-def _says_one_process(settings: Settings) -> bool:
-    """A file with `distributed_type: NO` runs one process, unless a flag or variable asks for more."""
-    explicit = settings.source("num_processes") in (FLAG, ENVIRONMENT)
-    chosen = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
-    return settings.values["distributed_type"] == "NO" and not explicit and not chosen
-
-
-def _check_layout(settings: Settings, machine: Machine) -> None:
-    values = settings.values
-    total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
-    where = _where(settings, "num_processes")
-    if total < 1:
-        raise wrong_value(where, total, "at least one process is needed", "Use 1 or more")
-    if total % machines:
-        mend = f"Use a multiple of {machines}: it is the total, and each machine runs the same number"
-        raise wrong_value(where, total, f"it cannot be divided over {machines} machines", mend)
-    if not 0 <= rank < machines:
-        mend = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
-        raise wrong_value(_where(settings, "machine_rank"), rank, f"there are {machines} machines", mend)
-    if machine.has_accelerator and total // machines > machine.devices:
-        of = f" of {machines}" if machines > 1 else ""
-        reason = f"that is {total // machines} on this machine{of}, which shows {machine.devices} devices"
-        raise wrong_value(where, total, reason, "Use fewer, or --cpu to run on the CPU")
-
-
-def _check_calls(settings: Settings, launcher: Launcher, name: str) -> None:
+def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tuple[int, ...]) -> None:
+    if shares and name != "elastic":
+        reason = f"the {name} launcher starts the same number on each machine"
+        raise wrong_value("--processes_per_machine", listed(shares), reason, "Leave it out")
     rank = settings.values["machine_rank"]
     if launcher.called_once and rank:
         mend = "Call it once, on one machine, without it"
         raise wrong_value(
-            _where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", mend
+            where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", mend
         )
-
-
-def _choose_threads(settings: Settings, machine: Machine, launcher: str) -> Settings:
-    """Share the cores between the processes of a machine, so that they do not get in each other's way."""
-    given = settings.values["num_cpu_threads_per_process"]
-    if given is not None and given < 1:
-        where = _where(settings, "num_cpu_threads_per_process")
-        raise wrong_value(where, given, "at least one thread is needed", "Use 1 or more")
-    kept = "OMP_NUM_THREADS" in (machine.environ or {})
-    if given is not None or kept or launcher == "local":
-        return settings
-    local = settings.values["num_processes"] // settings.values["num_machines"]
-    return settings.replaced(CHOSEN, num_cpu_threads_per_process=max(1, machine.cores // local))
 
 
 def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Rendezvous, tuple[str, ...]]:
@@ -251,7 +205,7 @@ def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tup
     wanted = DEFAULT_PORT if given is None else given
     if not 0 <= wanted <= 65535:
         raise wrong_value(
-            _where(settings, "main_process_port"), wanted, "ports go from 0 to 65535", "Use 29500"
+            where(settings, "main_process_port"), wanted, "ports go from 0 to 65535", "Use 29500"
         )
     if several:
         _check_agreed_port(settings, machine, wanted)
@@ -273,9 +227,3 @@ def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
             f"Port {port} is in use on this machine, where the others would look for it. "
             f"Free it, or pass another --main_process_port on every machine."
         )
-
-
-def _where(settings: Settings, name: str) -> str:
-    """How the user knows an option, by where its value came from."""
-    source = settings.source(name)
-    return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {name}"

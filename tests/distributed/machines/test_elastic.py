@@ -35,6 +35,15 @@ def test_two_hosts_train_together(hosts: Hosts, backend: str) -> None:
     assert "4 processes in total: 2 on each of 2 machines; machine 1 has ranks 2 to 3" in ended[1].err
 
 
+def test_hosts_that_differ_train_together(hosts: Hosts) -> None:
+    script = hosts.write("train.py", TRAIN)
+    started = [hosts.start(host, *words(host, "--processes_per_machine", "2,1", script)) for host in (0, 1)]
+    ended = [hosts.end(process) for process in started]
+    assert [each.code for each in ended] == [0, 0], ended
+    lines = sorted(line for each in ended for line in each.out.splitlines())
+    assert lines == [f"trained node{'aab'[rank]} {rank} 3 True" for rank in range(3)]
+
+
 def test_a_killed_worker_is_started_again_and_the_run_ends_well(hosts: Hosts) -> None:
     script = hosts.write("train.py", KILLED_ONCE + TRAIN)
     options = ("--num_processes", "2", "--rdzv_backend", "c10d", "--max_restarts", "2")

@@ -162,8 +162,42 @@ def test_on_several_machines_the_total_is_assumed_from_this_one() -> None:
 def test_a_total_is_never_taken_for_the_count_of_one_machine() -> None:
     made = plan(machine(2), num_processes=4, num_machines=2, machine_rank=1, main_process_ip="10.0.0.1")
     assert made.notes == ("4 processes in total: 2 on each of 2 machines; machine 1 has ranks 2 to 3",)
-    with pytest.raises(ConfigurationError, match="it is the total, and each machine runs the same number"):
+    with pytest.raises(
+        ConfigurationError, match="It is the total: use a multiple of 2, or --processes_per_machine"
+    ):
         plan(machine(2), num_processes=3, num_machines=2, main_process_ip="10.0.0.1")
+
+
+def test_machines_may_differ() -> None:
+    made = plan(
+        machine(4, cores=8), processes_per_machine=("8", "4"), machine_rank=1, main_process_ip="10.0.0.1"
+    )
+    assert (made.processes, made.machines, made.local_processes) == (12, 2, 4)
+    assert made.notes == ("12 processes in total: 8, 4 on the 2 machines; machine 1 has ranks 8 to 11",)
+    assert made.environment["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"processes_per_machine": ("8", "x")}, "--processes_per_machine='8,x': these are no numbers from 1"),
+        ({"processes_per_machine": ("8", "0")}, "these are no numbers from 1"),
+        (
+            {"processes_per_machine": ("2", "1"), "num_processes": 4},
+            "that makes 3, and --num_processes says 4",
+        ),
+        ({"processes_per_machine": ("2", "1"), "num_machines": 3}, "that makes 2, and --num_machines says 3"),
+        (
+            {"processes_per_machine": ("2", "1"), "mpirun_hostfile": "hosts"},
+            "the mpi launcher starts the same",
+        ),
+        ({"processes_per_machine": ("2", "1"), "machine_rank": 2}, "--machine_rank=2: there are 2 machines"),
+    ],
+)
+def test_shares_that_contradict_the_rest_are_refused(flags: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(machine(), main_process_ip="10.0.0.1", **flags)
+    assert problem in str(caught.value)
 
 
 def test_a_launcher_that_is_called_once_may_choose_the_port() -> None:

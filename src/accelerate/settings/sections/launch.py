@@ -92,6 +92,11 @@ class LaunchSection(Section):
         ask="How many machines take part?",
         when=lambda answers: answers["distributed_type"] not in ("NO", "XLA"),
     )
+    processes_per_machine: tuple[str, ...] | None = option(
+        None,
+        "Processes on each machine, from machine 0 on, where these differ: 8,4. The total is their sum.",
+        key=None,
+    )
     num_cpu_threads_per_process: int | None = option(
         None,
         "CPU threads each process may use (OMP_NUM_THREADS).",

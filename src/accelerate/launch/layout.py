@@ -1,0 +1,139 @@
+"""How many processes run, on which machine, with how many threads."""
+
+from __future__ import annotations
+
+from accelerate.base.errors import wrong_value
+from accelerate.launch.machine import Machine
+from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings
+from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
+
+CHOSEN = "chosen for this machine"
+
+
+def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
+    """Read how many processes each machine runs, where the machines differ.
+
+    Args:
+        settings: merged.
+
+    Returns:
+        The settings with the numbers of machines and processes that follow, and the processes on each
+        machine; none where nobody gave them.
+
+    Raises:
+        ConfigurationError: they contradict those numbers.
+    """
+    given = settings.values["processes_per_machine"]
+    if not given:
+        return settings, ()
+    flag = "--processes_per_machine"
+    if not all(part.isdigit() and int(part) for part in given):
+        raise wrong_value(flag, ",".join(given), "these are no numbers from 1 on", "Write for example 8,4")
+    shares = tuple(int(part) for part in given)
+    for name, found in (("num_machines", len(shares)), ("num_processes", sum(shares))):
+        wanted = settings.values[name]
+        if settings.given(name) and wanted not in (None, -1, found):
+            reason = f"that makes {found}, and {where(settings, name)} says {wanted}"
+            raise wrong_value(flag, listed(shares), reason, "Make them agree, or leave one out")
+    return settings.replaced(FLAG, num_machines=len(shares), num_processes=sum(shares)), shares
+
+
+def listed(shares: tuple[int, ...]) -> str:
+    """Write shares the way the flag takes them."""
+    return ",".join(map(str, shares))
+
+
+def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tuple[str, ...]]:
+    """Fill in the number of processes where nobody gave it, and say what was assumed.
+
+    Raises:
+        ConfigurationError: there is no machine.
+    """
+    launch = settings[LaunchSection]
+    machines = launch.num_machines
+    if machines < 1:
+        raise wrong_value(
+            where(settings, "num_machines"), machines, "at least one is needed", "Use 1 or more"
+        )
+    if _says_one_process(settings):
+        return settings.replaced("distributed_type: NO", num_processes=1), ()
+    if launch.num_processes not in (None, -1):
+        return settings, ()
+    total = machine.devices * machines
+    settings = settings.replaced(CHOSEN, num_processes=total)
+    plural = "es" if total > 1 else ""
+    assumed = [f"{total} process{plural} on {machine.hardware.label}"]
+    if settings.source("mixed_precision") == BUILT_IN:
+        assumed.append("mixed_precision=no")
+    return settings, (f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise",)
+
+
+def _says_one_process(settings: Settings) -> bool:
+    """A file with `distributed_type: NO` runs one process, unless a flag or variable asks for more."""
+    explicit = settings.source("num_processes") in (FLAG, ENVIRONMENT)
+    chosen = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
+    return settings.values["distributed_type"] == "NO" and not explicit and not chosen
+
+
+def _local(settings: Settings, shares: tuple[int, ...]) -> int:
+    """Processes on this machine."""
+    values = settings.values
+    share: int = (
+        shares[values["machine_rank"]] if shares else values["num_processes"] // values["num_machines"]
+    )
+    return share
+
+
+def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) -> None:
+    """Refuse counts that contradict each other or the machine.
+
+    Raises:
+        ConfigurationError: they do.
+    """
+    values = settings.values
+    total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
+    place = where(settings, "num_processes")
+    if total < 1:
+        raise wrong_value(place, total, "at least one process is needed", "Use 1 or more")
+    if total % machines and not shares:
+        mend = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
+        raise wrong_value(place, total, f"it cannot be divided over {machines} machines", mend)
+    if not 0 <= rank < machines:
+        mend = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
+        raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", mend)
+    local = _local(settings, shares)
+    if machine.has_accelerator and local > machine.devices:
+        of = f" of {machines}" if machines > 1 else ""
+        reason = f"that is {local} on this machine{of}, which shows {machine.devices} devices"
+        raise wrong_value(place, total, reason, "Use fewer, or --cpu to run on the CPU")
+
+
+def choose_threads(settings: Settings, machine: Machine, launcher: str, shares: tuple[int, ...]) -> Settings:
+    """Share the cores between the processes of a machine, so that they do not get in each other's way.
+
+    Raises:
+        ConfigurationError: the number of threads that was given is none.
+    """
+    given = settings.values["num_cpu_threads_per_process"]
+    if given is not None and given < 1:
+        place = where(settings, "num_cpu_threads_per_process")
+        raise wrong_value(place, given, "at least one thread is needed", "Use 1 or more")
+    kept = "OMP_NUM_THREADS" in (machine.environ or {})
+    if given is not None or kept or launcher == "local":
+        return settings
+    local = _local(settings, shares)
+    return settings.replaced(CHOSEN, num_cpu_threads_per_process=max(1, machine.cores // local))
+
+
+def where(settings: Settings, name: str) -> str:
+    """How the user knows an option, by where its value came from.
+
+    Args:
+        settings: merged.
+        name: of the option.
+
+    Returns:
+        ``--name``, or the file and the key in it.
+    """
+    source = settings.source(name)
+    return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {name}"
