@@ -39,8 +39,8 @@ check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
-	@for each in $(filter-out benchmarks/pairing.py,$(wildcard benchmarks/*.py)); do \
-		$(BIN)/python $$each || exit 1; done
+	@missed=0; for each in $(filter-out benchmarks/pairing.py,$(wildcard benchmarks/*.py)); do \
+		$(BIN)/python $$each || missed=1; echo; done; exit $$missed
 
 reference: $(VENV)/.test-installed ## write docs/reference and the JSON Schema anew from the declarations
 	$(BIN)/python docs/write_reference.py

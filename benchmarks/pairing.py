@@ -1,7 +1,7 @@
 """Time two ways of doing the same work in one run, and print how they compare.
 
 Machines are noisy and their noise drifts, so the two ways take turns in short rounds, a ratio is the median
-over neighbouring rounds, and what is counted is the time of the processor, which other programs hardly add to.
+over neighbouring rounds, and what is counted is processor time, which other programs hardly add to.
 """
 
 from __future__ import annotations
