@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
 
@@ -39,6 +39,7 @@ def build_runtime(request: RunRequest) -> Runtime:
         request: what the run asks for, checked.
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
+    fresh = not is_initialized()
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
@@ -46,6 +47,15 @@ def build_runtime(request: RunRequest) -> Runtime:
         _from_accelerator=True,
         **group_arguments,
     )
+    try:
+        return _assemble(request, state)
+    except Exception:
+        if fresh:  # a refused run must not decide for the next one
+            AcceleratorState._reset_state()
+        raise
+
+
+def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
     context = Context(
         topology=state.topology,

@@ -160,6 +160,12 @@ def test_a_second_accelerator_must_agree_on_the_number_format() -> None:
         Accelerator(cpu=True, mixed_precision="no")
 
 
+def test_a_refused_run_does_not_decide_for_the_next_one() -> None:
+    with pytest.raises(ConfigurationError, match="fp8"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+
+
 def test_disagreement_with_the_environment_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
