@@ -17,8 +17,8 @@ from accelerate.plugins.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.settings.env import decode
 from accelerate.settings.sections.parallelism import ParallelismSection
+from accelerate.settings.variables import decode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

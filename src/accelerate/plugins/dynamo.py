@@ -10,8 +10,8 @@ from accelerate.base.constants import TORCH_DYNAMO_MODES
 from accelerate.base.enums import DynamoBackend
 from accelerate.plugins.checks import member, one_of
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.env import read
 from accelerate.settings.sections.dynamo import DynamoSection
+from accelerate.settings.variables import read
 
 _OPTIONS = {
     "backend": "dynamo_backend",

@@ -12,8 +12,8 @@ from accelerate.base.packages import is_msamp_available, require
 from accelerate.devices.availability import is_transformer_engine_available
 from accelerate.plugins.checks import at_least, one_of
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.env import decode
 from accelerate.settings.sections.precision import Fp8Section
+from accelerate.settings.variables import decode
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

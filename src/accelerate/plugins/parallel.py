@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from accelerate.base.environ import current
 from accelerate.base.errors import ConfigurationError
 from accelerate.plugins.checks import at_least, one_of
-from accelerate.settings.env import decode
 from accelerate.settings.sections.parallelism import ContextParallelSection, SequenceParallelSection
+from accelerate.settings.variables import decode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,21 +1,19 @@
 """Settings <-> environment variables: the contract between launcher and worker.
 
-`encode` runs in the launcher, `decode` and `read` in the worker; both are loops over the same declarations,
+`encode` runs in the launcher, `decode` and `read` in the worker; all are loops over the same declarations,
 so a value written by one is read by the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import wrong_value
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import ENVIRONMENT, Layer, Settings
-from accelerate.settings.option import Option, Section, refuse_all
-from accelerate.settings.sections import SECTIONS
-
-S = TypeVar("S", bound=Section)
+from accelerate.settings.option import Option, Section
+from accelerate.settings.variables import decode as decode
+from accelerate.settings.variables import read as read
 
 
 def encode(settings: Settings, sections: Iterable[type[Section]] = SECTIONS) -> dict[str, str]:
@@ -40,70 +38,6 @@ def _spell(row: Option, value: Any) -> dict[str, str]:
     return {name: text for name, text in spelled.items() if text is not None}
 
 
-def decode(section: type[S], environ: Mapping[str, str]) -> S:
-    """Read a section from the environment; what is not set has its built-in value.
-
-    Args:
-        section: a class of `settings.sections`.
-        environ: this process's variables.
-
-    Raises:
-        ConfigurationError: variables hold values that cannot be; all of them are named.
-    """
-    return section(**read(environ, (section,)))
-
-
-def read(environ: Mapping[str, str], sections: Iterable[type[Section]] = SECTIONS) -> dict[str, Any]:
-    """Read only those options that the environment sets.
-
-    Args:
-        environ: variables of this process.
-        sections: which ones; default all.
-
-    Returns:
-        Option name -> value.
-
-    Raises:
-        ConfigurationError: variables hold values that cannot be; all of them are named.
-    """
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for section in sections:
-        for row in section.options():
-            try:
-                found.update(_find(row, environ))
-            except ValueError as error:
-                problems += [] if row.foreign else [str(error)]
-    refuse_all(problems)
-    return found
-
-
 def layer(environ: Mapping[str, str]) -> Layer:
     """The environment as a layer of the launcher's settings."""
-    return Layer(ENVIRONMENT, read(environ))
-
-
-def _find(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
-    if len(row.variables) > 1:
-        return _find_tuple(row, environ)
-    for variable in (*row.variables, *row.aliases):
-        text = environ.get(variable, "")
-        if text and not (text == "None" and row.default is None):
-            return {row.name: row.read(text, variable)}
-    return {}
-
-
-def _find_tuple(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
-    present = [variable for variable in row.variables if environ.get(variable)]
-    if not present:
-        return {}
-    defaults = dict(zip(row.variables, row.default, strict=True))
-    return {row.name: tuple(_yes_or_no(v, environ) if v in present else defaults[v] for v in row.variables)}
-
-
-def _yes_or_no(variable: str, environ: Mapping[str, str]) -> bool:
-    try:
-        return bool(str_to_bool(environ[variable]))
-    except ValueError:
-        mend = f"Set {variable} to true or false"
-        raise wrong_value(variable, environ[variable], "this must be yes or no", mend) from None
+    return Layer(ENVIRONMENT, read(environ, SECTIONS))

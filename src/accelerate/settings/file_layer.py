@@ -12,10 +12,10 @@ from typing import Any
 from accelerate.base import environ
 from accelerate.base.enums import ComputeEnvironment
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import Layer
 from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
-from accelerate.settings.sections import SECTIONS
 from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
 
 FREE_FORM = ("additional_args",)

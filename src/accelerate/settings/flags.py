@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from accelerate.base import environ
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.coloring import colored, wants_color
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
-from accelerate.settings.sections import SECTIONS
 from accelerate.settings.sections.launch import GENERAL
 
 FORMAT = "%(message)s"

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.flags import OneSpellingFormatter
 from accelerate.settings.option import WANTED, Option, Section
-from accelerate.settings.sections import SECTIONS
 
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
 

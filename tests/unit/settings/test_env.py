@@ -7,9 +7,9 @@ import pytest
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings import env
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import FLAG, Layer, all_options, merge
 from accelerate.settings.option import Option, Section
-from accelerate.settings.sections import SECTIONS
 from accelerate.settings.sections.dynamo import DynamoSection
 from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
 
@@ -84,7 +84,7 @@ def test_one_of_three_variables_is_enough() -> None:
 def test_wrong_variables_are_all_named() -> None:
     wrong = {"ACCELERATE_MIXED_PRECISION": "fp32", "ACCELERATE_FP8_MARGIN": "wide"}
     with pytest.raises(ConfigurationError) as caught:
-        env.read(wrong)
+        env.read(wrong, SECTIONS)
     assert "ACCELERATE_MIXED_PRECISION='fp32'" in str(caught.value)
     assert "ACCELERATE_FP8_MARGIN='wide': this must be a whole number" in str(caught.value)
 
@@ -95,5 +95,5 @@ def test_no_two_options_share_a_variable() -> None:
 
 
 def test_a_variable_that_belongs_to_others_may_hold_what_only_they_understand() -> None:
-    assert env.read({"OMP_NUM_THREADS": "4"}) == {"num_cpu_threads_per_process": 4}
-    assert env.read({"OMP_NUM_THREADS": "4,2"}) == {}
+    assert env.read({"OMP_NUM_THREADS": "4"}, SECTIONS) == {"num_cpu_threads_per_process": 4}
+    assert env.read({"OMP_NUM_THREADS": "4,2"}, SECTIONS) == {}

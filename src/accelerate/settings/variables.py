@@ -1,0 +1,76 @@
+"""What a worker reads of its environment: single sections, without the rest of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from accelerate.base.environ import str_to_bool
+from accelerate.base.errors import wrong_value
+from accelerate.settings.option import Option, Section, refuse_all
+
+S = TypeVar("S", bound=Section)
+
+
+def decode(section: type[S], environ: Mapping[str, str]) -> S:
+    """Read a section from the environment; what is not set has its built-in value.
+
+    Args:
+        section: a class of `settings.sections`.
+        environ: this process's variables.
+
+    Raises:
+        ConfigurationError: variables hold values that cannot be; all of them are named.
+    """
+    return section(**read(environ, (section,)))
+
+
+def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[str, Any]:
+    """Read only those options that the environment sets.
+
+    Args:
+        environ: variables of this process.
+        sections: which ones.
+
+    Returns:
+        Option name -> value.
+
+    Raises:
+        ConfigurationError: variables hold values that cannot be; all of them are named.
+    """
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for section in sections:
+        for row in section.options():
+            try:
+                found.update(_find(row, environ))
+            except ValueError as error:
+                problems += [] if row.foreign else [str(error)]
+    refuse_all(problems)
+    return found
+
+
+def _find(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
+    if len(row.variables) > 1:
+        return _find_tuple(row, environ)
+    for variable in (*row.variables, *row.aliases):
+        text = environ.get(variable, "")
+        if text and not (text == "None" and row.default is None):
+            return {row.name: row.read(text, variable)}
+    return {}
+
+
+def _find_tuple(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
+    present = [variable for variable in row.variables if environ.get(variable)]
+    if not present:
+        return {}
+    defaults = dict(zip(row.variables, row.default, strict=True))
+    return {row.name: tuple(_yes_or_no(v, environ) if v in present else defaults[v] for v in row.variables)}
+
+
+def _yes_or_no(variable: str, environ: Mapping[str, str]) -> bool:
+    try:
+        return bool(str_to_bool(environ[variable]))
+    except ValueError:
+        mend = f"Set {variable} to true or false"
+        raise wrong_value(variable, environ[variable], "this must be yes or no", mend) from None
