@@ -27,9 +27,6 @@ if TYPE_CHECKING:
         logging as logging,
     )
     from accelerate import (
-        memory_utils as memory_utils,
-    )
-    from accelerate import (
         optimizer as optimizer,
     )
     from accelerate import (
@@ -92,7 +89,6 @@ _HOMES = {
     "launchers": "accelerate.launchers",
     "local_sgd": "accelerate.local_sgd",
     "logging": "accelerate.logging",
-    "memory_utils": "accelerate.memory_utils",
     "optimizer": "accelerate.optimizer",
     "parallelism_config": "accelerate.parallelism_config",
     "scheduler": "accelerate.scheduler",
