@@ -191,7 +191,7 @@ def wait_for_the_last() -> float:
 
 
 def test_everyone_waits(run: Run) -> None:
-    assert min(run(wait_for_the_last, processes=3)) >= 0.5
+    assert min(run(wait_for_the_last, processes=3)) > 0.4  # clocks and timers are not exact
 
 
 def build_once(context: str) -> bool:

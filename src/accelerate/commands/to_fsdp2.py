@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings.file_layer import read_mapping
+from accelerate.settings.file_layer import read_mapping, write_file
 from accelerate.settings.migrations import ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING
 from accelerate.settings.migrations import ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING
 from accelerate.settings.migrations import ConversionStatus as ConversionStatus
@@ -73,7 +73,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     old = load_config(args.config_file)
     new = convert_config_to_fsdp2(old)
     target = Path(args.output_file or args.config_file).expanduser()
-    target.write_text(_as_text(new, target), encoding="utf-8")
+    write_file(target, _as_text(new, target))
     for note in fsdp2_notes(old):
         print(f"accelerate to-fsdp2: {note}.")
     print(f"The configuration for FSDP 2 was written to {target}.")

@@ -16,7 +16,14 @@ from accelerate.base.constants import (
 from accelerate.base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.settings.file_layer import cache_dir as cache_dir
-from accelerate.settings.file_layer import check, default_place, find_config_file, is_sagemaker, read_mapping
+from accelerate.settings.file_layer import (
+    check,
+    default_place,
+    find_config_file,
+    is_sagemaker,
+    read_mapping,
+    write_file,
+)
 from accelerate.settings.file_layer import default_config_file as default_config_file
 from accelerate.settings.file_layer import default_json_config_file as default_json_config_file
 from accelerate.settings.file_layer import default_yaml_config_file as default_yaml_config_file
@@ -114,15 +121,13 @@ class BaseConfig:
 
     def to_json_file(self, json_file: str) -> None:
         """Write the settings as JSON."""
-        Path(json_file).write_text(
-            json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        write_file(Path(json_file), json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     def to_yaml_file(self, yaml_file: str) -> None:
         """Write the settings as YAML."""
         import yaml
 
-        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict(), sort_keys=True), encoding="utf-8")
+        write_file(Path(yaml_file), yaml.safe_dump(self.to_dict(), sort_keys=True))
 
 
 def _member(kind: type[Enum], name: str, value: Any) -> Any:

@@ -61,6 +61,20 @@ def find_config_file(given: str | None) -> Path | None:
     return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a configuration file, and the folders above it.
+
+    Raises:
+        ConfigurationError: the place cannot be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"it cannot be written ({error.strerror})"
+        raise wrong_value("--config_file", str(path), reason, "Choose another place") from error
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file as it is.
 

@@ -229,3 +229,10 @@ def test_file_to_settings_to_file_is_the_identity(tmp_path: Path, suffix: str) -
             place = mapping.get(section.file_key, {}) if section.file_key else mapping
             if row.key in place and row.name != "distributed_type":
                 assert values[row.name] == row.read(place[row.key], row.name)
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = ClusterConfig("LOCAL_MACHINE", "NO", "no", use_cpu=True, debug=False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"below\.yaml.*cannot be written.*Choose another place"):
+        config.to_yaml_file(str(tmp_path / "file" / "below.yaml"))

@@ -103,7 +103,6 @@ def config_command(args: argparse.Namespace) -> None:
     if decision == LEAVE:
         prompt.say("Nothing was written.")
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
     prompt.say(f"The configuration was written to {path}.")
 

@@ -56,7 +56,6 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     if path.exists():
         print(f"{path} is there already and is left as it is. Remove it to write a new one.")
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
     _save(_config_of_this_machine(precision), path)
     return path
 
