@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -118,8 +120,26 @@ def test_the_exit_code_is_that_of_the_script(scripts: Scripts, count: str, code:
     ended = scripts.run("--cpu", "--num_processes", count, script)
     assert ended.code == code
     if count == "2":
-        assert "accelerate launch: rank 0 failed first, with exit code 5." in ended.err
+        assert "rank 0 failed first: exit code 5, and left no Python error." in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_failed_run_ends_with_one_screen(scripts: Scripts) -> None:
+    script = scripts.write(
+        "import os\nfrom accelerate import PartialState\nstate = PartialState()\n"
+        "if state.process_index == 1:\n    import no_such_package\nstate.wait_for_everyone()\n"
+    )
+    ended = scripts.run("--cpu", "--num_processes", "2", script)
+    assert ended.code == 1
+    screen = ended.err[ended.err.index("the run failed") :]
+    assert screen.count("Traceback") == 1
+    assert "rank 1 on " in screen
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in screen
+    assert "rank 0: " in screen
+    assert "What to do:   Install it with pip" in screen
+    (report,) = re.findall(r"For machines: (\S+failure\.json)", screen)
+    assert json.loads(Path(report).read_text())["first"]["rank"] == 1
+    shutil.rmtree(Path(report).parent)
 
 
 def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts) -> None:

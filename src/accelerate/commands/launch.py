@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
 from accelerate.launch import machine
-from accelerate.launch.backends.base import launcher_for
+from accelerate.launch.backends.base import Launcher, launcher_for
+from accelerate.launch.failures import collect
 from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.recording import recording
 from accelerate.launch.resolve import resolve
 from accelerate.settings import env, file_layer, flags
 from accelerate.settings.file_layer import default_config_file as default_config_file
@@ -86,6 +91,8 @@ DESCRIPTION = (
     "that over --config_file, and that over the default configuration file."
 )
 DEFAULT_FILE = "default file"
+ENDED_BY_USER = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that somebody ended on purpose: there is no failure to explain."""
 
 
 class LaunchParser(CustomArgumentParser):
@@ -195,9 +202,40 @@ def launch_command(args: argparse.Namespace) -> None:
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
-    code = launcher.run(plan)
+    code = _run(launcher, plan)
     if code:
         sys.exit(code)
+
+
+def _run(launcher: Launcher, plan: LaunchPlan) -> int:
+    """Run a plan; when it fails, the last thing on the screen says how and why."""
+    keep = plan.rendezvous.log_dir
+    folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
+    recorded = recording(plan, folder)
+    try:
+        code = launcher.run(recorded)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    kept = code not in ENDED_BY_USER and recorded is not plan and _explain_failure(folder, code, keep)
+    if not kept:
+        shutil.rmtree(folder)
+    return code
+
+
+def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
+    """Print how a run failed, when there is something to say; whether the folder is still needed."""
+    if not code:
+        return False
+    from accelerate.diagnostics import digest  # only runs that fail pay for it
+
+    outcome = collect(folder, code)
+    if not digest.is_telling(outcome):
+        return False
+    report = Path(log_dir) if log_dir else folder
+    digest.write_report(outcome, report)
+    print(digest.render(outcome, report, log_dir), file=sys.stderr, flush=True)
+    return log_dir is None
 
 
 def _explained(args: argparse.Namespace, plan: LaunchPlan, settings: Settings) -> str:

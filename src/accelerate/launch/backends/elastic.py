@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from accelerate.base.environ import patch_environment
@@ -13,6 +12,7 @@ from accelerate.launch.command import torchrun_arguments
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.ports import get_free_port
 from accelerate.launch.reach import check_reach
+from accelerate.launch.recording import write_exits
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
@@ -56,10 +56,9 @@ def _run_agent(plan: LaunchPlan) -> int:
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = exit_code(failure.exitcode)
-        print(f"accelerate launch: rank {rank} failed first, with exit code {code}.", file=sys.stderr)
-        return code or 1
+        _, first = error.get_first_failure()
+        write_exits(plan, {rank: failure.exitcode for rank, failure in error.failures.items()})
+        return exit_code(first.exitcode) or 1
     except SignalException as error:
         say(f"{error.sigval.name} ended all processes of this machine")
         return 128 + int(error.sigval)

@@ -1,0 +1,43 @@
+"""Have the processes of a run write down what ends them, and keep what the agent saw beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate.launch.failures import ENTRY, EXITS, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.launch.plan import LaunchPlan, Target
+
+RECORDED = ("local", "elastic")
+"""Launchers that start the script themselves; the others start programs that do, or that we cannot change."""
+
+
+def recording(plan: LaunchPlan, folder: Path) -> LaunchPlan:
+    """A plan whose processes write down what ends them; the same plan where that cannot be had.
+
+    Args:
+        plan: what is going to run.
+        folder: where they write.
+    """
+    if plan.launcher not in RECORDED or plan.target.kind == "program":
+        return plan
+    before = ("-m",) if plan.target.kind == "module" else ()
+    target = Target("script", str(ENTRY), (*before, plan.target.name, *plan.target.arguments))
+    added = {FOLDER_VARIABLE: str(folder)}
+    if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
+        added[VERBOSE_VARIABLE] = "1"
+    return replace(plan, target=target, environment={**plan.environment, **added})
+
+
+def write_exits(plan: LaunchPlan, exits: Mapping[int, int]) -> None:
+    """Keep what the agent saw of its processes, beside what they wrote themselves.
+
+    Args:
+        plan: with the folder, when failures are recorded.
+        exits: rank -> exit code, or minus the number of a signal.
+    """
+    folder = plan.environment.get(FOLDER_VARIABLE)
+    if folder is not None:
+        Path(folder, EXITS).write_text(json.dumps(exits), encoding="utf-8")

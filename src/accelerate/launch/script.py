@@ -1,0 +1,75 @@
+"""Runs a script as Python itself would, and writes down the error that ends it.
+
+The launcher starts `entry.py` in the place of the script: `python entry.py script.py ...` or
+`python entry.py -m module ...`. The script finds itself as `__main__`, with its own `sys.argv`, `sys.path`
+and `__file__`; a traceback begins with its own lines.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from accelerate.base import environ
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure
+
+
+def run(words: list[str]) -> None:
+    """Run a script or a module with its words.
+
+    Args:
+        words: what stood on the command line behind this file.
+    """
+    if words[0] == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    script = words[0]
+    sys.path[0] = str(Path(script).resolve().parent)
+    sys.argv = words
+    _become(script)
+
+
+def _become(script: str) -> None:
+    """Run a script in the module `__main__` itself, where pickle and spawned workers look for its names."""
+    space = vars(sys.modules["__main__"])
+    kept = {name: space[name] for name in ("__name__", "__builtins__", "__loader__", "__spec__", "__doc__")}
+    space.clear()
+    path = str(Path(script).absolute())
+    space.update(kept, __file__=path, __doc__=None, __package__=None, __cached__=None)
+    exec(compile(Path(script).read_bytes(), path, "exec"), space)
+
+
+def report(error: BaseException) -> None:
+    """Write the error down, and print it: whole, or one line where the launcher prints one for all ranks."""
+    trace = _own_lines(error.__traceback__)
+    # What the interpreter notes for an error that nobody caught; the process group asks for it at exit.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    variables = environ.current()
+    failure = Failure.of(error.with_traceback(trace), variables)
+    folder = variables.get(FOLDER_VARIABLE)
+    written = folder is not None and failure.write(Path(folder))
+    if written and failure.world_size > 1 and VERBOSE_VARIABLE not in variables:
+        print(f"rank {failure.rank}: {failure.headline}", file=sys.stderr, flush=True)
+    else:
+        sys.excepthook(type(error), error, trace)
+
+
+def _own_lines(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the lines of the launcher and of what it calls to run a module."""
+    runners = (str(ENTRY), __file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in runners:
+        trace = trace.tb_next
+    return trace
+
+
+def main(words: list[str]) -> None:
+    """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`."""
+    try:
+        run(words)
+    except Exception as error:
+        report(error)
+        sys.exit(1)

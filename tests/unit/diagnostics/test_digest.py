@@ -1,0 +1,121 @@
+"""One screen for a run that failed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accelerate.diagnostics.digest import CAUSES, find_cause, is_telling, render, write_report
+from accelerate.launch.failures import Failure, Outcome
+
+BASE = Failure(
+    rank=1,
+    world_size=8,
+    attempt=0,
+    host="node",
+    pid=1,
+    moment=1.0,
+    kind=("ValueError", "Exception"),
+    headline="ValueError: bad value 1",
+    trace='Traceback (most recent call last):\n  File "t.py", line 3, in f\nValueError: bad value 1\n',
+    place="t.py:3",
+)
+LOST = replace(
+    BASE, rank=0, moment=2.0, place="t.py:9", headline="RuntimeError: Connection closed by peer [1]"
+)
+HERE = Path("here")
+
+
+def same(rank: int) -> Failure:
+    return replace(BASE, rank=rank, moment=1.0 + rank, headline=f"ValueError: bad value {rank}")
+
+
+def test_the_first_traceback_is_shown_once_and_equal_ranks_are_folded() -> None:
+    outcome = Outcome(1, (BASE, same(2), same(3), same(5), LOST), {4: -15, 6: -9, 7: -15})
+    lines = render(outcome, HERE).splitlines()
+    assert sum("Traceback" in line for line in lines) == 1
+    assert "rank 1 on node failed first:" in lines
+    assert "ranks 2-3, 5: the same error" in lines
+    assert "ranks 4, 7: ended by the launcher" in lines
+    assert "rank 6: killed by signal 9 (SIGKILL) (out of memory?)" in lines
+    assert "rank 0: afterwards: RuntimeError: Connection closed by peer [1]" in lines
+    assert "Exit code: 1. For machines: here/failure.json" in lines
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(-9, "killed by signal 9 (SIGKILL)"), (7, "exit code 7"), (-11, "killed by signal 11 (SIGSEGV)")],
+)
+def test_a_rank_that_left_silently_failed_before_those_that_lost_it(number: int, words: str) -> None:
+    text = render(Outcome(7, (LOST,), {0: 1, 1: number}), HERE)
+    assert f"rank 1 failed first: {words}" in text
+    assert "left no Python error" in text
+    assert "Traceback" not in text
+
+
+def test_one_process_is_not_told_its_traceback_twice() -> None:
+    text = render(Outcome(1, (replace(BASE, world_size=1, rank=0),), {}), HERE)
+    assert "Traceback" not in text
+    assert "ValueError: bad value 1" in text
+
+
+def test_logs_are_named() -> None:
+    assert "Logs of the ranks: logs" in render(Outcome(1, (BASE,), {}), HERE, "logs")
+
+
+@pytest.mark.parametrize(
+    ("headline", "kind", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", "OutOfMemoryError", "out of memory"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "RuntimeError", "memory"),
+        ("OSError: [Errno 98] Address already in use", "OSError", "uses the port"),
+        ("ModuleNotFoundError: No module named 'x'", "ModuleNotFoundError", "not installed"),
+        (
+            "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)",
+            "RuntimeError",
+            "do not fit",
+        ),
+        ("torch.distributed.DistBackendError: NCCL error in: x", "DistBackendError", "lost each other"),
+        ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "RuntimeError", "before it forked"),
+    ],
+)
+def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause: str) -> None:
+    failure = replace(BASE, headline=headline, kind=(kind, "Exception"))
+    found = find_cause(Outcome(1, (failure,), {}))
+    assert found is not None
+    assert cause in found.cause
+    assert f"What to do:   {found.mend}" in render(Outcome(1, (failure,), {}), HERE)
+
+
+def test_every_cause_has_a_row_above() -> None:
+    assert len(CAUSES) == 6
+
+
+def test_an_unknown_error_has_no_likely_cause() -> None:
+    assert find_cause(Outcome(1, (BASE,), {})) is None
+    assert "Likely cause" not in render(Outcome(1, (BASE,), {}), HERE)
+
+
+def test_a_killed_single_process_ran_out_of_memory() -> None:
+    text = render(Outcome(137, (), {}), HERE)
+    assert "killed by signal 9 (SIGKILL)" in text
+    assert "ran out of memory" in text
+
+
+def test_a_code_that_a_script_chose_needs_no_screen() -> None:
+    assert not is_telling(Outcome(3, (), {}))
+    assert is_telling(Outcome(137, (), {}))
+    assert is_telling(Outcome(1, (BASE,), {}))
+    assert is_telling(Outcome(7, (), {1: 7}))
+
+
+def test_the_report_for_machines(tmp_path: Path) -> None:
+    write_report(Outcome(1, (BASE,), {0: -15}), tmp_path)
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert report["exit_code"] == 1
+    assert report["first"]["rank"] == 1
+    assert report["exits"] == {"0": -15}
+    assert report["cause"] is None

@@ -1,0 +1,39 @@
+"""Processes write down what ends them, and the launcher reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate.launch.failures import Failure, collect
+
+
+def describe(message: str, **variables: str) -> Failure:
+    try:
+        raise ValueError(message)
+    except ValueError as error:
+        return Failure.of(error, variables)
+
+
+def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:
+    failure = describe("no\nway", RANK="3", WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="1")
+    assert failure.headline == "ValueError: no way"
+    assert failure.kind[:2] == ("ValueError", "Exception")
+    assert failure.place.startswith(__file__)
+    assert failure.write(tmp_path)
+    outcome = collect(tmp_path, 1)
+    assert outcome.failures == (failure,)
+    assert outcome.exits == {}
+
+
+def test_only_the_last_attempt_counts_and_the_earliest_comes_first(tmp_path: Path) -> None:
+    late = replace(describe("late", RANK="0", TORCHELASTIC_RESTART_COUNT="2"), moment=9.0)
+    early = replace(describe("early", RANK="1", TORCHELASTIC_RESTART_COUNT="2"), moment=5.0)
+    before = describe("before", RANK="2", TORCHELASTIC_RESTART_COUNT="1")
+    for failure in (late, early, before):
+        failure.write(tmp_path)
+    assert collect(tmp_path, 1).failures == (early, late)
+
+
+def test_a_folder_that_is_gone_is_no_second_failure(tmp_path: Path) -> None:
+    assert not describe("x").write(tmp_path / "gone")

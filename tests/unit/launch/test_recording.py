@@ -1,0 +1,51 @@
+"""Which plans are recorded, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, collect
+from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
+from accelerate.launch.recording import recording, write_exits
+
+
+def make_plan(target: Target, launcher: str = "local", **meeting: str) -> LaunchPlan:
+    return LaunchPlan(
+        launcher=launcher,
+        target=target,
+        processes=1,
+        machines=1,
+        machine=0,
+        rendezvous=Rendezvous(**meeting),  # type: ignore[arg-type]
+        environment={"A": "b"},
+    )
+
+
+def test_scripts_and_modules_are_started_by_the_entry() -> None:
+    plan = recording(make_plan(Target("script", "train.py", ("--lr", "1"))), Path("here"))
+    assert plan.target == Target("script", str(ENTRY), ("train.py", "--lr", "1"))
+    assert plan.environment == {"A": "b", FOLDER_VARIABLE: "here"}
+    module = recording(make_plan(Target("module", "pkg.train", ("x",)), "elastic"), Path("here"))
+    assert module.target.arguments == ("-m", "pkg.train", "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "launcher"), [("program", "local"), ("script", "mpi"), ("script", "sagemaker")]
+)
+def test_what_cannot_be_recorded_is_left_alone(kind: str, launcher: str) -> None:
+    plan = make_plan(Target(kind, "x"), launcher)  # type: ignore[arg-type]
+    assert recording(plan, Path("here")) is plan
+
+
+def test_kept_logs_hold_whole_tracebacks() -> None:
+    for meeting in ({"log_dir": "logs"}, {"tee": "3"}):
+        plan = recording(make_plan(Target("script", "x"), **meeting), Path("here"))
+        assert plan.environment[VERBOSE_VARIABLE] == "1"
+
+
+def test_what_the_agent_saw_is_kept_beside(tmp_path: Path) -> None:
+    write_exits(recording(make_plan(Target("script", "x")), tmp_path), {0: -15, 1: 7})
+    assert collect(tmp_path, 7).exits == {0: -15, 1: 7}
+    write_exits(make_plan(Target("script", "x")), {0: 1})

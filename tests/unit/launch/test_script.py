@@ -1,0 +1,110 @@
+"""A script that the entry runs finds everything as Python itself would have it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
+
+WITNESS = """
+import __main__, pickle, sys
+class Here: pass
+print(__name__, __file__, sys.argv, sys.path[0], __spec__ is None, __package__, __doc__)
+print(__main__.__file__ == __file__, type(pickle.loads(pickle.dumps(Here()))) is Here, sorted(
+    name for name in vars(__main__) if not name.startswith("__")))
+"""
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "witness.py"
+    path.write_text(WITNESS)
+    return path
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_script_cannot_tell_the_difference(script: Path, tmp_path: Path, elsewhere: bool) -> None:
+    folder = tmp_path / "elsewhere" if elsewhere else tmp_path
+    folder.mkdir(exist_ok=True)
+    name = str(script) if elsewhere else script.name
+    plain, ours = run(folder, name, "-m", "a b"), run(folder, str(ENTRY), name, "-m", "a b")
+    assert plain.returncode == ours.returncode == 0
+    assert ours.stdout == plain.stdout
+
+
+def test_a_module_cannot_tell_the_difference(script: Path, tmp_path: Path) -> None:
+    plain, ours = run(tmp_path, "-m", "witness", "x"), run(tmp_path, str(ENTRY), "-m", "witness", "x")
+    assert plain.returncode == ours.returncode == 0
+    keep = [line.split(" ", 2)[-1] for line in plain.stdout.splitlines()]
+    assert [line.split(" ", 2)[-1] for line in ours.stdout.splitlines()] == keep
+
+
+ENDINGS = {
+    "error": ("def f():\n    raise KeyError('k')\nf()\n", 1),
+    "chained": ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('x') from e\n", 1),
+    "syntax": ("a = (\n", 1),
+    "exit": ("import sys\nsys.exit(5)\n", 5),
+    "exit text": ("import sys\nsys.exit('done')\n", 1),
+    "atexit": ("import atexit\natexit.register(print, 'bye')\nraise RuntimeError('late')\n", 1),
+    "hook": ("import sys\nsys.excepthook = lambda *a: print('hooked', a[1])\nraise RuntimeError('own')\n", 1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_ends_as_under_plain_python(tmp_path: Path, ending: str) -> None:
+    text, code = ENDINGS[ending]
+    (tmp_path / "s.py").write_text(text)
+    plain, ours = run(tmp_path, "s.py"), run(tmp_path, str(ENTRY), "s.py")
+    assert plain.returncode == ours.returncode == code
+    assert ours.stdout == plain.stdout
+    # Plain Python spells the main script by its absolute path in some versions.
+    assert ours.stderr.replace(f"{tmp_path}/", "") == plain.stderr.replace(f"{tmp_path}/", "")
+
+
+def test_the_error_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise KeyError('k')\n")
+    ended = run(tmp_path, str(ENTRY), "s.py", **{FOLDER_VARIABLE: str(tmp_path)})
+    assert "KeyError: 'k'" in ended.stderr
+    record = json.loads((tmp_path / "rank-0.attempt-0.json").read_text())
+    assert record["headline"] == "KeyError: 'k'"
+    assert "entry.py" not in record["trace"]
+    assert record["place"].endswith("s.py:1")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_one_of_several_prints_a_line_unless_logs_are_kept(tmp_path: Path, verbose: bool) -> None:
+    (tmp_path / "s.py").write_text("raise KeyError('k')\n")
+    variables = {FOLDER_VARIABLE: str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
+    ended = run(tmp_path, str(ENTRY), "s.py", **variables, **({VERBOSE_VARIABLE: "1"} if verbose else {}))
+    assert ("Traceback" in ended.stderr) == verbose
+    assert (ended.stderr == "rank 1: KeyError: 'k'\n") != verbose
+
+
+def test_without_its_folder_the_error_is_printed_whole(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise KeyError('k')\n")
+    variables = {FOLDER_VARIABLE: str(tmp_path / "gone"), "RANK": "1", "WORLD_SIZE": "2"}
+    assert "Traceback" in run(tmp_path, str(ENTRY), "s.py", **variables).stderr
+
+
+def test_an_interrupt_ends_it_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise KeyboardInterrupt\n")
+    plain, ours = run(tmp_path, "s.py"), run(tmp_path, str(ENTRY), "s.py", **{FOLDER_VARIABLE: str(tmp_path)})
+    assert plain.returncode == ours.returncode
+    assert not list(tmp_path.glob("rank-*"))
