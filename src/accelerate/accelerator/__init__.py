@@ -58,6 +58,7 @@ from accelerate.ops.collectives import gather_object as gather_object
 from accelerate.ops.collectives import reduce as reduce
 from accelerate.ops.padding import pad_across_processes as pad_across_processes
 from accelerate.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.plugins.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
@@ -68,6 +69,7 @@ from accelerate.plugins.handlers import DistributedDataParallelKwargs as Distrib
 from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
 from accelerate.plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accelerate.plugins.handlers import KwargsHandler as KwargsHandler
+from accelerate.plugins.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.plugins.training import GradientAccumulationPlugin as GradientAccumulationPlugin

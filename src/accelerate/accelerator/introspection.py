@@ -48,7 +48,7 @@ class Introspection:
     @property
     def multi_device(self) -> bool:
         """Whether the run uses several devices, one for each process."""
-        return self.use_distributed and self.distributed_type != DistributedType.MULTI_CPU
+        return self.use_distributed and self.device.type != "cpu"
 
     @property
     def mixed_precision(self) -> str:
