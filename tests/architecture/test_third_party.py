@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-ALWAYS = {"accelerate", "numpy", "packaging", "psutil", "yaml", "msgspec", "safetensors", "huggingface_hub"}
+ALWAYS = {"accelerate", "numpy", "packaging", "psutil", "yaml", "safetensors", "huggingface_hub"}
 TORCH_FREE = {"base", "settings", "devices", "launch"}
 
 
