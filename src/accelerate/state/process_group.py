@@ -93,6 +93,17 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
     """
     if is_open():
         dist.destroy_process_group(group)
+        _settle()
+
+
+def _settle() -> None:
+    """Give threads of gloo time to let go of the Python objects of the last operations.
+
+    They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
+    after all its work is done; one that comes while a replica is deleted, which holds the last reference to
+    the group and waits for its threads, hangs it for ever.
+    """
+    time.sleep(SECONDS_TO_SETTLE)
 
 
 def wait(device: torch.device) -> None:
@@ -171,10 +182,7 @@ def _close_at_exit() -> None:
         return
     if is_open():
         _close_now()
-    # Threads of gloo still drop the Python callbacks of the last operations (communication hooks have some):
-    # one that asks for the interpreter while it is being taken down aborts the process after all its work is
-    # done.
-    time.sleep(SECONDS_TO_SETTLE)
+    _settle()
 
 
 def _close_now() -> None:

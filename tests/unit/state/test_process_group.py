@@ -76,3 +76,14 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
     process_group.own_group()
     process_group._close_at_exit()
     assert not process_group.is_open()
+
+
+def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is deleted next may hold the last reference to the group, and wait for them for ever."""
+    waited: list[float] = []
+    monkeypatch.setattr(process_group.time, "sleep", waited.append)
+    process_group.close_group()
+    assert waited == []
+    process_group.open_group(Topology(), catalogue.CPU)
+    process_group.close_group()
+    assert waited == [process_group.SECONDS_TO_SETTLE]

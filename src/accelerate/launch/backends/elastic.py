@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
-from accelerate.base.environ import patch_environment
+from accelerate.base.environ import current, patch_environment
 from accelerate.base.errors import LaunchError
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say
@@ -61,8 +62,17 @@ def _run_agent(plan: LaunchPlan) -> int:
         return exit_code(first.exitcode) or 1
     except SignalException as error:
         say(f"{error.sigval.name} ended all processes of this machine")
-        return 128 + int(error.sigval)
+        return _code_after(error.sigval)
     return 0
+
+
+def _code_after(number: signal.Signals) -> int:
+    """The exit code of a run that a signal ended.
+
+    `srun` ends all its tasks when one has failed, and returns their highest code: that of the failed one.
+    """
+    ended_by_srun = number == signal.SIGTERM and "SLURM_STEP_ID" in current()
+    return 1 if ended_by_srun else 128 + int(number)
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> LaunchError:

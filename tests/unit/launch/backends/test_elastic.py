@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -53,3 +54,16 @@ def test_processes_that_do_not_meet_are_one_clear_error(
     with pytest.raises(LaunchError, match="The processes did not meet at 127.0.0.1:"):
         ElasticLauncher().run(plan)
     assert len(agent.ports) == attempts
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "code"),
+    [(signal.SIGTERM, None, 143), (signal.SIGINT, "0", 130), (signal.SIGTERM, "0", 1)],
+)
+def test_a_signal_of_srun_does_not_hide_the_code_of_the_task_that_failed(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: str | None, code: int
+) -> None:
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+    assert elastic._code_after(number) == code
