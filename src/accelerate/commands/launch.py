@@ -217,6 +217,9 @@ def _run(launcher: Launcher, plan: LaunchPlan) -> int:
     except BaseException:
         shutil.rmtree(folder)
         raise
+    if code and "SLURM_STEP_ID" in environ.current():
+        # srun ends its other tasks as soon as one has failed: what this one failed with shall still be told.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kept = code not in ENDED_BY_USER and recorded is not plan and _explain_failure(folder, code, keep)
     if not kept:
         shutil.rmtree(folder)
