@@ -102,15 +102,16 @@ class Ending:
         """Forward a signal; after the first one the child has a limited time."""
         if self._child.poll() is not None:
             return
-        if self._timer is None:
-            self._begin(number)
+        is_first, self._first = not self._first, self._first or number
+        if is_first:
+            self._family = _descendants(self._child.pid)
         sent = self._instead.get(number, number)
         if sent != number or not _sent_by_terminal(number):
             self._child.send_signal(sent)
+        if is_first:
+            self._start_clock(number)
 
-    def _begin(self, number: int) -> None:
-        self._first = number
-        self._family = _descendants(self._child.pid)
+    def _start_clock(self, number: int) -> None:
         seconds = grace()
         self._timer = threading.Timer(seconds, self._kill)
         self._timer.daemon = True

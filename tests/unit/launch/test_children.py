@@ -29,12 +29,14 @@ def runs(pid: int) -> bool:
         return False
 
 
-def end(folder: Path, code: str, number: signal.Signals, processes: int, *more: str) -> tuple[int, str]:
+def end(
+    folder: Path, code: str, number: signal.Signals, processes: int, *more: str, grace: int = 1
+) -> tuple[int, str]:
     """Run a program, send a signal to its launcher, and wait; nothing of it may be left."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", RUN, NOTE + code, *more],
         cwd=folder,
-        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"},
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,9 +58,9 @@ def end(folder: Path, code: str, number: signal.Signals, processes: int, *more: 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_program_and_is_said(tmp_path: Path, number: signal.Signals) -> None:
-    code, err = end(tmp_path, "signal.signal(2, signal.SIG_DFL)\n" + SLEEP, number, 1)
+    code, err = end(tmp_path, "signal.signal(2, signal.SIG_DFL)\n" + SLEEP, number, 1, grace=10)
     assert code == 128 + number
-    assert f"{number.name} received, ending the processes; what still runs after 1 s is killed." in err
+    assert f"{number.name} received, ending the processes; what still runs after 10 s is killed." in err
     assert f"{number.name} ended all processes." in err
 
 
@@ -75,7 +77,7 @@ def test_what_a_program_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_program_may_end_in_its_own_way(tmp_path: Path) -> None:
-    code, err = end(tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1)
+    code, err = end(tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1, grace=10)
     assert code == 4
     assert "killed" not in err.replace("is killed", "")
 
