@@ -77,7 +77,9 @@ def test_what_a_program_leaves_behind_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_program_may_end_in_its_own_way(tmp_path: Path) -> None:
-    code, err = end(tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1, grace=10)
+    code, err = end(
+        tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1, grace=10
+    )
     assert code == 4
     assert "killed" not in err.replace("is killed", "")
 
