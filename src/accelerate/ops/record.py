@@ -1,0 +1,214 @@
+"""What this process says to the others: the last operations, each with the user's line that asked for it.
+
+`RING` is written on the way of every collective, so it notes objects and numbers only; names of files and
+lines are worked out by whoever reads it, which happens when something went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate.ops.transport import Transport
+
+LENGTH = 32
+"""Number of operations that are remembered."""
+
+_ROOTS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    contextlib.__file__,
+    "<frozen ",
+)
+
+# Read for each frame that is passed: file name -> whether it belongs to this package or to torch.
+_INSIDE: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation, as reports show it.
+
+    Attributes:
+        sequence: its number in this process, from 1; equal on all ranks as long as they do the same.
+        operation: name of the outermost operation.
+        facts: what it was called with, such as shapes; small, and turned into text only here.
+        started: `time.monotonic()` when it began.
+        file: the user's file that called it; empty where no frame lies outside this package and torch.
+        line: the line there; 0 where it is not known.
+        running: whether it has not returned yet.
+    """
+
+    sequence: int
+    operation: str
+    facts: str
+    started: float
+    file: str
+    line: int
+    running: bool
+
+
+_Raw = tuple[int, str, object, float, CodeType | None, int]
+
+
+class Ring:
+    """The last operations of one thread of this process: the one that trains.
+
+    Other threads may call the same functions; what they do is not noted.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[_Raw] = deque(maxlen=LENGTH)
+        self._sequence = 0
+        self._depth = 0
+        self._running: _Raw | None = None
+        self._owner = threading.main_thread().ident
+
+    @property
+    def owner(self) -> int | None:
+        """Identifier of the thread whose operations are noted."""
+        return self._owner
+
+    def begin(self, operation: str, facts: object) -> None:
+        """Note that an operation begins; inside another one it counts as a part of that.
+
+        Args:
+            operation: its name.
+            facts: what it is called with, as small objects without tensors.
+        """
+        if threading.get_ident() != self._owner:
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        frame = sys._getframe(1)
+        code = frame.f_code
+        while (inside := _INSIDE.get(code.co_filename)) or (inside is None and _is_inside(code.co_filename)):
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+            code = frame.f_code
+        self._sequence += 1
+        self._running = (self._sequence, operation, facts, time.monotonic(), code, frame.f_lasti)
+        self._entries.append(self._running)
+
+    def end(self) -> None:
+        """Note that the operation begun last has returned or failed."""
+        if threading.get_ident() != self._owner:
+            return
+        if self._depth == 1:
+            self._running = None
+        if self._depth:
+            self._depth -= 1
+
+    def reset(self) -> None:
+        """Forget everything, and note from now on what the calling thread does."""
+        self._entries.clear()
+        self._sequence = self._depth = 0
+        self._running = None
+        self._owner = threading.get_ident()
+
+    def running(self) -> Entry | None:
+        """The operation that has not returned yet; None without one. May be called from any thread."""
+        raw = self._running
+        return None if raw is None else _entry(raw, raw)
+
+    def entries(self) -> list[Entry]:
+        """The last operations, the oldest first. May be called from any thread."""
+        running = self._running
+        return [_entry(raw, running) for raw in self._entries.copy()]
+
+
+RING = Ring()
+os.register_at_fork(after_in_child=RING.reset)
+
+
+class RecordingTransport(Transport):
+    """A transport whose calls are noted in `RING`; everything else is what the wrapped one has.
+
+    Args:
+        wire: the transport that does the work.
+    """
+
+    def __init__(self, wire: Transport) -> None:
+        self.wire = wire
+        for name in _FACTS:
+            setattr(self, name, getattr(wire, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wire":  # not set up yet: there is nothing to ask
+            raise AttributeError(name)
+        return getattr(self.wire, name)
+
+
+def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: RecordingTransport, *args: Any, **kwargs: Any) -> Any:
+        RING.begin(name, _describe(args[0]) if args else None)
+        try:
+            return getattr(self.wire, name)(*args, **kwargs)
+        finally:
+            RING.end()
+
+    return call
+
+
+def _describe(argument: object) -> object:
+    return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
+
+
+_FACTS: list[
+    str
+] = []  # what a transport says of itself; set on the instance, as the class attributes hide the wrapped ones
+for _name, _member in vars(Transport).items():
+    if isinstance(_member, FunctionType) and not _name.startswith("_"):
+        setattr(RecordingTransport, _name, _recorded(_name, _member))
+    elif not _name.startswith("_"):
+        _FACTS.append(_name)
+
+
+def _is_inside(file: str) -> bool:
+    _INSIDE[file] = inside = file.startswith(_ROOTS)
+    return inside
+
+
+def _entry(raw: _Raw, running: _Raw | None) -> Entry:
+    sequence, operation, facts, started, code, instruction = raw
+    file = "" if code is None or _is_inside(code.co_filename) else code.co_filename
+    line = line_of(code, instruction) if code is not None and file else 0
+    return Entry(sequence, operation, _spell(facts), started, file, line, raw is running)
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The line of an instruction of a piece of code; 0 where it has none.
+
+    Args:
+        code: the piece of code.
+        instruction: offset of the instruction in bytes.
+    """
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return next(lines, None) or 0
+
+
+def _spell(facts: object) -> str:
+    match facts:
+        case None:
+            return ""
+        case (torch.Size() as shape, torch.dtype() as dtype):
+            return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+        case type():
+            return facts.__name__
+    return str(facts)
