@@ -62,7 +62,11 @@ class Contexts:
             yield
             return
         with _even_batches_set_to(self._runtime, even_batches), self._runtime.strategy.join(joinables):
-            yield
+            self._runtime.joins = True
+            try:
+                yield
+            finally:
+                self._runtime.joins = False
 
     def maybe_context_parallel(
         self,

@@ -384,6 +384,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         """
         self._runtime.prepared.clear()
         self._runtime.strategy.release()
+        self._runtime.weigh_evenly()
         self.step = 0
         released: list[None] = release_memory(*objects)
         return released

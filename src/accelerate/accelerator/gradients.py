@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import ConfigurationError
+from accelerate.accelerator.weighing import read_items
+from accelerate.accelerator.windows import Count, Windows
+from accelerate.base.errors import ConfigurationError, StateError
 from accelerate.ops.collectives import reduce
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.bundle import parameter_ids
@@ -77,16 +79,28 @@ class Gradients:
             self.step += 1
             state._set_sync_gradients(self.step % state.num_steps == 0)
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+    def accumulate(self, *models: nn.Module, num_items: Any = None) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch: gradients add up, and every n-th round exchanges and applies
         them.
 
         The last batch of a loader always ends a round, so no gradient is left over.
 
+        With `num_items` losses are sums, and gradients are those of the mean over all items of the window, on
+        all ranks, however they are spread: equal to those of one big batch.
+
         Args:
             *models: prepared models that are trained in this step.
+            num_items: how many items (tokens, pixels, samples) the losses of this micro-batch sum over on
+                this rank, a number or a tensor of one; in all rounds of a window or in none.
         """
+        runtime = self._runtime
+        if num_items is not None or runtime.weights is not runtime.even_weights:
+            return self._accumulate_items(models, num_items)
         self._do_sync()
+        return self._exchange_of(models)
+
+    def _exchange_of(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context that keeps models from exchanging gradients, except in the last round."""
         state = self._runtime.gradient_state
         if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
             return _SYNCHRONISING
@@ -97,19 +111,59 @@ class Gradients:
             contexts.enter_context(self.no_sync(model))
         return contexts
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`, divided by the accumulation steps, scaled as the number format needs.
+    def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
+        runtime = self._runtime
+        weights, state = runtime.counted_weights, runtime.gradient_state
+        begins = state.sync_gradients  # the round before was the last of its window
+        _check_round(runtime, begins, num_items)
+        items = read_items(num_items)
+        if begins:
+            weights.begin()
+        self._do_sync()
+        weights.add(items, models or runtime.prepared.models)
+        runtime.weights = weights
+        exchange = self._exchange_of(models)
+        if not state.sync_gradients:
+            return exchange
+        weights.complete()
+        contexts = ExitStack()
+        contexts.callback(runtime.weigh_evenly)
+        contexts.enter_context(exchange)
+        return contexts
+
+    def windows(
+        self, loader: Any, *models: nn.Module, num_items: Count | None = None
+    ) -> Windows:
+        """Return the windows of a loader: the micro-batches of one optimizer step at a time.
+
+        `for window in accelerator.windows(loader, num_items=count): for batch in window: ...` does what
+        `accumulate` does, with the items of a window counted over all ranks before its first batch. Inside,
+        `backward` takes losses that sum over items; gradients are those of the mean over all items of the
+        window. Called on all ranks; ends on all of them when the first one has no batches left.
 
         Args:
-            loss: 0-d tensor, the mean over this process's batch.
+            loader: a prepared loader.
+            *models: prepared models that are trained; none for all of them.
+            num_items: gives the number of items of a batch, on this rank. None counts every batch as one
+                item, for losses that are means.
+
+        Returns:
+            An iterable of `Window`, each with `num_items` (of all ranks) and a length (of this rank).
+        """
+        return Windows(self._runtime, loader, models, num_items)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`, weighed by its part of the window, scaled as the number format needs.
+
+        Args:
+            loss: 0-d tensor, the mean over this process's batch; where items are counted (`num_items`), the
+                sum over them.
             **kwargs: passed to `torch.Tensor.backward`. `learning_rate` serves optimizers that step during
                 the backward pass; `scale_wrt_gas` is accepted for engines that divide by themselves.
         """
         learning_rate = kwargs.pop("learning_rate", None)
         kwargs.pop("scale_wrt_gas", None)
-        steps = self._runtime.gradient_state.num_steps
-        if steps != 1:
-            loss = loss / steps
+        loss = self._runtime.weights.weigh(loss)
         if learning_rate is not None and any(map(_fuses_backward, self._runtime.prepared.optimizers)):
             self.lomo_backward(loss, learning_rate)
             return
@@ -211,6 +265,24 @@ class Gradients:
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
+
+
+def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
+    """Refuse a round that does not fit to the window around it."""
+    if runtime.joins:
+        raise ConfigurationError(
+            "accumulate(num_items=...) sums items over all processes, and inside join_uneven_inputs some may "
+            "have none left to take part. Use windows(), which ends on all processes together."
+        )
+    if runtime.weights not in (runtime.even_weights, runtime.counted_weights):
+        raise StateError(
+            "accumulate() was called inside a window of windows(), which does its work already. Leave it out."
+        )
+    if num_items is None or (not begins and runtime.weights is runtime.even_weights):
+        raise StateError(
+            "accumulate() was called with num_items in some rounds of a window and without in others, so "
+            "losses cannot be weighed. Pass num_items in all of them or in none."
+        )
 
 
 def _fuses_backward(optimizer: AcceleratedOptimizer) -> bool:

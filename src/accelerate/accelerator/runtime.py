@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
@@ -17,6 +18,10 @@ class Runtime:
         state: facts about this process.
         gradient_state: whether this round synchronises gradients.
         strategy: the way of training.
+
+    Attributes:
+        weights: what a loss weighs in the gradients of its window.
+        joins: whether ranks may run out of batches at different times now.
     """
 
     def __init__(
@@ -28,6 +33,14 @@ class Runtime:
         self.strategy = strategy
         self.prepared = Prepared()
         self.trackers: list[Any] = []
+        self.joins = False
+        self.even_weights = EvenWeights(gradient_state)
+        self.counted_weights = CountedWeights(strategy.replicas)
+        self.weights: Weights = self.even_weights
+
+    def weigh_evenly(self) -> None:
+        """Let each round weigh the same from here on: a window whose items were counted has ended."""
+        self.weights = self.even_weights
 
 
 def build_runtime(request: RunRequest) -> Runtime:

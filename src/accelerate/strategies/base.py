@@ -71,6 +71,9 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     """The label users see; `None` leaves the one of the hardware."""
 
+    replicas: int = 1
+    """Number of processes whose gradients the backward pass averages."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.precision = self.choose_precision()

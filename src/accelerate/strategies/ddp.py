@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.base.errors import wrong_value
 from accelerate.plugins.handlers import DistributedDataParallelKwargs
 from accelerate.strategies.base import Strategy, refuse_split_model
+from accelerate.strategies.request import Context
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
@@ -45,6 +46,10 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
 
 class DataParallel(Strategy):
     """Each process trains a replica on its share of the data; the backward pass averages gradients."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.replicas = context.topology.size
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split, and what the number format refuses."""

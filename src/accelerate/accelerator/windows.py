@@ -1,0 +1,248 @@
+"""Windows of a loader: the micro-batches of one optimizer step at a time, their items counted beforehand.
+
+The batches of a window are read, and their items summed over all ranks, while the last batch of the window
+before is computed. What the loader says of a batch (is it the last one, which samples are real) is kept with
+the batch and said again when it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from torch import nn
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, read_items
+from accelerate.base.errors import StateError
+from accelerate.data_loader.moments import Moment, note_moment, recall_moment
+from accelerate.logging import get_logger
+from accelerate.ops.aside import Answer, combine_aside
+
+logger = get_logger(__name__)
+
+_PURPOSE = "accelerate.Accelerator.windows"
+_END = object()
+
+Count = Callable[[Any], Any]
+"""The number of items of a batch."""
+
+
+class Windows:
+    """The windows of one loader; each pass over this object is a pass over the loader.
+
+    Args:
+        runtime: the run.
+        loader: a prepared loader, or any iterable of batches.
+        models: those that are trained; none for all that are prepared.
+        count: the number of items of a batch; None counts each batch as one.
+    """
+
+    def __init__(
+        self, runtime: Runtime, loader: Any, models: Sequence[nn.Module], count: Count | None
+    ) -> None:
+        self._runtime = runtime
+        self._loader = loader
+        self._models = models
+        self._count = count
+
+    def __len__(self) -> int:
+        """The number of windows in a pass; needs a loader that has a length."""
+        return -(-len(self._loader) // self._runtime.gradient_state.num_steps)
+
+    def __iter__(self) -> Iterator[Window]:
+        runtime = self._runtime
+        _check_start(runtime)
+        models = self._models or runtime.prepared.models
+        reader = _Reader(runtime, self._loader, self._count)
+        try:
+            while (read := reader.take()) is not None:
+                window = Window(runtime, models, read, reader)
+                yield window
+                window.close()
+        finally:
+            reader.close()
+            if runtime.weights is runtime.even_weights:
+                runtime.gradient_state._set_sync_gradients(True)
+
+
+class Window:
+    """The micro-batches of one optimizer step, to be iterated once.
+
+    Inside, `accelerator.backward` takes losses that sum over items. A window counts as a whole: when the loop
+    over it is left before its last batch, its gradients are dropped and the optimizer does not step.
+
+    Attributes:
+        num_items: items in the batches of this window, over all ranks.
+    """
+
+    def __init__(
+        self, runtime: Runtime, models: Sequence[nn.Module], read: _Read, reader: _Reader
+    ) -> None:
+        self.num_items: int | float = int(read.total) if read.total.is_integer() else read.total
+        self._runtime = runtime
+        self._models = models
+        self._reader = reader
+        self._batches = read.batches
+        self._length = len(read.batches)
+        self._weights = KnownWeights(factor_of(read.total, runtime.strategy.replicas))
+        self._is_begun = False
+
+    def __len__(self) -> int:
+        """The number of batches of this rank in this window."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_begun:
+            raise StateError("A window is iterated once: its batches are let go of as they are used.")
+        self._is_begun = True
+        self._runtime.weights = self._weights
+        try:
+            while self._batches:
+                with self._round():
+                    yield self._next_batch()
+        finally:
+            self.close()
+
+    def _next_batch(self) -> Any:
+        batch, moment = self._batches.popleft()
+        is_last = not self._batches
+        if is_last:
+            self._reader.read_ahead()
+        recall_moment(self._reader.loader, moment)
+        self._runtime.gradient_state._set_sync_gradients(is_last)
+        return batch
+
+    def _round(self) -> AbstractContextManager[Any]:
+        runtime = self._runtime
+        is_last = len(self._batches) == 1
+        if is_last or runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            return nullcontext()
+        contexts = ExitStack()
+        for model in self._models:
+            contexts.enter_context(runtime.strategy.no_sync(model))
+        return contexts
+
+    def close(self) -> None:
+        """End the window where it stands; nothing more when it has ended."""
+        runtime = self._runtime
+        if self._batches:
+            self._batches.clear()
+            runtime.gradient_state._set_sync_gradients(False)
+            if self._is_begun:
+                drop_gradients(self._models)
+        if runtime.weights is self._weights:
+            runtime.weights = runtime.even_weights
+
+
+class _Read:
+    """What was read of a window, with the answer of all ranks once it is there."""
+
+    def __init__(self, batches: deque[tuple[Any, Moment]]) -> None:
+        self.batches = batches
+        self.total = 0.0
+
+
+class _Reader:
+    """Reads a loader by windows and agrees with the other ranks on each of them."""
+
+    def __init__(self, runtime: Runtime, loader: Any, count: Count | None) -> None:
+        self._runtime = runtime
+        self._count = count
+        self._outer = runtime.gradient_state.active_dataloader
+        self._source = iter(loader)
+        self.loader: Any = None
+        self._ahead: tuple[_Read, Answer] | None = None
+        self._goes_on = True
+
+    def read_ahead(self) -> None:
+        """Read the next window, and start to sum its items; nothing where that is done or none can follow."""
+        if self._ahead is not None or not self._goes_on:
+            return
+        batches, more = self._read()
+        items = sum(read_items(1 if self._count is None else self._count(batch)) for batch, _ in batches)
+        length = len(batches)
+        answer = combine_aside(
+            [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
+        )
+        self._ahead = _Read(batches), answer
+
+    def take(self) -> _Read | None:
+        """Return the next window of this rank when all ranks have one; None at the end."""
+        self.read_ahead()
+        if self._ahead is None:
+            return None
+        (read, answer), self._ahead = self._ahead, None
+        items, present, more, length, squares = answer.wait()
+        size = self._runtime.state.num_processes
+        self._goes_on = more == size and present == size
+        if present < size:
+            _tell_left_out(present, size)
+            return None
+        if more not in (0, size):
+            _tell_left_out(more, size)
+        self._check_rounds(length, squares, size)
+        read.total = items
+        return read
+
+    def _read(self) -> tuple[deque[tuple[Any, Moment]], bool]:
+        """Return the batches of a window, and whether others may follow."""
+        batches: deque[tuple[Any, Moment]] = deque()
+        for _ in range(self._runtime.gradient_state.num_steps):
+            batch = next(self._source, _END)
+            if batch is _END:
+                return batches, False
+            if self.loader is None:
+                active = self._runtime.gradient_state.active_dataloader
+                self.loader = None if active is self._outer else active
+            batches.append((batch, note_moment(self.loader)))
+            if self.loader is not None and self.loader.end_of_dataloader:
+                return batches, False
+        return batches, True
+
+    def _check_rounds(self, length: float, squares: float, size: int) -> None:
+        each = self._runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if each and length * length != size * squares:
+            raise StateError(
+                f"The processes have different numbers of batches in this window ({length:g} in all), and "
+                "with sync_each_batch=True they exchange gradients after each of them. Use "
+                "sync_each_batch=False, or a loader that gives all processes equally many (even_batches)."
+            )
+
+    def close(self) -> None:
+        """End the pass over the loader, at its end or before."""
+        if self._goes_on:
+            close = getattr(self._source, "close", None)
+            if close is not None:
+                close()
+        else:
+            next(self._source, None)
+
+
+def _check_start(runtime: Runtime) -> None:
+    if runtime.weights is not runtime.even_weights:
+        raise StateError(
+            "windows() was started inside a window of accumulate(num_items=...) or of another windows(). "
+            "Let that one end first."
+        )
+    state = runtime.gradient_state
+    if not state.sync_gradients:
+        raise StateError(
+            "windows() was started although accumulate() has begun a window that has not ended "
+            "(sync_gradients is False). Let it end, or set accelerator.step = 0 and "
+            "accelerator.sync_gradients = True and call optimizer.zero_grad() to give it up."
+        )
+    if not state.sync_with_dataloader:
+        logger.warning_once(
+            "windows() ends its last window with the loader: sync_with_dataloader=False has no effect on it."
+        )
+
+
+def _tell_left_out(having: float, size: int) -> None:
+    logger.warning(
+        f"windows() ends here on all processes: only {having:g} of {size} have further batches, and a process "
+        "without any cannot take part in an exchange of gradients. What the others would still have had is "
+        "left out; even_batches=True gives all processes equally many."
+    )
