@@ -131,9 +131,7 @@ class Gradients:
         contexts.enter_context(exchange)
         return contexts
 
-    def windows(
-        self, loader: Any, *models: nn.Module, num_items: Count | None = None
-    ) -> Windows:
+    def windows(self, loader: Any, *models: nn.Module, num_items: Count | None = None) -> Windows:
         """Return the windows of a loader: the micro-batches of one optimizer step at a time.
 
         `for window in accelerator.windows(loader, num_items=count): for batch in window: ...` does what

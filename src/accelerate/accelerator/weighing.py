@@ -1,4 +1,4 @@
-"""What a loss weighs in the gradients of its window: as much as each other round, or as many items as it sums.
+"""What a loss weighs in the gradients of its window: as much as any other, or as many items as it sums.
 
 A window is the micro-batches of one optimizer step. `Runtime.weights` is the one that counts now.
 """
@@ -139,11 +139,12 @@ def read_items(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         reason = f"it is a {type(value).__name__}, not a number"
         raise wrong_value("num_items", value, reason, "Pass how many items the loss sums over")
-    if not 0 <= value < math.inf:
+    items = float(value)
+    if not 0 <= items < math.inf:
         raise wrong_value(
             "num_items", value, "a count is finite and not negative", "Pass how many items the loss sums over"
         )
-    return float(value)
+    return items
 
 
 def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:

@@ -7,6 +7,7 @@ the batch and said again when it is used.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -50,7 +51,7 @@ class Windows:
 
     def __len__(self) -> int:
         """The number of windows in a pass; needs a loader that has a length."""
-        return -(-len(self._loader) // self._runtime.gradient_state.num_steps)
+        return math.ceil(len(self._loader) / self._runtime.gradient_state.num_steps)
 
     def __iter__(self) -> Iterator[Window]:
         runtime = self._runtime
@@ -78,9 +79,7 @@ class Window:
         num_items: items in the batches of this window, over all ranks.
     """
 
-    def __init__(
-        self, runtime: Runtime, models: Sequence[nn.Module], read: _Read, reader: _Reader
-    ) -> None:
+    def __init__(self, runtime: Runtime, models: Sequence[nn.Module], read: _Read, reader: _Reader) -> None:
         self.num_items: int | float = int(read.total) if read.total.is_integer() else read.total
         self._runtime = runtime
         self._models = models
@@ -242,7 +241,7 @@ def _check_start(runtime: Runtime) -> None:
 
 def _tell_left_out(having: float, size: int) -> None:
     logger.warning(
-        f"windows() ends here on all processes: only {having:g} of {size} have further batches, and a process "
-        "without any cannot take part in an exchange of gradients. What the others would still have had is "
-        "left out; even_batches=True gives all processes equally many."
+        f"windows() ends here on all processes: only {having:g} of {size} have further batches, and a "
+        "process without any cannot take part in an exchange of gradients. What the others would still have "
+        "had is left out; even_batches=True gives all processes equally many."
     )

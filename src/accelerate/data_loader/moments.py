@@ -1,4 +1,4 @@
-"""What a loader said of itself when it gave a batch, kept for when the batch is used later than it was read."""
+"""What a loader said of a batch when it gave it, kept for batches that are used later than they are read."""
 
 from __future__ import annotations
 

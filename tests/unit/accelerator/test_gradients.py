@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -133,3 +133,77 @@ def test_contexts_do_nothing_on_one_process() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum())
     with accelerator.join_uneven_inputs([model], even_batches=False):
         assert model.weight.grad is not None
+
+
+def gradients_by_items(accelerator: Accelerator, counts: list[int]) -> list[float]:
+    """The gradient of each window, where each item adds its own number of the batch."""
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    loader = accelerator.prepare(DataLoader(counts, batch_size=1))
+    gradients = []
+    for batch in loader:
+        with accelerator.accumulate(model, num_items=batch):
+            accelerator.backward(model(batch.float().square()).sum())
+        if accelerator.sync_gradients:
+            gradients.append(model.weight.grad.item())
+            model.zero_grad()
+    return gradients
+
+
+def test_losses_that_sum_over_items_weigh_by_their_number() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert gradients_by_items(accelerator, [1, 3, 2, 2, 5]) == pytest.approx([10 / 4, 8 / 4, 25 / 5])
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator.backward(weight.sum())
+    assert weight.grad == 0.5  # as before: divided by the steps
+
+
+def test_float16_gradients_are_unscaled_to_the_same() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    gradients = []
+    for items in [1, 3, 2, 2] * 4:
+        with accelerator.accumulate(model, num_items=items):
+            accelerator.backward(model(torch.full((1, 1), float(items))).sum())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+                gradients.append(model.weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gradients == pytest.approx([1.0] * 8, rel=1e-3)
+
+
+def test_items_are_counted_in_all_rounds_of_a_window_or_in_none() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with accelerator.accumulate(num_items=1):
+        pass
+    with pytest.raises(StateError, match="all of them or in none"):
+        accelerator.accumulate()
+    with accelerator.accumulate(num_items=1):
+        pass
+    with accelerator.accumulate():
+        pass
+    with pytest.raises(StateError, match="all of them or in none"):
+        accelerator.accumulate(num_items=1)
+    accelerator.free_memory()
+
+
+def test_a_refused_count_leaves_the_window_as_it_was() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigurationError, match="num_items"):
+        accelerator.accumulate(num_items=-3)
+    assert accelerator.step == 0
+
+
+def test_a_window_given_up_is_forgotten() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with accelerator.accumulate(num_items=1):
+        pass
+    accelerator.free_memory()
+    with accelerator.accumulate():
+        assert accelerator.step == 1

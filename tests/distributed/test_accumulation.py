@@ -1,0 +1,248 @@
+"""Gradients of windows equal those of one big batch over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator
+from accelerate.base.errors import StateError
+from accelerate.utils import GradientAccumulationPlugin, gather_object
+
+WIDTH = 4
+Run = Callable[..., list[Any]]
+
+
+class Sentences(Dataset[Any]):
+    """Sequences of 1 to 9 tokens, padded, with the number of tokens in each."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randn(samples, 9, WIDTH, generator=generator)
+        self.lengths = torch.randint(1, 10, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"tokens": self.tokens[index], "length": self.lengths[index], "index": index}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers(tokens).squeeze(-1)
+
+
+def loss_sum(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    mask = torch.arange(9) < batch["length"][:, None]
+    return ((model(batch["tokens"]) - 1).square() * mask).sum()
+
+
+def count(batch: dict[str, Any]) -> torch.Tensor:
+    return batch["length"].sum()
+
+
+def big_batch(data: Sentences, indices: list[int], model: torch.nn.Module) -> list[torch.Tensor]:
+    """Gradients of the mean over all tokens of some samples, in one process and one batch."""
+    batch = {"tokens": data.tokens[indices], "length": data.lengths[indices]}
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    (loss_sum(twin, batch) / count(batch)).backward()
+    return [p.grad for p in twin.parameters()]  # type: ignore[misc]
+
+
+def rounds(
+    accelerator: Accelerator, way: str, models: tuple[torch.nn.Module, ...], loader: Any
+) -> Iterator[dict[str, Any]]:
+    """The batches of a loader, each to be trained on before the next one is taken."""
+    if way == "windows":
+        for window in accelerator.windows(loader, *models, num_items=count):
+            yield from window
+        return
+    for batch in loader:
+        with accelerator.accumulate(*models, num_items=count(batch)):
+            yield batch
+
+
+def difference(accelerator: Accelerator, way: str, samples: int, steps: int, models: int = 1) -> list[float]:
+    """For each window of two epochs the largest difference of a gradient to that of the big batch."""
+    data = Sentences(samples)
+    nets = [Net() for _ in range(models)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+    prepared = accelerator.prepare(*nets, *optimizers)
+    trained, stepping = prepared[:models], prepared[models:]
+    accelerator.gradient_accumulation_steps = steps
+    differences, indices = [], []
+    for _ in range(2):
+        for batch in rounds(accelerator, way, trained, loader):
+            for model in trained:
+                accelerator.backward(loss_sum(model, batch))
+            indices += batch["index"].tolist()
+            if accelerator.sync_gradients:
+                everywhere = gather_object(indices)
+                indices = []
+                for net, model in zip(nets, trained, strict=True):
+                    expected = big_batch(data, everywhere, net)
+                    pairs = zip(expected, model.parameters(), strict=True)
+                    differences.append(max((e - p.grad).abs().max().item() for e, p in pairs))
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in stepping:
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.free_memory()
+    assert not indices
+    return differences
+
+
+CASES = [
+    ("windows", 23, 3, 1),
+    ("windows", 16, 1, 1),
+    ("windows", 7, 4, 2),
+    ("accumulate", 23, 3, 1),
+    ("accumulate", 16, 1, 1),
+    ("accumulate", 7, 4, 2),
+]
+
+
+def all_differences(**choices: Any) -> list[tuple[Any, list[float]]]:
+    accelerator = Accelerator(cpu=True, **choices)
+    return [(case, difference(accelerator, *case)) for case in CASES]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_gradients_equal_those_of_the_big_batch(run: Run, processes: int) -> None:
+    results = run(all_differences, processes=processes)
+    for case, differences in results[0]:
+        assert len(differences) >= 2, case
+        assert max(differences) <= 1e-6, (case, differences)
+    assert len({str(result) for result in results}) == 1
+
+
+def differences_when_exchanging_each_round() -> list[tuple[Any, list[float]]]:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    return all_differences(gradient_accumulation_plugin=plugin)
+
+
+def test_the_same_when_each_round_exchanges(run: Run) -> None:
+    for case, differences in run(differences_when_exchanging_each_round)[0]:
+        assert max(differences) <= 1e-6, (case, differences)
+
+
+def differences_in(precision: str) -> list[tuple[Any, list[float]]]:
+    return all_differences(mixed_precision=precision)
+
+
+def test_mixed_precision_is_as_close_as_its_numbers(run: Run) -> None:
+    for case, differences in run(differences_in, "bf16")[0]:
+        assert max(differences) <= 3e-2, (case, differences)
+
+
+def flags_in_windows() -> list[list[Any]]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(list(range(9)), batch_size=1))
+    state, told = accelerator.gradient_state, []
+    for window in accelerator.windows(loader):
+        for batch in window:
+            whole = accelerator.gather_for_metrics(batch).tolist()
+            told.append([state.end_of_dataloader, state.remainder, accelerator.sync_gradients, whole])
+    assert state.active_dataloader is None
+    assert accelerator.sync_gradients
+    return told
+
+
+def test_a_loader_tells_of_the_batch_in_use_not_of_the_one_read(run: Run) -> None:
+    for told in run(flags_in_windows):
+        assert told == [
+            [False, -1, False, [0, 1]],
+            [False, -1, True, [2, 3]],
+            [False, -1, False, [4, 5]],
+            [False, -1, True, [6, 7]],
+            [True, 1, True, [8]],
+        ]
+
+
+def windows_of_different_lengths(batches: list[int], each: bool = False) -> list[tuple[int, int]]:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    net = torch.nn.Linear(1, 1)
+    model = accelerator.prepare(net)
+    mine = [torch.ones(1, 1)] * batches[accelerator.process_index]
+    seen = []
+    try:
+        for window in accelerator.windows(mine, num_items=len):
+            for batch in window:
+                accelerator.backward(model(batch).sum())
+            seen.append((len(window), window.num_items, net.weight.grad.item()))
+            model.zero_grad()
+    except StateError as error:
+        return [str(error)]  # type: ignore[list-item]
+    return seen  # type: ignore[return-value]
+
+
+def test_processes_may_have_different_numbers_of_batches_in_a_window(run: Run) -> None:
+    assert run(windows_of_different_lengths, [3, 4]) == [
+        [(2, 4, 1.0), (1, 3, 1.0)],
+        [(2, 4, 1.0), (2, 3, 1.0)],
+    ]
+
+
+def test_windows_end_on_all_processes_together(run: Run) -> None:
+    assert run(windows_of_different_lengths, [2, 7]) == [[(2, 4, 1.0)], [(2, 4, 1.0)]]
+
+
+def test_different_numbers_cannot_be_exchanged_each_round(run: Run) -> None:
+    for told in run(windows_of_different_lengths, [3, 4], True):
+        assert "sync_each_batch" in told[0]
+
+
+def left_early() -> tuple[list[float], bool]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    loader = accelerator.prepare(DataLoader(torch.ones(12, 1), batch_size=1))
+    weights = []
+    for number, window in enumerate(accelerator.windows(loader, num_items=len)):
+        for batch in window:
+            accelerator.backward(-model(batch).sum())
+            if number == 1:
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(net.weight.item())
+    for _ in accelerator.windows(loader, num_items=len):
+        break
+    assert accelerator.gradient_state.active_dataloader is None
+    accelerator.backward(model(batch).sum())
+    return weights, accelerator.sync_gradients
+
+
+def test_a_window_that_is_left_early_counts_for_nothing(run: Run) -> None:
+    assert run(left_early) == [([1.0, 1.0, 2.0], True)] * 2
+
+
+def without_items() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    told = []
+    with pytest.raises(StateError) as error, accelerator.accumulate(model, num_items=0):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    told.append(str(error.value))
+    with pytest.raises(StateError) as error:
+        next(iter(accelerator.windows([1], num_items=lambda batch: 0)))
+    return [*told, str(error.value)]
+
+
+def test_a_window_without_items_is_refused_on_all_processes(run: Run) -> None:
+    for told in run(without_items):
+        assert all("no items" in text for text in told)

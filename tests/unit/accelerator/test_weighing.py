@@ -1,0 +1,88 @@
+"""What losses weigh."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.accelerator.weighing import (
+    CountedWeights,
+    EvenWeights,
+    KnownWeights,
+    drop_gradients,
+    factor_of,
+    read_items,
+    rescale_gradients,
+)
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.plugins.training import GradientAccumulationPlugin
+from accelerate.state import GradientState, PartialState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_even_weights_divide_by_the_rounds() -> None:
+    loss = torch.tensor(6.0)
+    assert EvenWeights(GradientState()).weigh(loss) is loss
+    state = GradientState(GradientAccumulationPlugin(num_steps=3))
+    assert EvenWeights(state).weigh(loss) == 2.0
+
+
+def test_known_weights_multiply() -> None:
+    assert KnownWeights(0.5).weigh(torch.tensor(6.0)) == 3.0
+
+
+def test_counted_weights_bring_earlier_gradients_to_the_right_size() -> None:
+    PartialState(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    weights = CountedWeights(replicas=1)
+    for _ in range(2):
+        weights.begin()
+        for items in (1, 3):
+            weights.add(items, [model])
+            if items == 3:
+                weights.complete()
+            weights.weigh(model(torch.full((items, 1), float(items))).sum()).backward()
+        assert model.weight.grad == 10.0 / 4
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("value", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), Fraction(3)])
+def test_items_are_any_number(value: Any) -> None:
+    assert read_items(value) == 3.0
+
+
+@pytest.mark.parametrize(
+    "value", [-1, float("nan"), float("inf"), "3", None, True, [3], torch.ones(2), torch.tensor(-2)]
+)
+def test_other_items_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="num_items"):
+        read_items(value)
+
+
+def test_no_items_have_no_mean() -> None:
+    assert factor_of(8.0, 2) == 0.25
+    with pytest.raises(StateError, match="no items"):
+        factor_of(0.0, 2)
+
+
+def test_shared_and_sparse_parameters_are_rescaled_once() -> None:
+    embedding = torch.nn.Embedding(3, 2, sparse=True)
+    linear = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Sequential(embedding, linear)
+    model(torch.tensor([1])).sum().backward()
+    sparse, dense = embedding.weight.grad.to_dense().clone(), linear.weight.grad.clone()
+    rescale_gradients([model, linear], 0.5)
+    assert torch.equal(embedding.weight.grad.to_dense(), sparse / 2)
+    assert torch.equal(linear.weight.grad, dense / 2)
+    drop_gradients([model])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_without_gradients_is_left_alone() -> None:
+    model = torch.nn.Linear(1, 1)
+    rescale_gradients([model], 2.0)
+    assert model.weight.grad is None
