@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.ops.transport import NeuronTransport, TorchTransport, Transport, XlaTransport
+from accelerate.ops.transport import Transport
+from accelerate.ops.wires import NeuronTransport, TorchTransport, XlaTransport
 
 DTYPES = [
     torch.float32,
@@ -137,6 +138,20 @@ def test_reduce_leaves_its_argument_alone(transport: Transport) -> None:
     tensor = torch.tensor([1.0, 2.0])
     transport.reduce(tensor, "mean")
     assert tensor.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.float32], ids=str)
+def test_scatter_fills_and_returns_its_argument(transport: Transport, dtype: torch.dtype) -> None:
+    part = torch.tensor([0, 1, 2]).to(dtype)
+    out = torch.zeros(6, dtype=dtype)[::2]
+    assert transport.scatter([part], out) is out
+    assert same(out, part)
+
+
+@pytest.mark.parametrize("parts", [None, []])
+def test_scatter_wants_one_part_for_each_process(transport: Transport, parts: Any) -> None:
+    with pytest.raises(ValueError, match="there are 1 processes. Give one part for each of them."):
+        transport.scatter(parts, torch.zeros(1))
 
 
 def test_objects_travel(transport: Transport) -> None:

@@ -24,6 +24,7 @@ from accelerate.ops.collectives import (
     reduce,
 )
 from accelerate.ops.padding import CannotPadNestedTensorWarning, pad_across_processes
+from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import DistributedOperationException
 from accelerate.state import PartialState
 
@@ -122,6 +123,20 @@ def test_broadcast(run: Run, processes: int) -> None:
         assert result["same list"]
         assert result["shape"] == [3]
         assert result["copied"] == {"x": [0, 1, 2], "y": ([1, 2, 3],)}
+
+
+def scatter_from_last() -> dict[str, Any]:
+    transport, last = current_transport(), size() - 1
+    parts = [torch.tensor([[index, 7]], dtype=torch.int16) for index in range(size())]
+    out = torch.zeros(1, 2, dtype=torch.int16)
+    filled = transport.scatter(parts if rank() == last else None, out, source=last)
+    return {"filled": filled is out and out.tolist(), "kind": type(transport).__name__}
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_scatter(run: Run, processes: int) -> None:
+    for index, result in enumerate(run(scatter_from_last, processes=processes)):
+        assert result == {"filled": [[index, 7]], "kind": "RecordingTransport"}
 
 
 def combine() -> dict[str, Any]:

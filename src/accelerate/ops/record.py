@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.ops.transport import Transport
+from accelerate.ops.base import Transport
 
 LENGTH = 32
 """Number of operations that are remembered."""
@@ -157,7 +157,7 @@ class RecordingTransport(Transport):
 def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: RecordingTransport, *args: Any, **kwargs: Any) -> Any:
-        RING.begin(name, _describe(args[0]) if args else None)
+        RING.begin(name, describe(args[0]) if args else None)
         try:
             return getattr(self.wire, name)(*args, **kwargs)
         finally:
@@ -166,7 +166,8 @@ def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
     return call
 
 
-def _describe(argument: object) -> object:
+def describe(argument: object) -> object:
+    """What the ring notes of the first argument of an operation, without holding on to it."""
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
 
 

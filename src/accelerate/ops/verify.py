@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from accelerate.base.errors import AccelerateError
-from accelerate.ops.transport import Transport, current_transport
+from accelerate.ops.base import Transport
+from accelerate.ops.record import RING, describe
+from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
 
 P = ParamSpec("P")
@@ -42,14 +44,21 @@ def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
         mode.
     """
     first = next(iter(inspect.signature(function).parameters))
-    operation = _public_name(function)
+    operation, name = _public_name(function), function.__name__
 
     @functools.wraps(function)
     def verified(*args: P.args, **kwargs: P.kwargs) -> R:
         transport = current_transport()
-        if must_verify(transport) and (args or first in kwargs):
-            verify_shapes(operation, args[0] if args else kwargs[first], transport)
-        return function(*args, **kwargs)
+        if transport.size == 1 or not (args or first in kwargs):
+            return function(*args, **kwargs)
+        data = args[0] if args else kwargs[first]
+        RING.begin(name, describe(data))
+        try:
+            if must_verify(transport):
+                verify_shapes(operation, data, transport)
+            return function(*args, **kwargs)
+        finally:
+            RING.end()
 
     return verified
 
@@ -63,14 +72,17 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
     Returns:
         The function; a `DistributedOperationException` from inside it is raised again under its name.
     """
-    operation = _public_name(function)
+    operation, name = _public_name(function), function.__name__
 
     @functools.wraps(function)
     def chained(*args: P.args, **kwargs: P.kwargs) -> R:
+        RING.begin(name, describe(args[0]) if args else None)
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
             raise DistributedOperationException(f"`{operation}` could not be carried out. {error}") from error
+        finally:
+            RING.end()
 
     return chained
 

@@ -1,0 +1,97 @@
+"""The calls that every wire between processes has, and what they do where there is only one process.
+
+A `Transport` knows single tensors and single objects only; nested data is taken apart by its callers. A
+transport may wrap another one (a check, a record of calls): it gives the same calls and hands them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from accelerate.base.errors import wrong_value
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class Transport:
+    """One process: nothing travels, every call answers with what it was given.
+
+    Attributes:
+        size: Number of processes on the wire.
+        rank: The place of this process among them.
+        verifies: Whether comparing shapes before a collective is cheap on this wire (no device to wait for),
+            so that it is always done and not only in debug mode.
+    """
+
+    size: int = 1
+    rank: int = 0
+    verifies: bool = False
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Join the tensors of all processes along the first dimension, in rank order, on every process.
+
+        Args:
+            tensor: Of the same shape and dtype on all ranks; a 0-d tensor counts as one of shape `[1]`.
+
+        Returns:
+            A tensor of shape `[size * n, ...]` on the device of the argument.
+        """
+        return tensor
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """Collect one picklable object of each process, in rank order, on every process."""
+        return [obj]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of rank `source` and return it; shapes are equal on all ranks."""
+        return tensor
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        """Return rank `source`'s object on every process; on the source it is the very object given."""
+        return obj
+
+    def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        """Combine the tensors of all processes element by element, on every process.
+
+        Args:
+            tensor: Of the same shape and dtype on all ranks; it is not changed.
+            how: "sum", "mean", "max" or "min". Sums of half-precision numbers are formed in float32. Integers
+                and booleans are summed in int64, as `torch.sum` does; their mean has the default floating
+                dtype.
+
+        Returns:
+            A tensor of the same shape on the device of the argument; on one process the argument itself.
+        """
+        return tensor
+
+    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
+        """Give each process its part of what rank `source` has.
+
+        Args:
+            parts: On the source one tensor for each process, in rank order, all of the shape and dtype of
+                `out`; not used on the others.
+            out: Filled with the part of this process.
+            source: The rank that sends.
+
+        Returns:
+            `out`.
+        """
+        return out.copy_(one_for_each(parts, 1)[0])
+
+    def barrier(self) -> None:
+        """Wait until all processes have come here."""
+
+
+def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
+    """Return the parts to scatter.
+
+    Raises:
+        ConfigurationError: There is not one for each process.
+    """
+    if parts is None or len(parts) != size:
+        given = None if parts is None else len(parts)
+        raise wrong_value("parts", given, f"there are {size} processes", "Give one part for each of them")
+    return parts

@@ -1,0 +1,264 @@
+"""The wires: `torch.distributed` as it is and on Neuron devices, and `torch_xla`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelerate.base.errors import wrong_value
+from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
+from accelerate.state import process_group
+
+# Older versions of torch know the call by its other name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What both gloo and NCCL carry as it is. Other dtypes travel as bytes when they are only moved.
+_CARRIED_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+class Wire(Protocol):
+    """What a transport is built from: the facts of one process's place, as `PartialState` has them."""
+
+    num_processes: int
+    process_index: int
+    device: torch.device
+
+
+class TorchTransport(Transport):
+    """The default group of `torch.distributed`.
+
+    Tensors on a device that the group does not carry (CPU tensors under NCCL) are moved to one that it does,
+    and the result is moved back.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.size = wire.num_processes
+        self.rank = wire.process_index
+        self.device = wire.device
+        self._carried = _carried_devices(dist.get_backend_config())
+        self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
+        self.verifies = self._fallback.type == "cpu"
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        local = self._onto_wire(tensor)
+        if local.ndim == 0:
+            local = local.reshape(1)
+        joined = torch.empty(
+            (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
+        )
+        _all_gather(_as_carried(joined), _as_carried(local))
+        return joined.to(tensor.device)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        local = self._onto_wire(tensor)
+        dist.broadcast(_as_carried(local), src=source)
+        if self.rank != source and not _share_memory(local, tensor):
+            tensor.detach().copy_(local)
+        return tensor
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        box = [obj if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
+        return obj if self.rank == source else box[0]
+
+    def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        operation = _REDUCE_OPERATIONS.get(how)
+        if operation is None:
+            raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
+        total = tensor.detach().to(
+            device=self._wire_device(tensor.device),
+            dtype=_reducible_dtype(tensor.dtype),
+            copy=True,
+            memory_format=torch.contiguous_format,
+        )
+        dist.all_reduce(total, op=operation)
+        return _finished_reduction(total, how, self.size, tensor)
+
+    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
+        local = self._onto_wire(out)
+        given = None
+        if self.rank == source:
+            given = [_as_carried(self._onto_wire(part)) for part in one_for_each(parts, self.size)]
+        dist.scatter(_as_carried(local), given, src=source)
+        return out if _share_memory(local, out) else out.copy_(local)
+
+    def barrier(self) -> None:
+        process_group.wait(self.device)
+
+    def _wire_device(self, device: torch.device) -> torch.device:
+        return device if device.type in self._carried and device.type == "cpu" else self._fallback
+
+    def _onto_wire(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._wire_device(tensor.device)).contiguous()
+
+
+class NeuronTransport(TorchTransport):
+    """`torch.distributed` on Neuron devices, where objects go over a second group on the CPU.
+
+    Pickled objects are byte tensors of any length; compiling a program for each new length would cost
+    seconds.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        self._objects = dist.new_group(backend="gloo")
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj, group=self._objects)
+        return gathered
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        box = [obj if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, group=self._objects)
+        return obj if self.rank == source else box[0]
+
+    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
+        return _scatter_by_broadcast(self, parts, out, source)
+
+
+class XlaTransport(Transport):
+    """Replicas of a `torch_xla` run: tensors over XLA collectives, objects over its rendezvous."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.size = wire.num_processes
+        self.rank = wire.process_index
+        self.device = wire.device
+        self._xm: ModuleType = importlib.import_module("torch_xla.core.xla_model")
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        local = self._onto_wire(tensor)
+        joined: Tensor = self._xm.all_gather(local.reshape(1) if local.ndim == 0 else local, dim=0)
+        return self._off_wire(joined, tensor.device)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = self._xm.mesh_reduce("accelerate.gather_object", obj, list)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        local = self._onto_wire(tensor)
+        self._xm.collective_broadcast([local], root_ordinal=source)
+        arrived = self._off_wire(local, tensor.device)
+        if self.rank != source and arrived is not tensor:
+            tensor.detach().copy_(arrived)
+        return tensor
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        parts = self._xm.mesh_reduce(
+            "accelerate.broadcast_object", obj if self.rank == source else None, list
+        )
+        return obj if self.rank == source else parts[source]
+
+    def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        if how not in REDUCTIONS:
+            raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
+        kind = {"max": self._xm.REDUCE_MAX, "min": self._xm.REDUCE_MIN}.get(how, self._xm.REDUCE_SUM)
+        local = tensor.detach().to(device=self.device, dtype=_reducible_dtype(tensor.dtype))
+        total: Tensor = self._xm.all_reduce(kind, local)
+        self._xm.mark_step()
+        return _finished_reduction(total, how, self.size, tensor)
+
+    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
+        return _scatter_by_broadcast(self, parts, out, source)
+
+    def barrier(self) -> None:
+        self._xm.rendezvous("accelerate.barrier")
+
+    def _onto_wire(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device).contiguous()
+
+    def _off_wire(self, tensor: Tensor, device: torch.device) -> Tensor:
+        self._xm.mark_step()
+        return tensor.to(device)
+
+
+# Device rows whose wire is not plain torch.distributed.
+_TRANSPORTS: dict[str, Callable[[Wire], Transport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
+
+_REDUCE_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def open_wire(hardware: str, wire: Wire) -> Transport:
+    """Build the transport between the processes on one kind of hardware.
+
+    Args:
+        hardware: Name of the row of the hardware table.
+        wire: The place of this process; the group it belongs to is open.
+    """
+    return _TRANSPORTS.get(hardware, TorchTransport)(wire)
+
+
+def _scatter_by_broadcast(
+    transport: Transport, parts: Sequence[Tensor] | None, out: Tensor, source: int
+) -> Tensor:
+    """Send all parts to everybody, where the wire has no call that scatters."""
+    if transport.rank == source:
+        everything = torch.stack(list(one_for_each(parts, transport.size)))
+    else:
+        everything = out.new_empty((transport.size, *out.shape))
+    return out.copy_(transport.broadcast(everything, source)[transport.rank])
+
+
+def _carried_devices(backends: str) -> frozenset[str]:
+    """Device types that the default group carries, from torch's description ("cpu:gloo,cuda:nccl").
+
+    gloo takes accelerator tensors only by way of the CPU and not for all calls, so it counts for the CPU
+    alone.
+    """
+    pairs = (entry.split(":", 1) for entry in backends.split(","))
+    return frozenset(device for device, comm in pairs if device == "cpu" or comm != "gloo")
+
+
+def _as_carried(tensor: Tensor) -> Tensor:
+    """The same memory under a dtype that every wire carries."""
+    return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.data_ptr() == b.data_ptr()
+
+
+def _reducible_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and known to every wire."""
+    if dtype.is_complex:
+        return dtype
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return torch.int64
+
+
+def _finished_reduction(total: Tensor, how: str, size: int, given: Tensor) -> Tensor:
+    """Divide the combined numbers for a mean, and bring them back to the dtype and device of `given`."""
+    exact = not (given.dtype.is_floating_point or given.dtype.is_complex)
+    if how == "mean":
+        total = total / size
+    if exact and how in ("sum", "mean"):
+        return total.to(given.device)
+    return total.to(device=given.device, dtype=given.dtype)
