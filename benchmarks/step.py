@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -78,6 +79,22 @@ def prepared(inputs: torch.Tensor, **choices: object) -> Callable[[], None]:
     return accumulating_step if "gradient_accumulation_steps" in choices else step
 
 
+def asking() -> Pair:
+    """Time the two questions of a step, exchanges included, and a plain attribute beside them."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+
+    def by_attribute() -> None:
+        accelerator.step, accelerator.step  # noqa: B018
+
+    def ask() -> None:
+        accelerator.should_save, accelerator.should_stop  # noqa: B018
+
+    pair = measure("should_save and should_stop", by_attribute, ask, budget=2e-6, repetitions=20_000)
+    accelerator.end_training()
+    return replace(pair, figure=pair.ours, unit="s")
+
+
 def main() -> int:
     torch.set_num_threads(1)
     inputs = torch.randn(8, 16)
@@ -104,6 +121,7 @@ def main() -> int:
             budget=1.10,
             repetitions=REPETITIONS,
         ),
+        asking(),
     ]
     return report(pairs, "Training step")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
+from accelerate.base import environ
+from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
@@ -20,6 +22,7 @@ class Runtime:
         strategy: the way of training.
 
     Attributes:
+        agreement: whether all ranks stop or save.
         weights: what a loss weighs in the gradients of its window.
         joins: whether ranks may run out of batches at different times now.
     """
@@ -33,6 +36,7 @@ class Runtime:
         self.strategy = strategy
         self.prepared = Prepared()
         self.trackers: list[Any] = []
+        self.agreement = agreement_of_run(environ.current())
         self.joins = False
         self.even_weights = EvenWeights(gradient_state)
         self.counted_weights = CountedWeights(strategy.replicas)

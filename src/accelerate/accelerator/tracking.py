@@ -86,7 +86,11 @@ class Tracking:
             tracker.log(values, step=step, **arguments.get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Finish all trackers and close the process group; call it last, on all ranks."""
+        """Finish all trackers, watch no signals any more and close the process group.
+
+        Call it last, on all ranks.
+        """
         for tracker in self._runtime.trackers:
             tracker.finish()
+        self._runtime.agreement.close()
         self._runtime.state.destroy_process_group()

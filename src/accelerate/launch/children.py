@@ -18,11 +18,15 @@ from accelerate.base.errors import ConfigurationError
 FORWARDED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
+PASSED_ON = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+"""Signals that ask a program for something, and do not end it unless it does not know them."""
+
 TERMINAL_KEYS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
 GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 GRACE_SECONDS = 15
 """How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
 
+RANK_VARIABLE = "RANK"
 PATIENCE = 2.0
 """Seconds that descendants get to notice that the child has ended."""
 
@@ -72,7 +76,7 @@ def forwarded_signals(child: subprocess.Popen[Any], instead: Mapping[int, int]) 
     """Send the signals that would end this process to the child instead, and see to it that it ends."""
     ending = Ending(child, instead)
     try:
-        before = {number: signal.signal(number, ending.on_signal) for number in FORWARDED}
+        before = {number: signal.signal(number, ending.on_signal) for number in (*FORWARDED, *PASSED_ON)}
     except ValueError:  # not the main thread: whoever owns it deals with signals
         before = {}
     try:
@@ -101,6 +105,9 @@ class Ending:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal; after the first one the child has a limited time."""
         if self._child.poll() is not None:
+            return
+        if number in PASSED_ON:
+            self._child.send_signal(self._instead.get(number, number))
             return
         is_first, self._first = not self._first, self._first or number
         if is_first:
@@ -135,6 +142,34 @@ class Ending:
         left = _kill_all(self._family, PATIENCE)
         more = f", {left} of which had outlived the first" if left else ""
         say(f"{signal.Signals(self._first).name} ended all processes{more}")
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[None]:
+    """Pass the signals that do not end a run on to the processes of an agent that runs in this one."""
+    try:
+        before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
+    except ValueError:  # not the main thread: whoever owns it deals with signals
+        before = {}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    import psutil
+
+    name, reached = signal.Signals(number).name, 0
+    for child in psutil.Process().children():
+        try:
+            if RANK_VARIABLE in child.environ():  # others, such as a tracker of resources, it would end
+                child.send_signal(number)
+                reached += 1
+        except psutil.Error:  # it has ended, or was about to
+            continue
+    say(f"{name} received and passed on to {reached} process{'' if reached == 1 else 'es'}")
 
 
 def _were(count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from accelerate.base.duration import read_seconds
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.catalogue import CPU
 from accelerate.launch.backends.base import Launcher, launcher_named
@@ -46,6 +47,7 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
         LaunchError: the port that several machines agreed on is busy here.
     """
     check_paradigm(settings)
+    check_budget(settings)
     starter, starter_notes = choose_starter(settings, machine)
     if starter is not None:
         settings = launcher_named(starter).amend(settings, machine)
@@ -102,6 +104,16 @@ def check_paradigm(settings: Settings) -> None:
     chosen = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
     if len(chosen) > 1 and chosen != ["--multi_gpu"]:
         raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
+
+
+def check_budget(settings: Settings) -> None:
+    """Refuse a time budget that the processes could not read."""
+    text = settings.values["max_time"]
+    try:
+        read_seconds(text or "0")
+    except ValueError:
+        mend = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+        raise wrong_value(where(settings, "max_time"), text, "this is not a span of time", mend) from None
 
 
 def choose_launcher(settings: Settings, machine: Machine) -> str:

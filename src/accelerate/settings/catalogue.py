@@ -15,6 +15,7 @@ from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
 from accelerate.settings.sections.rendezvous import MpirunSection, RendezvousSection
 from accelerate.settings.sections.sagemaker import SageMakerSection
 from accelerate.settings.sections.slurm import SlurmSection
+from accelerate.settings.sections.stopping import StoppingSection
 from accelerate.settings.sections.tpu import TpuSection
 
 SECTIONS: tuple[type[Section], ...] = (
@@ -30,6 +31,7 @@ SECTIONS: tuple[type[Section], ...] = (
     SageMakerSection,
     MpirunSection,
     SlurmSection,
+    StoppingSection,
     ParallelismSection,
     ContextParallelSection,
     SequenceParallelSection,

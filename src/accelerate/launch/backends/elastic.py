@@ -8,7 +8,7 @@ from dataclasses import replace
 from accelerate.base.environ import current, patch_environment
 from accelerate.base.errors import LaunchError
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say
+from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, signals_passed_on
 from accelerate.launch.command import torchrun_arguments
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.ports import get_free_port
@@ -40,7 +40,8 @@ class ElasticLauncher(Launcher):
 
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                with patch_environment(**{**plan.environment, GRACE_VARIABLE: str(grace())}):
+                variables = {**plan.environment, GRACE_VARIABLE: str(grace())}
+                with patch_environment(**variables), signals_passed_on():
                     return _run_agent(plan)
             except (DistError, RendezvousError) as error:
                 if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:

@@ -1,0 +1,158 @@
+"""When ranks ask each other, and what they answer."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from accelerate.diagnostics.agreement import Agreement, agreement_of_run
+from accelerate.diagnostics.signals import SignalNotes
+from accelerate.diagnostics.stop import SAVE_FILE, STOP_FILE, TRIGGERS, Trigger
+from accelerate.ops.aside import Answer
+from accelerate.state import PartialState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Switch:
+    """A source that is turned on and off by hand."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        self.trigger = trigger
+        self.on = False
+
+    def asks(self) -> bool:
+        return self.on
+
+
+class Wire:
+    """A clock that moves by the step, and ranks that never ask for anything themselves."""
+
+    def __init__(self, step: float = 0.01, cost: float = 1e-4) -> None:
+        self.now, self.step, self.cost = 0.0, step, cost
+        self.asked_at: list[float] = []
+        self.other: list[float] = [0.0] * len(TRIGGERS)
+
+    def __call__(self, numbers: Sequence[float], how: str, purpose: str) -> Answer:
+        assert (how, len(numbers)) == ("max", len(TRIGGERS) + 2)
+        self.asked_at.append(self.now)
+        self.now += self.cost
+        requests = [max(pair) for pair in zip(numbers, self.other, strict=False)]
+        return Answer(torch.tensor([*requests, *numbers[-2:]], dtype=torch.float64))
+
+    def agree(self, *sources: Switch) -> Agreement:
+        PartialState(cpu=True)
+        return Agreement(0, sources, SignalNotes(), combine=self, clock=lambda: self.now)
+
+
+def steps(wire: Wire, agreement: Agreement, number: int) -> list[tuple[bool, bool]]:
+    told = []
+    for _ in range(number):
+        wire.now += wire.step
+        told.append((agreement.read_save(), agreement.read_stop()))
+    agreement.close()
+    return told
+
+
+def test_ranks_ask_each_other_as_seldom_as_the_step_allows() -> None:
+    wire = Wire(step=0.01, cost=0.9e-4)
+    steps(wire, wire.agree(), 100)
+    gaps = [b - a for a, b in zip(wire.asked_at, wire.asked_at[1:], strict=False)]
+    assert gaps[:2] == pytest.approx([0.01009] * 2)
+    assert gaps[3:] == pytest.approx([0.04009] * len(gaps[3:]))
+    assert 20 <= len(wire.asked_at) <= 30
+
+
+def test_long_steps_ask_each_time() -> None:
+    wire = Wire(step=3.0, cost=0.1)
+    steps(wire, wire.agree(), 10)
+    assert len(wire.asked_at) == 10
+
+
+def test_a_request_to_stop_is_for_good_and_saves_once() -> None:
+    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
+    agreement = wire.agree(switch)
+    switch.on = True
+    assert steps(wire, agreement, 4) == [(False, False), (True, True), (False, True), (False, True)]
+    assert len(wire.asked_at) == 1
+
+
+def test_a_request_to_save_goes_on() -> None:
+    wire, switch = Wire(step=3.0), Switch(SAVE_FILE)
+    agreement = wire.agree(switch)
+    switch.on = True
+    assert agreement.read_save() is agreement.read_stop() is False
+    switch.on = False
+    assert steps(wire, agreement, 3) == [(True, False), (False, False), (False, False)]
+
+
+def test_what_another_rank_is_asked_for_counts(caplog: pytest.LogCaptureFixture) -> None:
+    wire = Wire(step=3.0)
+    wire.other[0] = 4.0
+    assert steps(wire, wire.agree(), 2) == [(False, False), (True, True)]
+    assert "All processes save and stop now: SIGTERM reached process 3." in caplog.text
+
+
+def test_both_answers_of_a_step_belong_together() -> None:
+    """Whichever is asked first, and also where one of them is asked seldom."""
+    for order in ("save stop", "stop save"):
+        wire, switch = Wire(step=3.0), Switch(STOP_FILE)
+        agreement = wire.agree(switch)
+        switch.on = True
+        read = {"save": agreement.read_save, "stop": agreement.read_stop}
+        told = [[read[name]() for name in order.split()] for _ in range(2)]
+        assert told == [[False, False], [True, True]]
+        agreement.close()
+
+
+@pytest.mark.parametrize("name", ["read_save", "read_stop"])
+def test_one_answer_alone_is_enough(name: str) -> None:
+    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
+    agreement = wire.agree(switch)
+    switch.on = True
+    read = getattr(agreement, name)
+    assert [read(), read()] == [False, True]
+    agreement.close()
+
+
+def test_an_answer_that_was_read_once_does_not_slow_the_other_down() -> None:
+    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
+    agreement = wire.agree(switch)
+    agreement.read_save()
+    switch.on = True
+    assert [agreement.read_stop() for _ in range(3)] == [False, False, True]
+    agreement.close()
+
+
+def test_the_first_question_sets_handlers_and_the_end_takes_them_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    wire = Wire()
+    agreement = wire.agree()
+    assert signal.getsignal(signal.SIGTERM) == before
+    agreement.read_stop()
+    assert signal.getsignal(signal.SIGTERM) != before
+    agreement.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [agreement.read_stop() for _ in range(5)] == [False] * 5
+    assert len(wire.asked_at) == 1
+
+
+def test_a_run_has_one_agreement_that_goes_with_its_state() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    PartialState(cpu=True)
+    agreement = agreement_of_run({})
+    assert agreement_of_run({}) is agreement
+    agreement.read_stop()
+    signal.raise_signal(signal.SIGTERM)
+    assert agreement.read_save() is False  # the same step
+    while not agreement.read_save():
+        continue
+    assert agreement.read_stop()
+    del agreement
+    PartialState._reset_state()
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == before

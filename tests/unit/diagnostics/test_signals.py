@@ -1,0 +1,135 @@
+"""Signals that are noted for later."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from accelerate.diagnostics.signals import SECONDS_ALIKE, SignalNotes
+from accelerate.diagnostics.stop import SIGNALS
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGTERM, SIGUSR1, SIGUSR2 = SIGNALS
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    yield
+    after = [signal.getsignal(number) for number in NUMBERS]
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+def test_signals_are_noted_and_told_once() -> None:
+    notes = SignalNotes()
+    notes.install()
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGTERM)
+    assert notes.take() == {SIGTERM, SIGUSR1, SIGUSR2}
+    signal.raise_signal(signal.SIGUSR2)
+    assert notes.take() == {SIGUSR2}
+    assert notes.take() == set()
+    notes.restore()
+    notes.restore()
+
+
+def test_the_handler_before_is_called_too() -> None:
+    heard = []
+
+    def listen(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGUSR1, listen)
+    notes = SignalNotes()
+    notes.install()
+    signal.raise_signal(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert notes.take() == {SIGUSR1}
+    notes.restore()
+    assert signal.signal(signal.SIGUSR1, before) is listen
+
+
+def test_the_handler_of_an_agent_is_not_for_its_forks() -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise AssertionError
+
+    end.__module__ = "torch.distributed.elastic.multiprocessing.api"
+    before = signal.signal(signal.SIGTERM, end)
+    notes = SignalNotes()
+    notes.install()
+    signal.raise_signal(signal.SIGTERM)
+    assert notes.take() == {SIGTERM}
+    notes.restore()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_later_run_takes_over() -> None:
+    first, second = SignalNotes(), SignalNotes()
+    first.install()
+    second.install()
+    signal.raise_signal(signal.SIGUSR1)
+    assert first.take() == set()
+    assert second.take() == {SIGUSR1}
+    first.restore()
+    assert signal.getsignal(signal.SIGUSR1) == second._note
+    second.restore()
+
+
+def test_a_handler_set_later_is_left_in_place() -> None:
+    notes = SignalNotes()
+    notes.install()
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    notes.restore()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    assert before == notes._note
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_second_sigterm_does_what_it_did_before() -> None:
+    now, heard = [0.0], []
+
+    def listen(number: int, frame: FrameType | None) -> None:
+        heard.append(now[0])
+
+    before = signal.signal(signal.SIGTERM, listen)
+    notes = SignalNotes(clock=lambda: now[0])
+    notes.install()
+    for now[0] in (0.0, SECONDS_ALIKE / 2):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == notes._note
+    now[0] = SECONDS_ALIKE + 1
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.signal(signal.SIGTERM, before) is listen
+    assert heard == [0.0, SECONDS_ALIKE / 2, SECONDS_ALIKE + 1]
+
+
+def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
+    script = (
+        "import signal; from accelerate.diagnostics.signals import SignalNotes\n"
+        "now = [0.0]; SignalNotes(clock=lambda: now[0]).install()\n"
+        "signal.raise_signal(signal.SIGTERM); now[0] = 9.0; signal.raise_signal(signal.SIGTERM)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("states")
+def test_a_thread_cannot_watch_signals(caplog: pytest.LogCaptureFixture) -> None:
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True)
+    notes = SignalNotes()
+    thread = threading.Thread(target=notes.install)
+    thread.start()
+    thread.join()
+    assert "main thread" in caplog.text
+    notes.restore()

@@ -1,0 +1,143 @@
+"""What asks a process to stop or to save."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.diagnostics.stop import (
+    ALLOCATION_ENDS,
+    SAVE_FILE,
+    SIGNALS,
+    STOP_FILE,
+    TIME_IS_UP,
+    TRIGGERS,
+    Deadline,
+    SaveFile,
+    Seldom,
+    StopFile,
+    asked,
+    find_sources,
+    process_age,
+    rounds_between,
+)
+from accelerate.settings.sections.stopping import StoppingSection
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_table() -> None:
+    told = {trigger.name: (trigger.stops, trigger.saves) for trigger in TRIGGERS}
+    assert told == {
+        "SIGTERM": (True, True),
+        "SIGUSR1": (True, True),
+        "SIGUSR2": (False, True),
+        "max_time": (True, True),
+        "allocation": (True, True),
+        "stop_file": (True, True),
+        "save_file": (False, True),
+    }
+    assert TRIGGERS[:3] == SIGNALS
+
+
+def test_a_deadline_asks_from_its_time_on() -> None:
+    clock = Clock()
+    deadline = Deadline(TIME_IS_UP, 5.0, clock)
+    assert not deadline.asks()
+    clock.now = 5.0
+    assert deadline.asks()
+
+
+def test_a_stop_file_asks_while_it_exists(tmp_path: Path) -> None:
+    path = tmp_path / "stop"
+    source = StopFile(str(path))
+    assert not source.asks()
+    path.touch()
+    assert source.asks()
+    assert source.asks()
+
+
+def test_a_save_file_asks_once_for_each_touch(tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    path.touch()
+    source = SaveFile(str(path))
+    assert not source.asks()
+    os.utime(path, (1, 1))
+    assert [source.asks(), source.asks()] == [True, False]
+    path.unlink()
+    assert not source.asks()
+    path.touch()
+    assert [source.asks(), source.asks()] == [True, False]
+
+
+def test_costly_sources_are_looked_at_seldom(tmp_path: Path) -> None:
+    clock = Clock()
+    source = Seldom(StopFile(str(tmp_path)), clock)
+    looks = []
+    for clock.now in (0.0, 0.5, 1.0, 1.5):
+        looks.append(source.asks())
+    assert looks == [True, False, True, False]
+    assert source.trigger is STOP_FILE
+
+
+def test_nothing_is_watched_unless_asked_for() -> None:
+    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
+
+
+def test_the_time_budget_counts_from_the_start_of_the_process() -> None:
+    settings = StoppingSection(max_time="00:01:00")
+    assert asked(find_sources(settings, {}, looks_at_files=False, age=lambda: 50.0)) == set()
+    assert asked(find_sources(settings, {}, looks_at_files=False, age=lambda: 61.0)) == {TIME_IS_UP}
+    assert 0 <= process_age() < 3600
+
+
+def test_a_wrong_time_budget_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="ACCELERATE_MAX_TIME='soon'"):
+        find_sources(StoppingSection(max_time="soon"), {}, looks_at_files=False)
+
+
+@pytest.mark.parametrize(
+    ("left", "margin", "expected"),
+    [(100, None, True), (1000, None, False), (1000, 2000, True), (-5, 0, None)],
+)
+def test_the_end_of_an_allocation(left: int, margin: int | None, expected: bool | None) -> None:
+    environ = {"SLURM_JOB_END_TIME": str(int(time.time()) + left)}
+    sources = find_sources(StoppingSection(stop_margin=margin), environ, looks_at_files=False)
+    if expected is None:
+        assert sources == []
+        return
+    assert asked(sources) == ({ALLOCATION_ENDS} if expected else set())
+
+
+def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
+    settings = StoppingSection(stop_file=str(tmp_path), save_file=str(tmp_path / "save"))
+    assert find_sources(settings, {}, looks_at_files=False) == []
+    sources = find_sources(settings, {}, looks_at_files=True)
+    assert [source.trigger for source in sources] == [STOP_FILE, SAVE_FILE]
+    assert asked(sources) == {STOP_FILE}
+
+
+@pytest.mark.parametrize(
+    ("step", "cost", "rounds"),
+    [
+        (0.0, 1.0, 1),  # not known yet
+        (1.0, 1e-4, 1),
+        (0.01, 1e-4, 4),  # 0.1 ms in 40 ms
+        (0.001, 1e-4, 40),
+        (1e-4, 1e-4, 400),
+        (0.1, 0.05, 20),  # a dear exchange, but no more than 2 s apart
+        (5.0, 1.0, 1),
+    ],
+)
+def test_rounds_are_cheap_and_quick(step: float, cost: float, rounds: int) -> None:
+    assert rounds_between(step, cost) == rounds
