@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelerate.nested import get_shape, listify
+from accelerate.nested import get_shape, iterate_tensors, listify, recursively_apply
 from accelerate.ops.collectives import (
     broadcast,
     broadcast_object_list,
@@ -274,6 +275,154 @@ def test_mismatches_are_refused_on_every_process(run: Run) -> None:
     assert "Input dtypes:\n  - Process 0: torch.float16\n  - Process 1: torch.float32\n" in first[4]
     assert "  - Process 0: [2, 1]\n  - Process 1: [2, 2]\n" in first[5]
     assert "  - Process 0: {'a': [1], 'b': [2]}\n  - Process 1: {'b': [2], 'c': [1]}\n" in first[7]
+
+
+def nested(scale: int) -> dict[str, Any]:
+    """Every dtype, in every container, of a size that fills `scale` elements; other values on each rank."""
+    generator = torch.Generator().manual_seed(rank())
+    numbers = [torch.randint(0, 100, (scale, 3), generator=generator).to(dtype) for dtype in DTYPES]
+    noise = torch.randn(scale, 5, generator=generator)
+    return {
+        "dtypes": numbers,
+        "pair": Pair(noise, {"t": noise.T, "half": noise.half(), "flags": noise > 0}),
+        "ordered": OrderedDict(b=noise[::2], a=noise.sum()),
+        "default": defaultdict(
+            list, {"empty": torch.zeros(0, 3), "parameter": torch.nn.Parameter(noise[:, 0])}
+        ),
+        "complex": torch.complex(noise, noise).conj(),
+    }
+
+
+def bits(data: Any) -> list[tuple[str, list[int], bytes]]:
+    return [
+        (
+            str(leaf.dtype),
+            list(leaf.shape),
+            leaf.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+        for leaf in iterate_tensors(data)
+    ]
+
+
+def compare_with_leaf_by_leaf(scale: int) -> dict[str, Any]:
+    transport, last = current_transport(), size() - 1
+    data = nested(scale)
+    packed = gather(data)
+    one_by_one = recursively_apply(transport.gather, data)
+    combinable = {
+        "floats": data["pair"],
+        "numbers": [t for t in data["dtypes"] if t.dtype != torch.float8_e4m3fn],
+    }
+    reduced = [reduce(combinable, how) for how in ("sum", "mean")]
+    reduced_one_by_one = [recursively_apply(transport.reduce, combinable, how) for how in ("sum", "mean")]
+    copies = [recursively_apply(torch.clone, data) for _ in range(2)]
+    sent = broadcast(copies[0], last)
+    recursively_apply(transport.broadcast, copies[1], last)
+    return {
+        "gather": bits(packed) == bits(one_by_one),
+        "kinds": [type(part).__name__ for part in packed.values()],
+        "factory": packed["default"].default_factory is list,
+        "broadcast": bits(sent) == bits(copies[1]),
+        "in place": all(
+            a is b for a, b in zip(iterate_tensors(sent), iterate_tensors(copies[0]), strict=True)
+        ),
+        "reduce": bits(reduced) == bits(reduced_one_by_one),
+        "close": all(
+            torch.allclose(a, b, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-5)
+            for a, b in zip(iterate_tensors(reduced), iterate_tensors(reduced_one_by_one), strict=True)
+        ),
+        "equal everywhere": bits(reduced),
+    }
+
+
+@pytest.mark.parametrize(("processes", "scale"), [(2, 4), (3, 4), (2, 300), (2, 10_000)])
+def test_packed_is_leaf_by_leaf(run: Run, processes: int, scale: int) -> None:
+    results = run(compare_with_leaf_by_leaf, scale, processes=processes)
+    for result in results:
+        assert result["gather"]
+        assert result["kinds"] == ["list", "Pair", "OrderedDict", "defaultdict", "Tensor"]
+        assert result["factory"]
+        assert result["broadcast"]
+        assert result["in place"]
+        assert result["close"]
+        assert result["reduce"] or processes > 2  # three numbers may be added up in another order
+        assert result["equal everywhere"] == results[0]["equal everywhere"]
+
+
+class Counter(TorchDispatchMode):
+    """Counts the collectives made while it is entered, whoever makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives() -> dict[str, int]:
+    def count(function: Callable[[], Any]) -> int:
+        with Counter() as counter:
+            function()
+        return counter.count
+
+    small, middle = nested(4), [torch.ones(3000) for _ in range(10)]
+    return {
+        "gather": count(lambda: gather(small)),
+        "reduce": count(lambda: reduce(small["pair"])),
+        "broadcast": count(lambda: broadcast(small)),
+        "pad": count(lambda: pad_across_processes([torch.ones(rank() + 1), torch.ones(2)])),
+        "valid": count(lambda: gather_valid({"a": torch.ones(2, 3), "b": torch.ones(2)}, (2, 1))),
+        "objects": count(lambda: gather_object(["x"] * rank())),
+        "object list": count(lambda: broadcast_object_list([rank()])),
+        "gather of more": count(lambda: gather(middle)),
+        "reduce of more": count(lambda: reduce(middle)),
+        "objects of more": count(lambda: gather_object(list(range(10_000 * rank())))),
+    }
+
+
+def test_one_collective_for_a_small_structure(run: Run) -> None:
+    for counts in run(count_collectives):
+        assert counts == {
+            **dict.fromkeys(("gather", "reduce", "broadcast", "pad", "valid", "objects", "object list"), 1),
+            **dict.fromkeys(("gather of more", "reduce of more", "objects of more"), 2),
+        }
+
+
+def call_different_operations() -> list[str]:
+    first = rank() == 0
+    two = torch.ones(2)
+    calls: list[Callable[[], Any]] = [
+        lambda: gather(two) if first else reduce(two),
+        lambda: gather_object([1]) if first else broadcast({"a": two}),
+        lambda: broadcast(two, 0 if first else 1),
+        lambda: reduce(two, "sum" if first else "mean"),
+        lambda: pad_across_processes(two) if first else broadcast_object_list([1]),
+        lambda: gather(torch.ones(30_000)) if first else gather(two),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(DistributedOperationException) as refused:
+            call()
+        texts.append(str(refused.value).replace(__file__, "FILE"))
+    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the wire is still in step
+    return texts
+
+
+def test_different_operations_are_refused_on_every_process(run: Run) -> None:
+    first, second = run(call_different_operations)
+    path = "accelerate.utils.operations"
+    assert f"Operation:\n  - Process 0: `{path}.gather`\n  - Process 1: `{path}.reduce`\n" in first[0]
+    assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: [2]\n" in first[0]
+    assert "Input shapes:\n  - Process 0: no tensors\n  - Process 1: {'a': [2]}\n" in first[1]
+    assert "Process 0: from_process=0\n  - Process 1: from_process=1\n" in first[2]
+    assert "Process 0: reduction='sum'\n  - Process 1: reduction='mean'\n" in first[3]
+    assert f"Process 0: `{path}.pad_across_processes`\n" in first[4]
+    assert "Process 0: [30000]\n  - Process 1: [2]\n" in first[5]
+    for text, other in zip(first, second, strict=True):
+        assert text.removeprefix("`") in other or other in text
+        assert "Called from:\n  - Process 0: FILE:" in text
 
 
 def refuse_bad_arguments() -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from accelerate.base.errors import wrong_value
+from accelerate.ops.head import Head
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -24,11 +25,13 @@ class Transport:
         rank: The place of this process among them.
         verifies: Whether comparing shapes before a collective is cheap on this wire (no device to wait for),
             so that it is always done and not only in debug mode.
+        head: What collectives of CPU tensors begin with; None where the wire does not carry those itself.
     """
 
     size: int = 1
     rank: int = 0
     verifies: bool = False
+    head: Head | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Join the tensors of all processes along the first dimension, in rank order, on every process.

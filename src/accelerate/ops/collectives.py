@@ -5,7 +5,8 @@ Every function here is called on all processes. On one process the data comes ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat, tee
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
-from accelerate.ops.transport import Transport, current_transport
-from accelerate.ops.verify import must_verify, verify_operation, verify_shapes
+from accelerate.ops.base import Transport
+from accelerate.ops.objects import broadcast_object, gather_objects, share_numbers
+from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops.transport import current_transport
+from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
 from accelerate.state import PartialState
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-@verify_operation
+@operation
 def gather(tensor: Any) -> Any:
     """Join the tensors of all processes along their first dimension.
 
@@ -38,9 +42,10 @@ def gather(tensor: Any) -> Any:
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    return recursively_apply(transport.gather, tensor, error_on_other_type=True)
+    return gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))
 
 
+@operation
 def gather_object(object: Any) -> Any:
     """Collect picklable objects of all processes.
 
@@ -54,13 +59,13 @@ def gather_object(object: Any) -> Any:
     transport = current_transport()
     if transport.size == 1:
         return object
-    parts = transport.gather_object(object)
+    parts = gather_objects(object, transport, Call(f"{PUBLIC_MODULE}.gather_object"))
     if all(isinstance(part, (list, tuple)) for part in parts):
         return [item for part in parts for item in part]
     return parts
 
 
-@verify_operation
+@operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Give every process the tensors of one of them.
 
@@ -79,9 +84,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if transport.size == 1:
         return tensor
     source = _known_rank(from_process, transport)
-    return recursively_apply(transport.broadcast, tensor, source, error_on_other_type=True)
+    call = Call(f"{PUBLIC_MODULE}.broadcast", f"from_process={source}", tensor)
+    return broadcast_packed(tensor, source, transport, call)
 
 
+@operation
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Give every process the objects in the list of one of them.
 
@@ -96,13 +103,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if transport.size == 1:
         return object_list
     source = _known_rank(from_process, transport)
-    arrived = transport.broadcast_object(object_list, source)
+    call = Call(f"{PUBLIC_MODULE}.broadcast_object_list", f"from_process={source}")
+    arrived = broadcast_object(object_list, source, transport, call)
     if arrived is not object_list:
         object_list[:] = arrived
     return object_list
 
 
-@verify_operation
+@operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine the tensors of all processes element by element.
 
@@ -125,10 +133,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         )
     transport = current_transport()
     if reduction != "none" and transport.size > 1:
-        tensor = recursively_apply(transport.reduce, tensor, reduction, error_on_other_type=True)
+        call = Call(f"{PUBLIC_MODULE}.reduce", f"reduction={reduction!r}", tensor)
+        return reduce_packed(tensor, reduction, scale, transport, call)
     return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
 
 
+@operation
 def gather_uneven(tensor: Any) -> Any:
     """Join tensors whose first dimension differs between processes.
 
@@ -145,16 +155,15 @@ def gather_uneven(tensor: Any) -> Any:
     transport = current_transport()
     if transport.size == 1:
         return tensor
+    call = Call(f"{__name__}.gather_uneven", data=tensor, rows_only=True)
     tensor = recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
-    if must_verify(transport):
-        verify_shapes("accelerate.ops.collectives.gather_uneven", tensor, transport, lengths_differ=True)
     lengths: list[int] = []
     recursively_apply(lambda leaf: lengths.append(leaf.shape[0]), tensor)
-    table = transport.gather(torch.tensor([lengths], dtype=torch.int64)).tolist()
-    counts = iter(zip(*table, strict=True))
-    return recursively_apply(lambda leaf: _join_parts(leaf, next(counts), transport), tensor)
+    table = share_numbers(lengths, transport, call, outline(tensor, _row_fact))
+    return _gather_rows(tensor, zip(*table, strict=True), transport, call)
 
 
+@operation
 def gather_valid(data: Any, counts: Sequence[int]) -> Any:
     """Gather per-sample tensors and keep the first samples of each process only.
 
@@ -175,11 +184,11 @@ def gather_valid(data: Any, counts: Sequence[int]) -> Any:
     kept = recursively_apply(_first_rows, data, own, error_on_other_type=True)
     if transport.size == 1:
         return kept
-    if must_verify(transport):
-        verify_shapes("accelerate.ops.collectives.gather_valid", kept, transport, lengths_differ=True)
-    return recursively_apply(_join_parts, kept, tuple(counts), transport)
+    call = Call(f"{__name__}.gather_valid", f"counts={list(counts)}", kept, rows_only=True)
+    return _gather_rows(kept, repeat(tuple(counts)), transport, call)
 
 
+@operation
 def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[Any]:
     """Gather lists with one object for each sample and keep the first ones of each process only.
 
@@ -198,9 +207,14 @@ def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[An
     own = counts[transport.rank]
     if len(items) < own:
         raise _too_few_rows(len(items), own)
-    return [item for part in transport.gather_object(list(items[:own])) for item in part]
+    kept = list(items[:own])
+    if transport.size == 1:
+        return kept
+    call = Call(f"{__name__}.gather_valid_objects", f"counts={list(counts)}")
+    return [item for part in gather_objects(kept, transport, call) for item in part]
 
 
+@operation
 def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
     """Tell every process the shape of a tensor that one of them has.
 
@@ -214,10 +228,12 @@ def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
         ConfigurationError: Not exactly one process has a tensor.
     """
     transport = current_transport()
-    shapes = transport.gather_object(None if tensor is None else tuple(tensor.shape))
+    shape = None if tensor is None else tuple(tensor.shape)
+    shapes = _objects_of_all(shape, transport, Call(f"{PUBLIC_MODULE}.gather_tensor_shape"))
     return torch.tensor(shapes[_only_owner(shapes)], dtype=torch.int64)
 
 
+@operation
 def copy_tensor_to_devices(tensor: Any = None) -> Any:
     """Copy tensors that one process has to all others, which need not know their shapes.
 
@@ -231,25 +247,41 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
         ConfigurationError: Not exactly one process has a tensor.
     """
     transport = current_transport()
-    structures = transport.gather_object(None if tensor is None else get_data_structure(tensor))
+    structure = None if tensor is None else get_data_structure(tensor)
+    call = Call(f"{PUBLIC_MODULE}.copy_tensor_to_devices")
+    structures = _objects_of_all(structure, transport, call)
     owner = _only_owner(structures)
     if transport.rank != owner:
         tensor = send_to_device(initialize_tensors(structures[owner]), PartialState().device)
-    return recursively_apply(transport.broadcast, tensor, owner, error_on_other_type=True)
+    return tensor if transport.size == 1 else broadcast_packed(tensor, owner, transport, call)
 
 
-def _join_parts(part: Tensor, counts: tuple[int, ...], transport: Transport) -> Tensor:
-    """Gather tensors of `counts[r]` rows: filled up to the longest for the way, and cut again."""
+def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
+    return [obj] if transport.size == 1 else gather_objects(obj, transport, call)
+
+
+def _gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
+    """Gather tensors of `counts[r]` rows each: filled up to the longest for the way, and cut again."""
+    first, second = tee(counts)
+    filled = recursively_apply(lambda leaf: _fill_up(leaf, next(first)), data, error_on_other_type=True)
+    joined = gather_packed(filled, transport, call)
+    return recursively_apply(lambda leaf: _cut_rows(leaf, next(second)), joined)
+
+
+def _fill_up(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+    missing = max(counts) - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
+
+
+def _cut_rows(joined: Tensor, counts: tuple[int, ...]) -> Tensor:
     longest = max(counts)
-    if longest == 0:
-        return part
     if min(counts) == longest:
-        return transport.gather(part)
-    missing = longest - part.shape[0]
-    if missing:
-        part = torch.cat([part, part.new_zeros((missing, *part.shape[1:]))])
-    joined = transport.gather(part)
+        return joined
     return torch.cat([joined[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
+
+
+def _row_fact(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape[1:]), str(tensor.dtype)
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from accelerate.nested import recursively_apply
+from accelerate.ops.objects import share_numbers
 from accelerate.ops.transport import current_transport
-from accelerate.ops.verify import all_agree, chained_operation, mismatch, must_verify, outline
-
-_OPERATION = "accelerate.utils.operations.pad_across_processes"
+from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, outline
 
 # Stands in the table of sizes for a tensor that is left alone.
 _LEFT_ALONE = -1
@@ -47,10 +46,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         return tensor
     sizes: list[int] = []
     recursively_apply(lambda leaf: sizes.append(_size_to_pad(leaf, dim)), tensor, error_on_other_type=True)
-    if must_verify(transport):
-        _verify_dims(tensor)
-    table = transport.gather(torch.tensor([sizes], dtype=torch.int64))
-    longest = iter(table.amax(dim=0).tolist())
+    call = Call(f"{PUBLIC_MODULE}.pad_across_processes", f"dim={dim}", tensor)
+    table = share_numbers(sizes, transport, call, outline(tensor, Tensor.dim))
+    longest = iter([max(column) for column in zip(*table, strict=True)])
     return recursively_apply(
         lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first), tensor, error_on_other_type=True
     )
@@ -99,13 +97,3 @@ def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Ten
         return tensor
     last = tensor.narrow(dim, batch_size - 1, 1)
     return torch.cat([tensor, *[last] * missing], dim=dim)
-
-
-def _verify_dims(tensor: Any) -> None:
-    transport = current_transport()
-    if not all_agree(outline(tensor, Tensor.dim), transport):
-        raise mismatch(_OPERATION, "shapes", transport.gather_object(outline(tensor, _shape_of)))
-
-
-def _shape_of(tensor: Tensor) -> list[int] | str:
-    return "nested" if tensor.is_nested else list(tensor.shape)

@@ -1,23 +1,25 @@
-"""Compare what the processes hand to a collective before it starts: a mismatch is an error, not a hang.
+"""Compare what the processes are about to do before they do it: a mismatch is an error, not a hang.
 
-The comparison is always made where it costs little (tensors on the CPU) and on every wire in debug mode
-(`ACCELERATE_DEBUG_MODE`). Each process sends one number that stands for its shapes; only when the numbers
-differ are the shapes themselves exchanged, for the message. All processes come to the same verdict.
+The comparison is always made where it costs next to nothing (it rides on the head with which collectives of
+CPU tensors begin) and on every wire in debug mode (`ACCELERATE_DEBUG_MODE`). Only when the marks of the
+processes differ is it exchanged what each of them does, for the message. All processes come to the same
+verdict.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from accelerate.base.errors import AccelerateError
 from accelerate.ops.base import Transport
+from accelerate.ops.head import Head
+from accelerate.ops.packing import mark_of, not_a_tensor
 from accelerate.ops.record import RING, describe
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
@@ -26,15 +28,64 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Where users import the operations from; messages name that place and not the file a function lives in.
-_PUBLIC_MODULE = "accelerate.utils.operations"
+PUBLIC_MODULE = "accelerate.utils.operations"
 
 
 class DistributedOperationException(AccelerateError):
     """The processes gave a collective tensors that do not fit together; raised on every process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a refusal says of the call that a process makes.
+
+    Attributes:
+        operation: Import path of the function.
+        arguments: Those besides the data that must be the same on all processes.
+        data: Nested tensors; None for an operation without.
+        rows_only: Whether the first dimensions may differ.
+    """
+
+    operation: str
+    arguments: str = ""
+    data: Any = None
+    rows_only: bool = False
+
+
+class Told(NamedTuple):
+    """What one process tells the others of its call when they disagree."""
+
+    operation: str
+    arguments: str
+    compared: Any
+    dtypes: Any
+    shapes: Any
+    place: str
+
+
+def operation(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public collective: between several processes it is noted in the record of this one.
+
+    Args:
+        function: Called on all ranks.
+    """
+    name = function.__name__
+
+    @functools.wraps(function)
+    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+        if current_transport().size == 1:
+            return function(*args, **kwargs)
+        RING.begin(name, describe(args[0]) if args else None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            RING.end()
+
+    return noted
+
+
 def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective whose first argument must have the same shapes and dtypes on every process.
+    """Decorate a function that communicates, and whose first argument must have the same shapes everywhere.
 
     Args:
         function: Called on all ranks; its first argument is nested tensors.
@@ -44,21 +95,15 @@ def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
         mode.
     """
     first = next(iter(inspect.signature(function).parameters))
-    operation, name = _public_name(function), function.__name__
+    path = _public_name(function)
 
+    @operation
     @functools.wraps(function)
     def verified(*args: P.args, **kwargs: P.kwargs) -> R:
         transport = current_transport()
-        if transport.size == 1 or not (args or first in kwargs):
-            return function(*args, **kwargs)
-        data = args[0] if args else kwargs[first]
-        RING.begin(name, describe(data))
-        try:
-            if must_verify(transport):
-                verify_shapes(operation, data, transport)
-            return function(*args, **kwargs)
-        finally:
-            RING.end()
+        if must_verify(transport) and (args or first in kwargs):
+            verify_shapes(path, args[0] if args else kwargs[first], transport)
+        return function(*args, **kwargs)
 
     return verified
 
@@ -72,48 +117,67 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
     Returns:
         The function; a `DistributedOperationException` from inside it is raised again under its name.
     """
-    operation, name = _public_name(function), function.__name__
+    path = _public_name(function)
 
+    @operation
     @functools.wraps(function)
     def chained(*args: P.args, **kwargs: P.kwargs) -> R:
-        RING.begin(name, describe(args[0]) if args else None)
         try:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
-            raise DistributedOperationException(f"`{operation}` could not be carried out. {error}") from error
-        finally:
-            RING.end()
+            raise DistributedOperationException(f"`{path}` could not be carried out. {error}") from error
 
     return chained
 
 
+def debugging() -> bool:
+    """Whether debug mode is on."""
+    return bool(PartialState._shared_state.get("debug", False))
+
+
 def must_verify(transport: Transport) -> bool:
-    """Whether shapes are compared before a collective on this wire."""
-    return transport.size > 1 and (transport.verifies or bool(PartialState._shared_state.get("debug", False)))
+    """Whether all tensors are compared before a collective on this wire, wherever they are."""
+    return transport.size > 1 and (transport.verifies or debugging())
 
 
-def verify_shapes(
-    operation: str, data: object, transport: Transport, *, lengths_differ: bool = False
-) -> None:
+def checking_head(transport: Transport) -> Head:
+    """The head of a wire; one that travels by way of the device where there is no other."""
+    if transport.head is None:
+        transport.head = Head(transport.size, lambda joined, sent: joined.copy_(transport.gather(sent)))
+    return transport.head
+
+
+def agree(transport: Transport, head: Head, mark: int, call: Call, length: int = 0) -> None:
+    """Exchange heads, and raise on all processes unless all of them do the same.
+
+    Args:
+        transport: The wire; called on all ranks.
+        head: Its head, with the payload in it if there is one.
+        mark: Stands for the operation and everything that has to be the same.
+        call: For the message.
+        length: Bytes of the payload of this process.
+
+    Raises:
+        DistributedOperationException: With what each process does.
+    """
+    if not head.exchange(mark, length):
+        raise mismatch([Told(*told) for told in transport.gather_object(tuple(tell(call)))])
+
+
+def verify_shapes(path: str, data: object, transport: Transport) -> None:
     """Raise on all processes unless `data` has the same structure, shapes and dtypes everywhere.
 
     Args:
-        operation: The import path to name in the message.
+        path: The import path of the operation, for the message.
         data: Nested tensors.
         transport: The wire; called on all ranks.
-        lengths_differ: The first dimensions may differ.
 
     Raises:
         DistributedOperationException: With the input of each process.
         TypeError: A leaf is not a tensor.
     """
-    compared = outline(data, _row_shape_of if lengths_differ else _shape_of)
-    dtypes = outline(data, _dtype_of)
-    if all_agree((compared, dtypes), transport):
-        return
-    inputs = transport.gather_object((compared, dtypes, outline(data, _shape_of)))
-    what, index = ("dtypes", 1) if all(entry[0] == compared for entry in inputs) else ("shapes", 2)
-    raise mismatch(operation, what, [entry[index] for entry in inputs])
+    mark = mark_of(path, outline(data, _shape_of), outline(data, _dtype_of))
+    agree(transport, checking_head(transport), mark, Call(path, data=data))
 
 
 def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
@@ -128,56 +192,80 @@ def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
         return [outline(item, fact) for item in data]
     if isinstance(data, Mapping):
         return {key: outline(value, fact) for key, value in data.items()}
-    raise TypeError(
-        f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}: "
-        "use `gather_object` or `broadcast_object_list` for other objects."
-    )
+    raise not_a_tensor(data)
 
 
-def all_agree(facts: object, transport: Transport) -> bool:
-    """Whether `facts` reads the same on all processes; eight bytes travel for each of them.
-
-    Args:
-        facts: Anything whose `repr` says what matters.
-        transport: The wire; called on all ranks.
-    """
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
-    mark = int.from_bytes(digest, "little", signed=True)
-    marks: list[int] = transport.gather(torch.tensor([mark])).tolist()
-    return all(other == mark for other in marks)
+def tell(call: Call) -> Told:
+    """Describe a call to the other processes, with the line of the user that made it."""
+    running = RING.running()
+    place = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
+    if call.data is None:
+        return Told(call.operation, call.arguments, None, None, None, place)
+    shapes = outline(call.data, _shape_of)
+    compared = outline(call.data, _row_shape_of) if call.rows_only else shapes
+    return Told(call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, place)
 
 
-def mismatch(operation: str, what: str, inputs: list[Any]) -> DistributedOperationException:
-    """Build the error for inputs that do not fit together.
+def mismatch(told: Sequence[Told]) -> DistributedOperationException:
+    """Build the error for calls that do not fit together.
 
     Args:
-        operation: The import path of the refused function.
-        what: What differs: "shapes" or "dtypes".
-        inputs: One entry for each process, in rank order.
+        told: One entry for each process, in rank order.
     """
-    lines = "\n".join(f"  - Process {rank}: {entry}" for rank, entry in enumerate(inputs))
-    return DistributedOperationException(
-        f"The {what} differ between the processes, and this operation needs the same ones on all of them.\n\n"
-        f"Operation: `{operation}`\n"
-        f"Input {what}:\n{lines}\n\n"
-        "Bring them together first: `pad_across_processes` makes tensors equally long, `gather_for_metrics` "
-        "takes batches of different length, `gather_object` takes anything."
-    )
+    operations = {each.operation for each in told}
+    if len(operations) > 1:
+        reason = (
+            "The processes are in different operations, and each of them waits for the others in its own."
+        )
+        mend = "Let all processes make the same calls in the same order: look for an `if` around these lines."
+        rows = [_listed("Operation", [f"`{each.operation}`" for each in told])]
+        rows += [] if all(each.shapes is None for each in told) else [_listed("Input shapes", _shapes(told))]
+    else:
+        what, entries = _difference(told)
+        reason = (
+            f"The {what} differ between the processes, and this operation needs the same ones on all of them."
+        )
+        mend = (
+            "Bring them together first: `pad_across_processes` makes tensors equally long, "
+            "`gather_for_metrics` takes batches of different length, `gather_object` takes anything."
+        )
+        rows = [f"Operation: `{told[0].operation}`", _listed(f"Input {what}", entries)]
+    rows.append(_listed("Called from", [each.place for each in told]))
+    return DistributedOperationException("\n".join([f"{reason}\n", *rows, f"\n{mend}"]))
+
+
+def _difference(told: Sequence[Told]) -> tuple[str, list[Any]]:
+    """What differs between calls of one operation, and what each process gave there."""
+    first = told[0]
+    if any(each.arguments != first.arguments for each in told):
+        return "arguments", [each.arguments for each in told]
+    same_shapes = all(each.compared == first.compared for each in told)
+    if same_shapes and any(each.dtypes != first.dtypes for each in told):
+        return "dtypes", [each.dtypes for each in told]
+    return "shapes", _shapes(told)
+
+
+def _shapes(told: Sequence[Told]) -> list[Any]:
+    return ["no tensors" if each.shapes is None else each.shapes for each in told]
+
+
+def _listed(title: str, entries: Sequence[Any]) -> str:
+    return "\n".join([f"{title}:", *(f"  - Process {rank}: {entry}" for rank, entry in enumerate(entries))])
 
 
 def _public_name(function: Callable[..., Any]) -> str:
     module = function.__module__
     if module.startswith(__package__ + "."):
-        module = _PUBLIC_MODULE
+        module = PUBLIC_MODULE
     return f"{module}.{function.__qualname__}"
 
 
-def _shape_of(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)
+def _shape_of(tensor: Tensor) -> list[int] | str:
+    return "nested" if tensor.is_nested else list(tensor.shape)
 
 
-def _row_shape_of(tensor: Tensor) -> list[int]:
-    return list(tensor.shape[1:])
+def _row_shape_of(tensor: Tensor) -> list[int] | str:
+    return _shape_of(tensor)[1:]
 
 
 def _dtype_of(tensor: Tensor) -> str:

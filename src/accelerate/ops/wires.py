@@ -13,24 +13,12 @@ from torch import Tensor
 
 from accelerate.base.errors import wrong_value
 from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
+from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
+from accelerate.ops.head import Head
 from accelerate.state import process_group
 
 # Older versions of torch know the call by its other name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# What both gloo and NCCL carry as it is. Other dtypes travel as bytes when they are only moved.
-_CARRIED_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
-)
 
 
 class Wire(Protocol):
@@ -55,6 +43,7 @@ class TorchTransport(Transport):
         self._carried = _carried_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
         self.verifies = self._fallback.type == "cpu"
+        self.head = Head(self.size, _all_gather) if "cpu" in self._carried else None
 
     def gather(self, tensor: Tensor) -> Tensor:
         local = self._onto_wire(tensor)
@@ -63,7 +52,7 @@ class TorchTransport(Transport):
         joined = torch.empty(
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
-        _all_gather(_as_carried(joined), _as_carried(local))
+        _all_gather(as_carried(joined), as_carried(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -73,7 +62,7 @@ class TorchTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         local = self._onto_wire(tensor)
-        dist.broadcast(_as_carried(local), src=source)
+        dist.broadcast(as_carried(local), src=source)
         if self.rank != source and not _share_memory(local, tensor):
             tensor.detach().copy_(local)
         return tensor
@@ -89,19 +78,19 @@ class TorchTransport(Transport):
             raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
         total = tensor.detach().to(
             device=self._wire_device(tensor.device),
-            dtype=_reducible_dtype(tensor.dtype),
+            dtype=reducible_dtype(tensor.dtype),
             copy=True,
             memory_format=torch.contiguous_format,
         )
         dist.all_reduce(total, op=operation)
-        return _finished_reduction(total, how, self.size, tensor)
+        return finished_reduction(total, how, self.size, tensor)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         local = self._onto_wire(out)
         given = None
         if self.rank == source:
-            given = [_as_carried(self._onto_wire(part)) for part in one_for_each(parts, self.size)]
-        dist.scatter(_as_carried(local), given, src=source)
+            given = [as_carried(self._onto_wire(part)) for part in one_for_each(parts, self.size)]
+        dist.scatter(as_carried(local), given, src=source)
         return out if _share_memory(local, out) else out.copy_(local)
 
     def barrier(self) -> None:
@@ -111,7 +100,8 @@ class TorchTransport(Transport):
         return device if device.type in self._carried and device.type == "cpu" else self._fallback
 
     def _onto_wire(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._wire_device(tensor.device)).contiguous()
+        local = tensor.detach().to(self._wire_device(tensor.device)).contiguous()
+        return local.resolve_conj().resolve_neg()
 
 
 class NeuronTransport(TorchTransport):
@@ -175,10 +165,10 @@ class XlaTransport(Transport):
         if how not in REDUCTIONS:
             raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
         kind = {"max": self._xm.REDUCE_MAX, "min": self._xm.REDUCE_MIN}.get(how, self._xm.REDUCE_SUM)
-        local = tensor.detach().to(device=self.device, dtype=_reducible_dtype(tensor.dtype))
+        local = tensor.detach().to(device=self.device, dtype=reducible_dtype(tensor.dtype))
         total: Tensor = self._xm.all_reduce(kind, local)
         self._xm.mark_step()
-        return _finished_reduction(total, how, self.size, tensor)
+        return finished_reduction(total, how, self.size, tensor)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         return _scatter_by_broadcast(self, parts, out, source)
@@ -236,29 +226,5 @@ def _carried_devices(backends: str) -> frozenset[str]:
     return frozenset(device for device, comm in pairs if device == "cpu" or comm != "gloo")
 
 
-def _as_carried(tensor: Tensor) -> Tensor:
-    """The same memory under a dtype that every wire carries."""
-    return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.reshape(-1).view(torch.uint8)
-
-
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and a.data_ptr() == b.data_ptr()
-
-
-def _reducible_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and known to every wire."""
-    if dtype.is_complex:
-        return dtype
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize >= 4 else torch.float32
-    return torch.int64
-
-
-def _finished_reduction(total: Tensor, how: str, size: int, given: Tensor) -> Tensor:
-    """Divide the combined numbers for a mean, and bring them back to the dtype and device of `given`."""
-    exact = not (given.dtype.is_floating_point or given.dtype.is_complex)
-    if how == "mean":
-        total = total / size
-    if exact and how in ("sum", "mean"):
-        return total.to(given.device)
-    return total.to(device=given.device, dtype=given.dtype)

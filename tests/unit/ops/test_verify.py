@@ -7,25 +7,32 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.transport import Transport
+from accelerate.ops.base import Transport
+from accelerate.ops.head import Head
+from accelerate.ops.record import RING
 from accelerate.ops.verify import (
+    Call,
     DistributedOperationException,
-    all_agree,
+    Told,
     chained_operation,
+    checking_head,
+    mismatch,
     must_verify,
+    operation,
     outline,
+    tell,
     verify_operation,
     verify_shapes,
 )
 
 
 class TwoProcesses(Transport):
-    """This process and one other, whose answers are given."""
+    """This process and one other: it does the same, or something else that it tells."""
 
     size = 2
     verifies = True
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self, other: Told | None = None) -> None:
         self.other = other
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -35,23 +42,77 @@ class TwoProcesses(Transport):
         return [obj, self.other]
 
 
+GATHER = "accelerate.utils.operations.gather"
+
+
+def told(**facts: Any) -> Told:
+    usual = {"operation": GATHER, "arguments": "", "compared": [2], "dtypes": "torch.float32", "shapes": [2]}
+    return Told(**{**usual, "place": "/home/me/train.py:4", **facts})
+
+
 def test_equal_shapes_pass() -> None:
-    verify_shapes("op", [torch.ones(2)], TwoProcesses(None))
+    verify_shapes("op", [torch.ones(2)], TwoProcesses())
 
 
 def test_shapes_are_listed_by_process() -> None:
-    other = ([1, 2, 5], "torch.float32", [1, 2, 5])
     with pytest.raises(DistributedOperationException) as refused:
-        verify_shapes("accelerate.utils.operations.gather", torch.ones(1, 5), TwoProcesses(other))
+        verify_shapes(GATHER, torch.ones(1, 5), TwoProcesses(told(compared=[1, 2, 5], shapes=[1, 2, 5])))
     text = str(refused.value)
-    assert "Operation: `accelerate.utils.operations.gather`\n" in text
+    assert f"Operation: `{GATHER}`\n" in text
     assert "Input shapes:\n  - Process 0: [1, 5]\n  - Process 1: [1, 2, 5]\n" in text
+    assert "Called from:\n  - Process 0: an unknown line\n  - Process 1: /home/me/train.py:4\n" in text
 
 
 def test_dtypes_are_listed_when_only_they_differ() -> None:
-    other = ([2], "torch.float16", [2])
-    with pytest.raises(DistributedOperationException, match="Input dtypes:\n  - Process 0: torch.float32\n"):
-        verify_shapes("op", torch.ones(2), TwoProcesses(other))
+    text = str(mismatch([told(), told(dtypes="torch.float16")]))
+    assert "Input dtypes:\n  - Process 0: torch.float32\n  - Process 1: torch.float16\n" in text
+
+
+def test_arguments_are_listed_when_they_differ() -> None:
+    text = str(mismatch([told(arguments="from_process=0"), told(arguments="from_process=1")]))
+    assert "The arguments differ" in text
+    assert "Input arguments:\n  - Process 0: from_process=0\n  - Process 1: from_process=1\n" in text
+
+
+def test_different_operations_are_listed() -> None:
+    barrier = told(operation="wait", compared=None, dtypes=None, shapes=None)
+    text = str(mismatch([told(), barrier]))
+    assert f"Operation:\n  - Process 0: `{GATHER}`\n  - Process 1: `wait`\n" in text
+    assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: no tensors\n" in text
+    assert "Input shapes" not in str(mismatch([barrier, barrier._replace(operation="other")]))
+
+
+def test_rows_may_differ_in_number() -> None:
+    call = Call("op", data=[torch.ones(3, 2)], rows_only=True)
+    assert tell(call).compared == [[2]]
+    assert tell(call).shapes == [[3, 2]]
+
+
+@pytest.mark.usefixtures("states")
+def test_the_line_of_the_user_is_told() -> None:
+    RING.reset()
+
+    @operation
+    def talk() -> Told:
+        return tell(Call("op"))
+
+    assert talk().place == "an unknown line"  # one process: nothing is noted
+    RING.begin("talk", None)
+    try:
+        assert tell(Call("op")).place.startswith(f"{__file__}:")
+    finally:
+        RING.end()
+        RING.reset()
+
+
+def test_a_wire_without_a_head_is_given_one() -> None:
+    wire = TwoProcesses()
+    head = checking_head(wire)
+    assert isinstance(head, Head)
+    assert checking_head(wire) is head
+    assert head.exchange(7)
+    wire.other = told()
+    assert not head.exchange(7)
 
 
 def test_outline_of_nested_data() -> None:
@@ -64,16 +125,11 @@ def test_outline_refuses_what_is_no_tensor() -> None:
         outline([torch.ones(1), "text"], torch.Tensor.dim)
 
 
-def test_all_agree() -> None:
-    assert all_agree("same", TwoProcesses(None))
-    assert not all_agree("same", TwoProcesses("other"))
-
-
 @pytest.mark.usefixtures("states")
 def test_only_wires_where_it_is_cheap_are_verified_outside_debug_mode() -> None:
     from accelerate.state import PartialState
 
-    transport = TwoProcesses(None)
+    transport = TwoProcesses()
     assert must_verify(transport)
     transport.verifies = False
     assert not must_verify(transport)
@@ -95,6 +151,7 @@ def test_a_verified_function_keeps_its_name_and_result() -> None:
         double()
 
 
+@pytest.mark.usefixtures("states")
 def test_a_chained_operation_is_named_in_the_refusal() -> None:
     @chained_operation
     def outer() -> None:

@@ -1,0 +1,82 @@
+"""The head of a collective: one small all-gather of fixed size with which it begins.
+
+It carries a mark of what the process is about to do, so that processes which do not do the same find out
+together; a length; and the payload itself where that is small, so that nothing else has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_PREFIX = 16  # the mark and the length, eight bytes each
+_WIDEST, _NARROWEST, _ALL_TOGETHER = 8192, 1024, 256 * 1024
+
+GatherInto = Callable[[Tensor, Tensor], object]
+
+
+def width_of(size: int) -> int:
+    """Return the bytes of one process's head: less where there are many processes."""
+    return max(_NARROWEST, min(_WIDEST, _ALL_TOGETHER // size // _PREFIX * _PREFIX))
+
+
+class Head:
+    """Buffers for the heads of all processes, and their exchange. Used by one thread at a time.
+
+    Args:
+        size: Number of processes.
+        gather: Fills its first argument with the second one of all processes, in rank order; on the CPU.
+
+    Attributes:
+        room: Bytes of payload that travel with a head.
+        slot: The payload of this process, to be written before an exchange.
+        rows: The payloads of all processes after it, one row each; valid until the next exchange.
+    """
+
+    def __init__(self, size: int, gather: GatherInto) -> None:
+        width = width_of(size)
+        with torch.inference_mode(False):  # the buffers are written outside it as well
+            self._sent = torch.zeros(width, dtype=torch.uint8, device="cpu")
+            self._arrived = torch.zeros(size * width, dtype=torch.uint8, device="cpu")
+        self._gather = gather
+        self.room = width - _PREFIX
+        self.slot = self._sent[_PREFIX:]
+        self.rows = self._arrived.view(size, width)[:, _PREFIX:]
+        self._sent_bytes = self._sent.numpy().data
+        self._arrived_bytes = self._arrived.numpy().data
+        self._sent_numbers = self._sent_bytes.cast("q")
+        self._arrived_numbers = self._arrived_bytes.cast("q")
+        self._starts = range(0, size * width, width)
+
+    def put(self, payload: bytes | memoryview) -> None:
+        """Write bytes into `slot`; at most `room`."""
+        self._sent_bytes[_PREFIX : _PREFIX + len(payload)] = payload
+
+    def exchange(self, mark: int, length: int = 0) -> bool:
+        """Send the head of this process and receive all; called on all ranks.
+
+        Args:
+            mark: Stands for what this process does; 64 bits, signed.
+            length: Bytes of its payload, which is not in the head where it has no room.
+
+        Returns:
+            Whether the marks of all processes are the same; each process finds the same.
+        """
+        self._sent_numbers[0] = mark
+        self._sent_numbers[1] = length
+        self._gather(self._arrived, self._sent)
+        arrived = self._arrived_numbers
+        return all(arrived[start // 8] == mark for start in self._starts)
+
+    def lengths(self) -> list[int]:
+        """The lengths that all processes gave in the last exchange."""
+        return [self._arrived_numbers[start // 8 + 1] for start in self._starts]
+
+    def payloads(self) -> list[memoryview]:
+        """The payloads of the last exchange, each as long as its process said; valid until the next one."""
+        return [
+            self._arrived_bytes[start + _PREFIX : start + _PREFIX + length]
+            for start, length in zip(self._starts, self.lengths(), strict=True)
+        ]

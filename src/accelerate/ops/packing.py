@@ -1,0 +1,281 @@
+"""Take nested tensors apart and pack them into flat byte buffers, and the way back.
+
+Nothing travels here. What depends on the shapes only is worked out once per structure and kept as a `Plan`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.nested import honor_mapping, honor_type
+
+ALONE = 64 * 1024
+"""Bytes from which a tensor travels by itself: copying it into a parcel would cost more than a call."""
+
+_ALIGNMENT = 16
+_SMALLEST_LIMIT, _LARGEST_LIMIT = 256 * 1024, 32 * 1024 * 1024
+
+Facts = tuple[Any, ...]
+
+# The declaration of the function leaves out that it returns the pieces.
+_split_copy: Callable[..., tuple[Tensor, ...]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Parts:
+    """Nested tensors taken apart.
+
+    Attributes:
+        leaves: The tensors, in order.
+        facts: Shape and dtype of each, one after the other.
+        skeleton: The containers: how many leaves came before, and its length or its keys.
+    """
+
+    leaves: list[Tensor]
+    facts: list[Any]
+    skeleton: list[Any]
+
+
+def take_apart(data: Any) -> Parts:
+    """List the tensors of nested data, and note what they look like.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ConfigurationError: The tensors lie on several devices.
+    """
+    parts = Parts([], [], [])
+    _collect(data, parts.leaves, parts.facts, parts.skeleton)
+    if parts.leaves:
+        device = parts.leaves[0].device
+        for leaf in parts.leaves:
+            if leaf.device != device:
+                raise _mixed_devices(parts.leaves)
+    return parts
+
+
+def put_together(data: Any, leaves: Iterator[Any]) -> Any:
+    """Return the nesting of `data` with other leaves, in its own types."""
+    if isinstance(data, Tensor):
+        return next(leaves)
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, [put_together(item, leaves) for item in data])
+    return honor_mapping(data, {key: put_together(value, leaves) for key, value in data.items()})
+
+
+def _collect(data: Any, leaves: list[Tensor], facts: list[Any], skeleton: list[Any]) -> None:
+    if isinstance(data, Tensor):
+        leaves.append(data)
+        facts += (data.shape, data.dtype)
+    elif isinstance(data, (list, tuple)):
+        skeleton += (len(leaves), len(data))
+        for item in data:
+            _collect(item, leaves, facts, skeleton)
+    elif isinstance(data, Mapping):
+        skeleton += (len(leaves), tuple(data))
+        for item in data.values():
+            _collect(item, leaves, facts, skeleton)
+    else:
+        raise not_a_tensor(data)
+
+
+def not_a_tensor(data: object) -> TypeError:
+    """Build the error for a leaf that is something else."""
+    return TypeError(
+        f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}: "
+        "use `gather_object` or `broadcast_object_list` for other objects."
+    )
+
+
+def _mixed_devices(leaves: list[Tensor]) -> ConfigurationError:
+    devices = ", ".join(sorted({str(leaf.device) for leaf in leaves}))
+    return ConfigurationError(
+        f"The tensors of one structure lie on {devices}, and a collective takes them from one device. "
+        "Move them to one with `send_to_device`, or make one call for each device."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of all leaves of one dtype in a parcel.
+
+    Attributes:
+        dtype: Of the leaves.
+        start: First byte in the parcel.
+        stop: One past the last byte.
+        places: Which leaves.
+        counts: Number of elements of each.
+        shapes: Shape of each.
+        joined: Shape of each when those of all processes are joined.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    places: tuple[int, ...]
+    counts: list[int]
+    shapes: tuple[torch.Size, ...]
+    joined: tuple[tuple[int, ...], ...]
+
+    def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
+        mine = leaves if len(self.places) == len(leaves) else [leaves[place] for place in self.places]
+        flat: Tensor = torch._C._nn.flatten_dense_tensors(list(mine))
+        return flat.resolve_conj().resolve_neg()
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """View its bytes in a parcel, or in one parcel for each process (2-d), as elements."""
+        return buffer[..., self.start : self.stop].view(self.dtype)
+
+    def split(self, flat: Tensor, results: list[Tensor]) -> None:
+        """Cut elements into copies of its leaves, each with memory of its own."""
+        pieces = _split_copy(flat, self.counts, 0)
+        for place, piece, shape in zip(self.places, pieces, self.shapes, strict=True):
+            results[place] = piece.view(shape)
+
+    def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
+        """Cut the elements of all processes (one row each) into leaves joined along the first dimension."""
+        pieces = _split_copy(rows, self.counts, 1)
+        for place, piece, shape in zip(self.places, pieces, self.joined, strict=True):
+            results[place] = piece.view(shape)
+
+    def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Copy elements into its leaves, in place."""
+        mine = [leaves[place] for place in self.places]
+        theirs = list(torch._C._nn.unflatten_dense_tensors(flat, mine))
+        if not any(leaf.is_conj() or leaf.is_neg() for leaf in mine):
+            torch._foreach_copy_(mine, theirs)
+            return
+        for leaf, arrived in zip(mine, theirs, strict=True):
+            leaf.copy_(arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Several leaves in one byte buffer.
+
+    Attributes:
+        slots: One for each dtype.
+        width: Bytes of the buffer.
+    """
+
+    slots: tuple[Slot, ...]
+    width: int
+
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of the leaves; may share the memory of a single leaf."""
+        if len(self.slots) == 1 and self.slots[0].stop == self.width:
+            return self.slots[0].flatten(leaves).view(torch.uint8)
+        buffer = torch.empty(
+            self.width,
+            dtype=torch.uint8,
+            device=leaves[self.slots[0].places[0]].device if self.slots else "cpu",
+        )
+        self.pack_into(leaves, buffer)
+        return buffer
+
+    def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
+        """Write the leaves into the beginning of a byte buffer."""
+        for slot in self.slots:
+            slot.read(buffer).copy_(slot.flatten(leaves))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the leaves of one structure travel.
+
+    Attributes:
+        mark: A number that stands for the operation, the structure, the shapes and the dtypes.
+        whole: All leaves in one parcel, where that fits into the room that was asked for.
+        parcels: The small leaves, where it does not.
+        alone: The leaves that travel by themselves.
+        empty: The leaves without elements, which need not travel.
+    """
+
+    mark: int
+    whole: Parcel | None
+    parcels: tuple[Parcel, ...]
+    alone: tuple[int, ...]
+    empty: tuple[int, ...]
+
+
+def mark_of(*facts: object) -> int:
+    """Return a number of 64 bits that stands for facts, by what their `repr` reads."""
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool = True) -> Plan:
+    """Work out how a structure travels; kept for the structures used last.
+
+    Args:
+        operation: Its name with the arguments that must agree on all processes.
+        parts: The structure.
+        size: Number of processes.
+        room: Bytes that travel with the head.
+        mixed: Whether several dtypes may share one parcel (bytes are only moved).
+    """
+    return _plan(operation, tuple(parts.facts), tuple(parts.skeleton), size, room, mixed)
+
+
+@lru_cache(maxsize=256)
+def _plan(operation: str, facts: Facts, skeleton: Facts, size: int, room: int, mixed: bool) -> Plan:
+    shapes, dtypes = facts[::2], facts[1::2]
+    lengths = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    mark = mark_of(operation, skeleton, facts)
+    filled = [place for place, length in enumerate(lengths) if length]
+    empty = tuple(place for place, length in enumerate(lengths) if not length)
+    whole = _lay_out(filled, shapes, dtypes, size)
+    if whole.width <= room:
+        return Plan(mark, whole, (), (), empty)
+    shared = [place for place in filled if lengths[place] < ALONE]
+    # Packing and unpacking hold copies of one parcel at a time: a quarter of everything at most.
+    limit = max(_SMALLEST_LIMIT, min(_LARGEST_LIMIT // size, sum(lengths) // 4))
+    loads = _load(shared, lengths, limit, dtypes, mixed)
+    alone = [place for place in filled if lengths[place] >= ALONE]
+    alone += [load[0] for load in loads if len(load) == 1]
+    parcels = tuple(_lay_out(load, shapes, dtypes, size) for load in loads if len(load) > 1)
+    return Plan(mark, None, parcels, tuple(sorted(alone)), empty)
+
+
+def _load(places: list[int], lengths: list[int], limit: int, dtypes: Facts, mixed: bool) -> list[list[int]]:
+    """Distribute leaves over parcels of at most `limit` bytes."""
+    loads: dict[Any, list[list[int]]] = {}
+    filled: dict[Any, int] = {}
+    for place in places:
+        kind = None if mixed else dtypes[place]
+        batches = loads.setdefault(kind, [[]])
+        if batches[-1] and filled[kind] + lengths[place] > limit:
+            batches.append([])
+        filled[kind] = lengths[place] + (filled[kind] if batches[-1] else 0)
+        batches[-1].append(place)
+    return [batch for batches in loads.values() for batch in batches]
+
+
+def _lay_out(places: list[int], shapes: Facts, dtypes: Facts, size: int) -> Parcel:
+    """Give each dtype its slot in one parcel, the slots one after the other."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place in places:
+        by_dtype.setdefault(dtypes[place], []).append(place)
+    slots, start = [], 0
+    for dtype, members in by_dtype.items():
+        counts = [shapes[place].numel() for place in members]
+        stop = start + sum(counts) * dtype.itemsize
+        own = tuple(shapes[place] for place in members)
+        slots.append(
+            Slot(dtype, start, stop, tuple(members), counts, own, tuple(joined_shape(s, size) for s in own))
+        )
+        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+    return Parcel(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
+
+
+def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
+    """Return the shape of tensors joined along the first dimension; 0-d counts as 1-d."""
+    return (size * shape[0], *shape[1:]) if shape else (size,)

@@ -1,0 +1,99 @@
+"""Whole structures over a wire, with the other processes played; between real ones: tests/distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.ops.base import Transport
+from accelerate.ops.head import Head
+from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops.verify import Call
+
+CALL = Call("op")
+
+
+class Three(Transport):
+    """Three processes that all have what this one has; notes what travels."""
+
+    size = 3
+
+    def __init__(self, with_head: bool) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self.verifies = with_head
+        if with_head:
+            self.head = Head(3, lambda joined, sent: joined.copy_(self.gather(sent)))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent.append(("gather", tensor.numel() * tensor.itemsize))
+        return torch.cat([tensor.reshape(1) if tensor.ndim == 0 else tensor] * 3)
+
+    def reduce(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        self.sent.append(("reduce", tensor.numel() * tensor.itemsize))
+        return tensor * 3 if how == "sum" else tensor.clone()
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        self.sent.append(("broadcast", tensor.numel() * tensor.itemsize))
+        return tensor
+
+
+def structure(scale: int) -> dict[str, Any]:
+    return {
+        "rows": torch.arange(6.0 * scale).reshape(2, -1).T,
+        "scalar": torch.tensor(2),
+        "more": (torch.ones(scale, dtype=torch.bfloat16), torch.zeros(0, 4), torch.full((1, scale), 3)),
+    }
+
+
+def leaves(data: dict[str, Any]) -> list[torch.Tensor]:
+    return [data["rows"], data["scalar"], *data["more"]]
+
+
+@pytest.mark.parametrize(
+    ("with_head", "scale", "calls"),
+    [(True, 2, 1), (True, 2000, 2), (True, 20_000, 4), (False, 2, 1), (False, 20_000, 3)],
+)
+def test_gather(with_head: bool, scale: int, calls: int) -> None:
+    wire, data = Three(with_head), structure(scale)
+    joined = gather_packed(data, wire, CALL)
+    assert list(joined) == list(data)
+    assert type(joined["more"]) is tuple
+    for whole, part in zip(leaves(joined), leaves(data), strict=True):
+        expected = torch.cat([part.reshape(1) if part.ndim == 0 else part] * 3)
+        assert torch.equal(whole, expected)
+        assert whole.dtype == part.dtype
+    assert len(wire.sent) == calls
+
+
+@pytest.mark.parametrize("how", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("with_head", "scale", "calls"), [(True, 2, ["gather"]), (True, 2000, 4), (False, 2, 3)]
+)
+def test_reduce(with_head: bool, scale: int, calls: Any, how: str) -> None:
+    wire, data = Three(with_head), structure(scale)
+    before = [leaf.clone() for leaf in leaves(data)]
+    total = reduce_packed(data, how, 2.0, wire, CALL)
+    for result, part in zip(leaves(total), before, strict=True):
+        assert torch.equal(result, (part * 3 if how == "sum" else part) * 2.0)
+        assert result.shape == part.shape
+    assert all(torch.equal(a, b) for a, b in zip(leaves(data), before, strict=True))
+    kinds = [kind for kind, _ in wire.sent]
+    assert kinds == calls if isinstance(calls, list) else len(kinds) == calls
+
+
+@pytest.mark.parametrize(("with_head", "scale"), [(True, 2), (True, 2000), (False, 2), (False, 20_000)])
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcast_keeps_the_tensors(with_head: bool, scale: int, source: int) -> None:
+    wire, data = Three(with_head), structure(scale)
+    assert all(
+        a is b for a, b in zip(leaves(broadcast_packed(data, source, wire, CALL)), leaves(data), strict=True)
+    )
+
+
+def test_results_need_no_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    for with_head in (True, False):
+        assert not gather_packed([weight, weight], Three(with_head), CALL)[0].requires_grad
+        assert not reduce_packed(weight, "sum", 2.0, Three(with_head), CALL).requires_grad

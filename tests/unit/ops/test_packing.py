@@ -1,0 +1,189 @@
+"""Taking nested tensors apart, packing them into bytes, and the way back; no processes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerate.ops.packing import ALONE, Plan, mark_of, plan_for, put_together, take_apart
+
+Pair = namedtuple("Pair", ["first", "second"])
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.complex64,
+]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    count = int(torch.Size(shape).numel())
+    tensor = (torch.arange(count) % 3).reshape(shape).to(draw(st.sampled_from(DTYPES)))
+    return tensor.transpose(0, -1) if draw(st.booleans()) and len(shape) > 1 else tensor
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(["a", "b", 3])
+    return st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=3).map(lambda d: defaultdict(list, d)),
+    )
+
+
+structures = st.recursive(tensors(), containers, max_leaves=12)
+rooms = st.sampled_from([-1, 0, 64, 10**6])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+def parcels_of(plan: Plan) -> list[Any]:
+    return [plan.whole, *plan.parcels] if plan.whole is not None else list(plan.parcels)
+
+
+@given(structures)
+def test_apart_and_together_is_the_same(data: Any) -> None:
+    parts = take_apart(data)
+    again = put_together(data, iter(parts.leaves))
+    assert type(again) is type(data)
+    assert all(a is b for a, b in zip(take_apart(again).leaves, parts.leaves, strict=True))
+    assert take_apart(again).skeleton == parts.skeleton
+
+
+@given(structures, rooms, st.booleans())
+def test_every_leaf_travels_once(data: Any, room: int, mixed: bool) -> None:
+    parts = take_apart(data)
+    plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
+    slots = [slot for parcel in parcels_of(plan) for slot in parcel.slots]
+    places = [*plan.alone, *plan.empty, *(place for slot in slots for place in slot.places)]
+    assert sorted(places) == list(range(len(parts.leaves)))
+    assert plan.whole is None or plan.whole.width <= room
+    for parcel in parcels_of(plan):
+        assert [slot.start % 16 for slot in parcel.slots] == [0] * len(parcel.slots)
+        assert all(slot.stop <= parcel.width for slot in parcel.slots)
+
+
+@given(structures, rooms, st.integers(2, 4))
+def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, size: int) -> None:
+    parts = take_apart(data)
+    plan = plan_for("op", parts, size=size, room=room)
+    results: dict[int, torch.Tensor] = {}
+    for parcel in parcels_of(plan):
+        sent = parcel.pack(parts.leaves)
+        assert sent.dtype == torch.uint8
+        assert sent.numel() == parcel.width
+        joined = torch.stack([sent] * size)
+        for slot in parcel.slots:
+            slot.split_rows(slot.read(joined), results)  # type: ignore[arg-type]  # filled by place
+    for place, result in results.items():
+        leaf = parts.leaves[place]
+        assert same(result, torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * size))
+        assert result.is_contiguous()
+    storages = [result.untyped_storage().data_ptr() for result in results.values()]
+    assert len(set(storages)) == len(storages)
+
+
+@given(structures)
+def test_leaves_are_overwritten_in_place(data: Any) -> None:
+    parts = take_apart(data)
+    plan = plan_for("op", parts, size=2, room=10**6)
+    assert plan.whole is not None
+    sent = plan.whole.pack(parts.leaves).clone()
+    leaves = [torch.zeros_like(leaf) for leaf in parts.leaves]
+    for slot in plan.whole.slots:
+        slot.overwrite(slot.read(sent), leaves)
+    assert all(same(a, b) for a, b in zip(leaves, parts.leaves, strict=True))
+
+
+def test_conjugate_leaves_are_overwritten() -> None:
+    leaf = torch.zeros(2, dtype=torch.complex64).conj()
+    slot = plan_for("op", take_apart([leaf]), size=2, room=99).whole.slots[0]  # type: ignore[union-attr]
+    slot.overwrite(torch.tensor([1j, 2]), [leaf])
+    assert leaf.tolist() == [1j, 2]
+
+
+def test_elements_are_split_into_leaves_of_their_shape() -> None:
+    parts = take_apart([torch.ones(2, 3), torch.zeros(())])
+    slot = plan_for("op", parts, size=2, room=-1).parcels[0].slots[0]
+    results: list[Any] = [None, None]
+    slot.split(slot.flatten(parts.leaves), results)
+    assert [result.tolist() for result in results] == [[[1.0] * 3] * 2, 0.0]
+
+
+def test_conjugate_and_negative_views_are_written_out() -> None:
+    number = torch.tensor([1 + 2j])
+    parts = take_apart([number.conj()])
+    assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [1 - 2j]  # type: ignore[union-attr]
+    parts = take_apart(number.conj().imag)
+    assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [-2.0]  # type: ignore[union-attr]
+
+
+def test_large_leaves_travel_alone_and_small_ones_in_parcels_of_bounded_size() -> None:
+    large, small = torch.zeros(ALONE, dtype=torch.uint8), torch.zeros(ALONE - 1, dtype=torch.uint8)
+    parts = take_apart([large, *[small] * 40])
+    plan = plan_for("op", parts, size=2, room=100)
+    assert plan.alone == (0,)
+    total = sum(leaf.numel() for leaf in parts.leaves)
+    assert len(plan.parcels) > 3
+    assert all(parcel.width <= total / 4 for parcel in plan.parcels)
+
+
+def test_a_parcel_holds_one_dtype_where_numbers_are_combined() -> None:
+    parts = take_apart(
+        [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(3).long()]
+    )
+    assert len(plan_for("op", parts, size=2, room=-1).parcels) == 1
+    assert len(plan_for("op", parts, size=2, room=-1, mixed=False).parcels) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [[torch.ones(2)], torch.ones(2)],
+        [torch.ones(2), [torch.ones(2)], []],
+        {"a": torch.ones(2), "b": [torch.ones(2)]},
+        [torch.ones(2), [torch.ones(2, dtype=torch.float64)]],
+        [torch.ones(2), [torch.ones(2, 1)]],
+    ],
+)
+def test_another_structure_has_another_mark(other: Any) -> None:
+    def mark(data: Any, name: str = "op") -> int:
+        return plan_for(name, take_apart(data), size=2, room=-1).mark
+
+    one = [torch.ones(2), [torch.ones(2)]]
+    assert mark(one) == mark((torch.zeros(2), (torch.zeros(2),)))
+    assert mark(one) != mark(other)
+    assert mark(one) != mark(one, "another")
+
+
+def test_a_mark_is_64_bits_and_the_same_everywhere() -> None:
+    assert mark_of("gather", [2, 3]) == mark_of("gather", [2, 3])
+    assert -(2**63) <= mark_of("gather") < 2**63
+
+
+def test_other_leaves_and_several_devices_are_refused() -> None:
+    with pytest.raises(TypeError, match="was given str"):
+        take_apart([torch.ones(1), "text"])
+    with pytest.raises(ValueError, match="lie on cpu, meta"):
+        take_apart([torch.ones(1), torch.ones(1, device="meta")])
