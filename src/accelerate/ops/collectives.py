@@ -5,8 +5,8 @@ Every function here is called on all processes. On one process the data comes ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat, tee
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
 from accelerate.ops.base import Transport
-from accelerate.ops.objects import broadcast_object, gather_objects, share_numbers
+from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
 from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
-from accelerate.state import PartialState
+from accelerate.state import PartialState, process_group
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -156,11 +157,11 @@ def gather_uneven(tensor: Any) -> Any:
     if transport.size == 1:
         return tensor
     call = Call(f"{__name__}.gather_uneven", data=tensor, rows_only=True)
-    tensor = recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
+    tensor = recursively_apply(at_least_1d, tensor, error_on_other_type=True)
     lengths: list[int] = []
     recursively_apply(lambda leaf: lengths.append(leaf.shape[0]), tensor)
-    table = share_numbers(lengths, transport, call, outline(tensor, _row_fact))
-    return _gather_rows(tensor, zip(*table, strict=True), transport, call)
+    table = share_numbers(lengths, transport, call, outline(tensor, row_fact))
+    return gather_rows(tensor, zip(*table, strict=True), transport, call)
 
 
 @operation
@@ -181,11 +182,11 @@ def gather_valid(data: Any, counts: Sequence[int]) -> Any:
     transport = current_transport()
     _check_counts(counts, transport)
     own = counts[transport.rank]
-    kept = recursively_apply(_first_rows, data, own, error_on_other_type=True)
+    kept = recursively_apply(first_rows, data, own, error_on_other_type=True)
     if transport.size == 1:
         return kept
     call = Call(f"{__name__}.gather_valid", f"counts={list(counts)}", kept, rows_only=True)
-    return _gather_rows(kept, repeat(tuple(counts)), transport, call)
+    return gather_rows(kept, repeat(tuple(counts)), transport, call)
 
 
 @operation
@@ -206,7 +207,7 @@ def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[An
     _check_counts(counts, transport)
     own = counts[transport.rank]
     if len(items) < own:
-        raise _too_few_rows(len(items), own)
+        raise too_few_rows(len(items), own)
     kept = list(items[:own])
     if transport.size == 1:
         return kept
@@ -256,52 +257,27 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
     return tensor if transport.size == 1 else broadcast_packed(tensor, owner, transport, call)
 
 
+@operation
+def wait_for_everyone() -> None:
+    """Wait until all processes have come here.
+
+    Raises:
+        DistributedOperationException: Another process is in another operation (found on CPU, or in
+            debug mode).
+        StateError: The process group is closed.
+    """
+    transport = current_transport()
+    if transport.size > 1:
+        agree_on_call(transport, Call("accelerate.utils.wait_for_everyone"))
+        transport.barrier()
+
+
+# Waiting is an operation like the others, whoever asks for it.
+process_group.wait_through(wait_for_everyone)
+
+
 def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
     return [obj] if transport.size == 1 else gather_objects(obj, transport, call)
-
-
-def _gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
-    """Gather tensors of `counts[r]` rows each: filled up to the longest for the way, and cut again."""
-    first, second = tee(counts)
-    filled = recursively_apply(lambda leaf: _fill_up(leaf, next(first)), data, error_on_other_type=True)
-    joined = gather_packed(filled, transport, call)
-    return recursively_apply(lambda leaf: _cut_rows(leaf, next(second)), joined)
-
-
-def _fill_up(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
-    missing = max(counts) - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
-
-
-def _cut_rows(joined: Tensor, counts: tuple[int, ...]) -> Tensor:
-    longest = max(counts)
-    if min(counts) == longest:
-        return joined
-    return torch.cat([joined[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])
-
-
-def _row_fact(tensor: Tensor) -> tuple[list[int], str]:
-    return list(tensor.shape[1:]), str(tensor.dtype)
-
-
-def _at_least_1d(tensor: Tensor) -> Tensor:
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
-
-
-def _first_rows(tensor: Tensor, count: int) -> Tensor:
-    rows = 0 if tensor.ndim == 0 else tensor.shape[0]
-    if rows < count or tensor.ndim == 0:
-        raise _too_few_rows(rows, count)
-    return tensor if rows == count else tensor[:count]
-
-
-def _too_few_rows(rows: int, count: int) -> ConfigurationError:
-    return wrong_value(
-        "counts",
-        count,
-        f"this process has {rows} samples and not {count}",
-        "Give one row for each sample of the batch; average only after gathering",
-    )
 
 
 def _check_counts(counts: Sequence[int], transport: Transport) -> None:

@@ -12,7 +12,7 @@ import torch
 from accelerate.ops.base import Transport
 from accelerate.ops.head import Head
 from accelerate.ops.packing import mark_of
-from accelerate.ops.verify import Call, agree, checking_head, debugging
+from accelerate.ops.verify import Call, agree, checking_head, debugging, must_verify
 
 
 def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
@@ -25,7 +25,7 @@ def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
     """
     head = transport.head
     if head is None:
-        agree_in_debug_mode(transport, call)
+        agree_on_call(transport, call)
         return transport.gather_object(obj)
     return [pickle.loads(part) for part in _share(pickle.dumps(obj), head, transport, call)]
 
@@ -41,7 +41,7 @@ def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) ->
     """
     head = transport.head
     if head is None:
-        agree_in_debug_mode(transport, call)
+        agree_on_call(transport, call)
         return transport.broadcast_object(obj, source)
     sends = transport.rank == source
     payload = pickle.dumps(obj) if sends else b""
@@ -72,14 +72,23 @@ def share_numbers(
     if head is not None and (transport.verifies or debugging()):
         parts = _share(array("q", numbers).tobytes(), head, transport, call, *facts)
         return [part.cast("q").tolist() for part in parts]
-    agree_in_debug_mode(transport, call, *facts)
+    agree_on_call(transport, call, *facts)
     table: list[list[int]] = transport.gather(torch.tensor([list(numbers)], dtype=torch.int64)).tolist()
     return table
 
 
-def agree_in_debug_mode(transport: Transport, call: Call, *facts: object) -> None:
-    """Compare the calls of the processes on a wire that does not do so by itself."""
-    if transport.size > 1 and debugging():
+def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
+    """Compare the calls of the processes: where that is cheap, and in debug mode everywhere.
+
+    Args:
+        transport: The wire between several processes.
+        call: What this process does.
+        *facts: What else has to be the same on all processes, by what its `repr` reads.
+
+    Raises:
+        DistributedOperationException: They differ.
+    """
+    if must_verify(transport):
         agree(transport, checking_head(transport), mark_of(call.operation, call.arguments, *facts), call)
 
 

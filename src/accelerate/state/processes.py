@@ -60,7 +60,7 @@ class ProcessControl:
             StateError: the process group is closed.
         """
         if self.num_processes > 1:
-            process_group.wait(self.device)
+            process_group.wait_for_everyone(self.device)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

@@ -21,10 +21,10 @@ class Mirror(Transport):
     """Two processes; the other one sends what this one sends, and notes how often something travels."""
 
     size = 2
-    verifies = True
 
     def __init__(self, with_head: bool) -> None:
         self.travels = 0
+        self.verifies = with_head
         self.head = Head(2, lambda joined, sent: joined.copy_(self.gather(sent))) if with_head else None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
