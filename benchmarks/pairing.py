@@ -79,6 +79,10 @@ def spell(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
+def _in_unit(value: float, unit: str) -> str:
+    return spell(value) if unit == "s" else f"{value:.2f} {unit}"
+
+
 def report(pairs: Sequence[Pair], title: str) -> int:
     """Print a table, and write JSON where the command line asks for it.
 
@@ -91,11 +95,11 @@ def report(pairs: Sequence[Pair], title: str) -> int:
     width = max(len(pair.work) for pair in pairs)
     print(f"{title}\n{'work':{width}}  {'raw':>10}  {'ours':>10}  {'figure':>9}  budget")
     for pair in pairs:
-        figure = f"{pair.figure:.2f} {pair.unit}"
+        figure, budget = (_in_unit(value, pair.unit) for value in (pair.figure, pair.budget))
         verdict = "" if pair.figure <= pair.budget else "  MISSED"
         print(
             f"{pair.work:{width}}  {spell(pair.raw):>10}  {spell(pair.ours):>10}  {figure:>9}  "
-            f"<= {pair.budget:.2f} {pair.unit}{verdict}"
+            f"<= {budget}{verdict}"
         )
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)

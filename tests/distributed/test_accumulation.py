@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base.errors import StateError
 from accelerate.utils import GradientAccumulationPlugin, gather_object
 
@@ -147,8 +147,9 @@ def test_mixed_precision_is_as_close_as_its_numbers(run: Run) -> None:
         assert max(differences) <= 3e-2, (case, differences)
 
 
-def flags_in_windows() -> list[list[Any]]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+def flags_in_windows(dispatch: bool) -> list[list[Any]]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(list(range(9)), batch_size=1))
     state, told = accelerator.gradient_state, []
     for window in accelerator.windows(loader):
@@ -160,8 +161,9 @@ def flags_in_windows() -> list[list[Any]]:
     return told
 
 
-def test_a_loader_tells_of_the_batch_in_use_not_of_the_one_read(run: Run) -> None:
-    for told in run(flags_in_windows):
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_loader_tells_of_the_batch_in_use_not_of_the_one_read(run: Run, dispatch: bool) -> None:
+    for told in run(flags_in_windows, dispatch):
         assert told == [
             [False, -1, False, [0, 1]],
             [False, -1, True, [2, 3]],

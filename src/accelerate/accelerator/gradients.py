@@ -116,7 +116,7 @@ class Gradients:
         weights, state = runtime.counted_weights, runtime.gradient_state
         begins = state.sync_gradients  # the round before was the last of its window
         _check_round(runtime, begins, num_items)
-        items = read_items(num_items)
+        items = num_items if _lies_on_device(num_items) else read_items(num_items)
         if begins:
             weights.begin()
         self._do_sync()
@@ -281,6 +281,10 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
             "accumulate() was called with num_items in some rounds of a window and without in others, so "
             "losses cannot be weighed. Pass num_items in all of them or in none."
         )
+
+
+def _lies_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _fuses_backward(optimizer: AcceleratedOptimizer) -> bool:

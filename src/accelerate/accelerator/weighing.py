@@ -63,31 +63,29 @@ class CountedWeights:
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._factor = 1.0  # equal on all ranks at any time: ranks may exchange in each round
-        self._items = 0.0
-        self._rounds = 0
+        self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
         self._answer: Answer | None = None
 
     def begin(self) -> None:
         """Start a window."""
-        self._items, self._rounds = 0.0, 0
+        self._items.clear()
         self._models.clear()
         self._answer = None
 
-    def add(self, items: float, models: Sequence[nn.Module]) -> None:
+    def add(self, items: Any, models: Sequence[nn.Module]) -> None:
         """Count a round.
 
         Args:
-            items: what its losses sum over on this rank.
+            items: how many its losses sum over on this rank; a tensor on a device is read later.
             models: those that are trained in it.
         """
-        self._items += items
-        self._rounds += 1
+        self._items.append(items)
         self._models.update((id(model), model) for model in models)
 
     def complete(self) -> None:
         """Begin to sum the items of all ranks: this is the last round. Called on all ranks."""
-        self._answer = combine_aside([self._items], "sum", "accelerate.Accelerator.accumulate")
+        self._answer = combine_aside([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the factor of the window, which the first call of the last round finds out."""
@@ -98,7 +96,7 @@ class CountedWeights:
 
     def _settle(self, total: float) -> None:
         factor = factor_of(total, self._replicas)
-        if self._rounds > 1:
+        if len(self._items) > 1:
             rescale_gradients(self._models.values(), factor / self._factor)
         self._factor = factor
 
@@ -145,6 +143,21 @@ def read_items(value: Any) -> float:
             "num_items", value, "a count is finite and not negative", "Pass how many items the loss sums over"
         )
     return items
+
+
+def sum_items(values: Sequence[Any]) -> float:
+    """Return the sum of numbers of items; tensors on a device are waited for once, not one by one.
+
+    Args:
+        values: numbers, or tensors that hold one each.
+
+    Raises:
+        ConfigurationError: one of them is no number, negative, or not finite.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
+    if len(tensors) == len(values) and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+        values = torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()
+    return sum(map(read_items, values))
 
 
 def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, read_items
+from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, sum_items
 from accelerate.base.errors import StateError
 from accelerate.data_loader.moments import Moment, note_moment, recall_moment
 from accelerate.logging import get_logger
@@ -58,12 +58,15 @@ class Windows:
         _check_start(runtime)
         models = self._models or runtime.prepared.models
         reader = _Reader(runtime, self._loader, self._count)
+        window: Window | None = None
         try:
             while (read := reader.take()) is not None:
                 window = Window(runtime, models, read, reader)
                 yield window
                 window.close()
         finally:
+            if window is not None:  # left by an exception, this may be closed before the loop over the window
+                window.close()
             reader.close()
             if runtime.weights is runtime.even_weights:
                 runtime.gradient_state._set_sync_gradients(True)
@@ -161,8 +164,8 @@ class _Reader:
         if self._ahead is not None or not self._goes_on:
             return
         batches, more = self._read()
-        items = sum(read_items(1 if self._count is None else self._count(batch)) for batch, _ in batches)
         length = len(batches)
+        items = length if self._count is None else sum_items([self._count(batch) for batch, _ in batches])
         answer = combine_aside(
             [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
         )

@@ -19,11 +19,14 @@ DEFAULT_MARGIN = 120
 SECONDS_BETWEEN_LOOKS = 1.0
 """Files are looked for at most this often: a shared file system takes its time."""
 
-PRICE = 0.0025
-"""The part of the run that asking the other ranks may take."""
+PRICE = 0.001
+"""The part of the run that asking the other ranks may take from the training thread."""
 
 REACTION = 2.0
 """Seconds after which ranks ask each other again, whatever it costs."""
+
+MOST_ROUNDS = 200
+"""Steps after which they do in any case: steps may become longer, from an evaluation to the next training."""
 
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
 
@@ -214,7 +217,7 @@ def rounds_between(step: float, cost: float) -> int:
     if step <= 0:
         return 1
     cheap = math.ceil(cost / (PRICE * step))
-    quick = int(REACTION / step)
+    quick = min(int(REACTION / step), MOST_ROUNDS)
     return max(1, min(cheap, quick))
 
 

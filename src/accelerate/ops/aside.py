@@ -73,7 +73,7 @@ def combine_aside(numbers: Sequence[float], how: str, purpose: str) -> Answer:
     transport = current_transport()
     if transport.size == 1:
         return Answer(tensor)
-    group = _group_aside()
+    group = _group_aside(purpose)
     if group is None:
         return Answer(transport.reduce(tensor, how))
     return AnswerUnderway(
@@ -81,7 +81,7 @@ def combine_aside(numbers: Sequence[float], how: str, purpose: str) -> Answer:
     )
 
 
-def _group_aside() -> dist.ProcessGroup | None:
+def _group_aside(purpose: str) -> dist.ProcessGroup | None:
     """The group of this process's state, opened at the first call on all ranks; None where it cannot be."""
     shared = PartialState._shared_state
     if _GROUP not in shared:
@@ -91,6 +91,16 @@ def _group_aside() -> dist.ProcessGroup | None:
             and dist.get_backend() not in _NO_GROUP_BESIDE
             and shared["device"].type != "xla"
         )
-        shared[_GROUP] = dist.new_group(backend="gloo") if fits else None
+        shared[_GROUP] = _open_group(purpose) if fits else None
     group: dist.ProcessGroup | None = shared[_GROUP]
     return group
+
+
+def _open_group(purpose: str) -> dist.ProcessGroup:
+    """Open the group; whoever waits here for a rank that never asks is in the record of operations."""
+    RING.begin(purpose, None)
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+    finally:
+        RING.end()

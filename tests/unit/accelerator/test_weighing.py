@@ -16,6 +16,7 @@ from accelerate.accelerator.weighing import (
     factor_of,
     read_items,
     rescale_gradients,
+    sum_items,
 )
 from accelerate.base.errors import ConfigurationError, StateError
 from accelerate.plugins.training import GradientAccumulationPlugin
@@ -61,6 +62,16 @@ def test_items_are_any_number(value: Any) -> None:
 def test_other_items_are_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="num_items"):
         read_items(value)
+
+
+def test_items_are_summed_together() -> None:
+    assert sum_items([]) == 0.0
+    assert sum_items([1, torch.tensor(2), 3.5]) == 6.5
+    assert sum_items([torch.tensor(1), torch.tensor([2])]) == 3.0
+    assert sum_items([torch.tensor(1), torch.tensor(2.5)]) == 3.5
+    for values in ([torch.tensor(1), torch.tensor(-2)], [torch.ones(2)], [1, "2"]):
+        with pytest.raises(ConfigurationError, match="num_items"):
+            sum_items(values)
 
 
 def test_no_items_have_no_mean() -> None:

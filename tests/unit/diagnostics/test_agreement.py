@@ -59,11 +59,11 @@ def steps(wire: Wire, agreement: Agreement, number: int) -> list[tuple[bool, boo
 
 
 def test_ranks_ask_each_other_as_seldom_as_the_step_allows() -> None:
-    wire = Wire(step=0.01, cost=0.9e-4)
+    wire = Wire(step=0.01, cost=3.9e-5)
     steps(wire, wire.agree(), 100)
     gaps = [b - a for a, b in zip(wire.asked_at, wire.asked_at[1:], strict=False)]
-    assert gaps[:2] == pytest.approx([0.01009] * 2)
-    assert gaps[3:] == pytest.approx([0.04009] * len(gaps[3:]))
+    assert gaps[:2] == pytest.approx([0.010039] * 2)
+    assert gaps[3:] == pytest.approx([0.040039] * len(gaps[3:]))
     assert 20 <= len(wire.asked_at) <= 30
 
 

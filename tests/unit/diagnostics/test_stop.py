@@ -132,9 +132,9 @@ def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
     [
         (0.0, 1.0, 1),  # not known yet
         (1.0, 1e-4, 1),
-        (0.01, 1e-4, 4),  # 0.1 ms in 40 ms
-        (0.001, 1e-4, 40),
-        (1e-4, 1e-4, 400),
+        (0.01, 0.85e-4, 9),  # 0.085 ms in 90 ms
+        (0.001, 0.895e-4, 90),
+        (1e-4, 1e-4, 200),  # no more than 200 steps apart
         (0.1, 0.05, 20),  # a dear exchange, but no more than 2 s apart
         (5.0, 1.0, 1),
     ],
