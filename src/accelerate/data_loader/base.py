@@ -169,8 +169,12 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _update_state_dict(self) -> None:
         """Take down the position; called before a batch is read ahead."""
-        self.dl_state_dict = cast(Any, super()).state_dict()
+        self.dl_state_dict = self._position()
         self.adjust_state_dict_for_prefetch()
+
+    def _position(self) -> dict[str, Any]:
+        """The position of torch's iterator; any thread that reads may ask for it."""
+        return cast(dict[str, Any], cast(Any, super()).state_dict())
 
     # The sampler
 

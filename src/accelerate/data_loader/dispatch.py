@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
 import torch
 
+from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
-from accelerate.data_loader.packing import Failure, Header, pack, unpack
+from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_placement, last_remainder, length_of, weigh
-from accelerate.data_loader.rounds import Dealer, Round
+from accelerate.data_loader.rounds import Dealer
 from accelerate.data_loader.validity import real_per_part
-from accelerate.ops.transport import Transport, current_transport
+from accelerate.ops.base import Transport
+from accelerate.ops.transport import current_transport
 from accelerate.state import GradientState, PartialState
 
 _UNADDRESSED = frozenset(
@@ -26,7 +28,8 @@ _UNADDRESSED = frozenset(
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader that only process 0 reads; it sends every process its part of each round.
 
-    A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
+    Process 0 reads ahead in a thread, unless its dataset draws random numbers in the process itself, and sends
+    small batches several at a time. A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
     last round is cut in equal parts, filled with samples from the beginning. An exception in the dataset is
     raised on every process.
 
@@ -64,6 +67,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
+        self._group_of: list[int] | None = None
         groups, group = data_groups(torch_device_mesh, self.state.num_processes, self.state.process_index)
         self.plan = ShardPlan("dispatch", groups, group, split=split_batches, why="asked for")
 
@@ -76,15 +80,16 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         epoch = self._agree_on_epoch()
         self.begin()
         try:
-            transport = current_transport()
-            arrivals = self._send(transport) if transport.rank == 0 else self._receive(transport)
-            place, group = choose_placement(self.device, self._non_blocking), self.plan.group
-            for part, header in arrivals:
-                self.note_counts(weigh(header.counts, self, part), part)
-                if header.ends[group]:
-                    self.end_of_dataloader = True
-                    self.remainder = last_remainder(self)
-                yield part if place is None else place(part)
+            place = choose_placement(self.device, self._non_blocking)
+            with closing(self._arrivals(current_transport())) as arrivals:
+                for part, counts, is_last, position in arrivals:
+                    self.note_counts(weigh(counts, self, part), part)
+                    if position is not None:
+                        self.dl_state_dict = position
+                    if is_last:
+                        self.end_of_dataloader = True
+                        self.remainder = last_remainder(self)
+                    yield part if place is None else place(part)
         finally:
             self.end()
             self._advance(epoch)
@@ -98,48 +103,54 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         plan = self.plan
         return Dealer(plan.groups, self.split_batches, plan.even, self._drop_last, self.slice_fn)
 
-    def _rounds(self) -> Iterator[Round]:
-        """Process 0: read the rounds of one pass."""
-        dealer = self._dealer()
+    def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
+        """The batches of this process in one pass."""
+        group_of = self._groups_of_ranks(transport)
+        if transport.rank != 0:
+            yield from receive(transport, self._block_device())
+            return
+        sender, group = Sender(transport, group_of, self._block_device()), self.plan.group
+        reader: ReadAhead[Packed] | None = None
+        try:
+            while True:
+                try:
+                    reader = reader or self._read_ahead(sender)
+                    rounds = reader.take()
+                except Exception as error:
+                    sender.fail(error)
+                    raise
+                sender.send(rounds)
+                for dealt in (one.dealt for one in rounds):
+                    if dealt.parts[group] is not None:
+                        part, is_last = dealt.parts[group], dealt.ends[group]
+                        yield Arrival(part, dealt.counts, is_last, dealt.position)
+                if not rounds or all(rounds[-1].dealt.ends):
+                    return
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
+        """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
+        dealer, draws = self._dealer(), Draws()
         source, _ = self._open_source()
         if self.skip_batches:
             source = islice(source, self.skip_batches * dealer.take, None)
-        note = self._update_state_dict if self.use_stateful_dataloader else _nothing
-        return dealer.rounds(source, note)
+        note = self._position if self.use_stateful_dataloader else _nothing
+        rounds = dealer.rounds(draws.watch(source), note)
+        return ReadAhead(map(sender.pack, rounds), draws.seen, self._enter_thread)
 
-    def _send(self, transport: Transport) -> Iterator[tuple[Any, Header]]:
-        """Process 0: read, send each round, and keep the own part."""
-        device, group = self._block_device(), self.plan.group
-        rounds: Iterator[Round] | None = None
-        while True:
-            try:
-                rounds = rounds or self._rounds()
-                dealt = next(rounds, None)
-                header, block = (None, None) if dealt is None else pack(dealt, device)
-                packed = pickle.dumps(header)
-            except Exception as error:
-                transport.broadcast_object(pickle.dumps(Failure.of(error)), 0)
-                raise
-            transport.broadcast_object(packed, 0)
-            if dealt is None or header is None or block is None:
-                return
-            if block.numel():
-                transport.broadcast(block, 0)
-            if dealt.parts[group] is not None:
-                yield dealt.parts[group], header
+    def _enter_thread(self) -> None:
+        if self.device.type != "cpu":
+            self.state.device_backend.set_current(self.device.index or 0)
 
-    def _receive(self, transport: Transport) -> Iterator[tuple[Any, Header]]:
-        """The other processes: take the own part out of each round."""
-        device, group = self._block_device(), self.plan.group
-        while (header := pickle.loads(transport.broadcast_object(None, 0))) is not None:
-            if isinstance(header, Failure):
-                header.raise_here()
-            block = torch.empty(header.starts[-1], dtype=torch.uint8, device=device)
-            if block.numel():
-                transport.broadcast(block, 0)
-            part = unpack(header, group, block)
-            if part is not None:
-                yield part, header
+    def _groups_of_ranks(self, transport: Transport) -> Sequence[int]:
+        """The data-parallel group of each process; asked for once where ranks don't tell."""
+        if self.torch_device_mesh is None and self.plan.groups == transport.size:
+            return range(transport.size)
+        if self._group_of is None:
+            self._group_of = transport.gather_object(self.plan.group)
+        return self._group_of
 
     def _block_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device

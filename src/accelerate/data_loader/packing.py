@@ -1,4 +1,4 @@
-"""A round as one message: the tensors of all parts in one block of bytes, the rest in a small header."""
+"""A part of a round as a chunk of bytes with its tensors, and a spec that says what they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 import traceback
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,12 +14,11 @@ from accelerate.data_loader.rounds import Round
 from accelerate.data_loader.validity import Counts
 from accelerate.nested import recursively_apply
 
-_ALIGNMENT = 16  # bytes; any dtype may be viewed at such an offset
+ALIGNMENT = 16  # bytes; any dtype may be viewed at such an offset
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a tensor lies in the block of its part."""
+class Slot(NamedTuple):
+    """Where a tensor lies in the chunk of its part."""
 
     offset: int
     shape: tuple[int, ...]
@@ -31,21 +30,29 @@ class Slot:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a round looks like.
+class Spec(NamedTuple):
+    """What one group gets of a round.
 
     Attributes:
-        outlines: The parts, with a `Slot` in place of each tensor.
-        starts: Where the block of each part begins, and where the last one ends.
+        outline: The part, with a `Slot` in place of each tensor.
+        size: Bytes of its chunk, a multiple of `ALIGNMENT`.
         counts: See `Round`.
-        ends: See `Round`.
+        is_last: Whether it is the last batch of this group.
+        is_absent: Whether this group gets nothing of this round.
     """
 
-    outlines: list[Any]
-    starts: list[int]
+    outline: Any
+    size: int
     counts: Counts | None
-    ends: list[bool]
+    is_last: bool
+    is_absent: bool
+
+
+class Piece(NamedTuple):
+    """A part, packed: its pickled `Spec`, which can be compared with the one before, and its chunk."""
+
+    spec: bytes
+    chunk: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -74,32 +81,27 @@ class Failure:
         raise pickle.loads(self.error) from cause
 
 
-def pack(dealt: Round, device: torch.device) -> tuple[Header, torch.Tensor]:
-    """Lay the tensors of a round out in one block of bytes on `device`."""
-    outlines, starts, placed, end = [], [], [], 0
-    for part in dealt.parts:
-        starts.append(end)
-        layout = _Layout()
-        outlines.append(recursively_apply(layout.place, part, test_type=_is_plain_tensor))
-        placed += [(end + slot.offset, tensor) for slot, tensor in layout.placed]
-        end += layout.end
-    block = torch.empty(end, dtype=torch.uint8, device=device)
-    for offset, tensor in placed:
-        if size := tensor.numel() * tensor.itemsize:
-            block[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return Header(outlines, [*starts, end], dealt.counts, dealt.ends), block
+def pack(dealt: Round, group: int) -> Piece:
+    """Lay the tensors of one group's part out in a chunk of bytes on the CPU.
+
+    A part that is one contiguous tensor is not copied: the chunk is its memory.
+    """
+    part = dealt.parts[group]
+    layout = _Layout()
+    outline = recursively_apply(layout.place, part, test_type=_is_plain_tensor)
+    spec = Spec(outline, layout.end, dealt.counts, dealt.ends[group], part is None)
+    return Piece(pickle.dumps(spec), layout.fill())
 
 
-def unpack(header: Header, index: int, block: torch.Tensor) -> Any:
-    """Rebuild the part of one group from the round's block of bytes; the block may be used again."""
-    mine = block[header.starts[index] : header.starts[index + 1]].clone()
+def unpack(spec: Spec, chunk: torch.Tensor) -> Any:
+    """Rebuild a part; its tensors lie in the chunk's own memory."""
 
     def fetch(slot: Slot) -> torch.Tensor:
         if not slot.size:
-            return torch.empty(slot.shape, dtype=slot.dtype, device=mine.device)
-        return mine[slot.offset : slot.offset + slot.size].view(slot.dtype).view(slot.shape)
+            return torch.empty(slot.shape, dtype=slot.dtype, device=chunk.device)
+        return chunk[slot.offset : slot.offset + slot.size].view(slot.dtype).view(slot.shape)
 
-    return recursively_apply(fetch, header.outlines[index], test_type=_is_slot)
+    return recursively_apply(fetch, spec.outline, test_type=_is_slot)
 
 
 class _Layout:
@@ -113,12 +115,35 @@ class _Layout:
         tensor = tensor.detach()
         slot = Slot(self.end, tuple(tensor.shape), tensor.dtype)
         self.placed.append((slot, tensor))
-        self.end += -(-slot.size // _ALIGNMENT) * _ALIGNMENT
+        self.end += -(-slot.size // ALIGNMENT) * ALIGNMENT
         return slot
+
+    def fill(self) -> torch.Tensor:
+        if len(self.placed) == 1:
+            slot, tensor = self.placed[0]
+            if slot.size and slot.size == self.end and _is_its_memory(tensor):
+                return tensor.reshape(-1).view(torch.uint8)
+        chunk = torch.empty(self.end, dtype=torch.uint8, device="cpu")
+        for slot, tensor in self.placed:
+            if slot.size:
+                place = chunk[slot.offset : slot.offset + slot.size]
+                place.view(slot.dtype).view(slot.shape).copy_(tensor)
+        return chunk
+
+
+def _is_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor, as they lie on the CPU, are what it means."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
 
 
 def _is_plain_tensor(leaf: Any) -> bool:
-    """Whether a tensor is a stretch of bytes; sparse and quantised ones travel in the header."""
+    """Whether a tensor is a stretch of bytes; sparse and quantised ones travel in the spec."""
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
 
 

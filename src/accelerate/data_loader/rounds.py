@@ -6,7 +6,7 @@ Used where one process reads for all; pure, so it runs and is tested without pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -27,11 +27,13 @@ class Round:
         parts: The batch of each group; None for a group that gets nothing any more.
         ends: For each group, whether this is its last batch.
         counts: Real samples in each part, None when all are.
+        position: What was noted of the source when this round was complete.
     """
 
     parts: list[Any]
     ends: list[bool]
     counts: Counts | None = None
+    position: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,22 @@ class Dealer:
         return 1 if self.split else self.groups
 
     def rounds(
-        self, batches: Iterator[Any], before_reading: Callable[[], None] = lambda: None
+        self, batches: Iterator[Any], note: Callable[[], Any] = lambda: None
     ) -> Iterator[Round]:
         """Deal batches until there are none left, reading one round ahead.
 
         Args:
             batches: Where they come from.
-            before_reading: Called when a round is complete, before the next one is read.
+            note: Gives the position of the source. Called when a round is complete, before the next one is
+                read, and once more when the last one turns out to be it.
         """
         first = current = self._read(batches)
         while current:
-            before_reading()
+            position = note()
             upcoming = self._read(batches)
-            yield self._deal(current, first, upcoming)
+            dealt = self._deal(current, first, upcoming)
+            yield replace(dealt, position=position if upcoming else note())
             current = upcoming
-        before_reading()
 
     def _read(self, batches: Iterator[Any]) -> list[Any]:
         read = list(islice(batches, self.take))

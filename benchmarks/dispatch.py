@@ -1,0 +1,127 @@
+"""What a batch costs that process 0 reads for two processes, over a plain loader that reads the same data.
+
+Both ways read the whole dataset once in a round, and take turns in it. What is compared is the time on the
+clock, because two processes share the work.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import PartialState
+from accelerate.data_loader import prepare_data_loader
+from pairing import Pair, report
+
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of batch."""
+
+    name: str
+    batch_size: int
+    shape: tuple[int, ...]
+    batches: int
+    rounds: int
+    budget: float
+
+
+CASES = (
+    Case("16 x 64 floats", 16, (64,), 1000, 15, 5.0),
+    Case("8 x 3 x 224 x 224 images", 8, (3, 224, 224), 40, 15, 1.6),
+)
+
+
+class Samples(IterableDataset[torch.Tensor]):
+    """Samples of one shape; as with real data each is new memory."""
+
+    def __init__(self, case: Case) -> None:
+        self.one = torch.rand(case.shape)
+        self.count = case.batch_size * case.batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(self.count):
+            yield self.one.clone()
+
+
+def time_pass(loader: Any) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start
+
+
+def time_plain(loader: Any, rank: int) -> float:
+    """Only process 0 reads; the other waits without spending processor time."""
+    return time_pass(loader if rank == 0 else ())
+
+
+def compare(case: Case) -> Pair:
+    """Measure seconds for a batch read, and their ratio."""
+    rank = PartialState().process_index
+    plain = DataLoader(Samples(case), batch_size=case.batch_size)
+    ours = prepare_data_loader(plain, put_on_device=True, dispatch_batches=True)
+    for loader in (plain, ours):
+        time_pass(loader)
+    times = [(time_plain(plain, rank), time_pass(ours)) for _ in range(case.rounds)]
+    raw, dispatched = ([seconds / case.batches for seconds in column] for column in zip(*times, strict=True))
+    ratio = median(second / first for first, second in times)
+    return Pair(case.name, median(raw), median(dispatched), ratio, case.budget)
+
+
+def measure_here(answer: str) -> None:
+    """The work of one process; process 0 writes what it measured."""
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    pairs = [compare(case) for case in CASES]
+    if state.is_main_process:
+        Path(answer).write_bytes(pickle.dumps([vars(pair) for pair in pairs]))
+    state.destroy_process_group()
+
+
+def start_process(rank: int, port: int, answer: str) -> subprocess.Popen[bytes]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (rank, rank, PROCESSES, PROCESSES, "127.0.0.1", port)
+    environment = {**os.environ, **dict(zip(names, map(str, values), strict=True)), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, __file__, "--measure", answer], env=environment)
+
+
+def run_processes(start: Callable[[int, int, str], subprocess.Popen[bytes]]) -> list[Pair]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = str(Path(folder) / "pairs")
+        processes = [start(rank, port, answer) for rank in range(PROCESSES)]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise SystemExit(f"the measuring processes ended with {codes}")
+        return [Pair(**fields) for fields in pickle.loads(Path(answer).read_bytes())]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--measure"]:
+        measure_here(sys.argv[2])
+        return 0
+    return report(run_processes(start_process), "Dispatched loading, two gloo processes, a batch read")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Read ahead in a thread: the work of reading overlaps with training, what is read stays the same."""
+
+from __future__ import annotations
+
+import atexit
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from contextvars import copy_context
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from accelerate.logging import get_logger
+
+MESSAGE_BYTES = 256 * 1024
+"""Small items are taken together up to this size."""
+LINGER = 0.002  # seconds for which items that come fast are waited for, so that more can be taken together
+FAST = 0.0005  # seconds between two items that come fast
+_DEPTH = 2  # full messages, or single items larger than one, that are read ahead
+_MOST_ITEMS = 64
+_PATIENCE = 5.0  # seconds that the end of a pass waits for a read that is under way
+
+logger = get_logger(__name__)
+
+
+class Sized(Protocol):
+    """What can be read ahead: its size counts against the bound."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+
+T = TypeVar("T", bound=Sized)
+
+
+class Draws:
+    """Whether reading draws random numbers from the generators of this process.
+
+    Such reading has to stay in the thread that trains: in another one it would take turns with training by
+    chance, and no run would be like the other.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, ...] | None = None
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass batches on, and look at the generators after the first one, which also starts the sampler."""
+        for batch in batches:
+            self._before = _generators()
+            yield batch
+            break
+        yield from batches
+
+    def seen(self) -> bool:
+        """Whether the generators have moved since."""
+        return self._before is not None and self._before != _generators()
+
+
+class ReadAhead(Generic[T]):
+    """The items of an iterator, read in a thread while the last ones are worked on.
+
+    The first item is read by the caller's own thread, and so are all others where reading draws random
+    numbers. The thread ends with the items, at `close`, and at the exit of the interpreter.
+
+    Args:
+        items: What is read.
+        stays: Asked after the first item: whether reading has to stay in the caller's thread.
+        enter: Called once in the thread before it reads.
+    """
+
+    def __init__(
+        self, items: Iterator[T], stays: Callable[[], bool], enter: Callable[[], object] | None = None
+    ) -> None:
+        self._items = items
+        self._stays: Callable[[], bool] | None = stays
+        self._enter = enter
+        self._read: deque[T] = deque()
+        self._size = 0
+        self._pace = 0.0
+        self._wanted = 0
+        self._is_over = self._is_closed = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> list[T]:
+        """Return what is there, at least one item; up to `MESSAGE_BYTES` together where they come fast.
+
+        Returns:
+            The items; none at the end.
+
+        Raises:
+            BaseException: What reading raised, after the items before it.
+        """
+        if self._thread is None:
+            item = next(self._items, None)
+            if item is not None and self._stays is not None and not self._stays():
+                self._start()
+            self._stays = None
+            return [] if item is None else [item]
+        with self._changed:
+            self._wait_for(1, None)
+            if not self._is_over and self._size < MESSAGE_BYTES and self._pace < FAST:
+                self._wait_for(MESSAGE_BYTES, LINGER)
+            if not self._read and self._error is not None:
+                raise self._error
+            taken = self._take_some()
+            self._changed.notify_all()
+        return taken
+
+    def close(self) -> None:
+        """End the thread; what it has read is forgotten."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            logger.warning(
+                "The dataset of a dispatched loader is still busy with a read that nobody waits for any more; "
+                "its thread ends as soon as the read returns."
+            )
+
+    def _wait_for(self, size: int, timeout: float | None) -> None:
+        """Wait until the items are this large together, or are all; the lock is held."""
+        self._wanted = size
+        self._changed.wait_for(self._is_enough, timeout)
+        self._wanted = 0
+
+    def _is_enough(self) -> bool:
+        if self._is_over:
+            return True
+        return bool(self._read) and (self._size >= self._wanted or len(self._read) >= _MOST_ITEMS)
+
+    def _take_some(self) -> list[T]:
+        taken, size = [], 0
+        while self._read and (not taken or size + self._read[0].size <= MESSAGE_BYTES):
+            taken.append(self._read.popleft())
+            size += taken[-1].size
+        self._size -= size
+        return taken
+
+    def _start(self) -> None:
+        modes = _modes_of_this_thread()
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run, modes), name="accelerate-read-ahead", daemon=True
+        )
+        _OPEN.add(self)
+        self._thread.start()
+
+    def _run(self, modes: Callable[[], ExitStack]) -> None:
+        torch.set_num_threads(1)  # holds for this thread: copying must not take the processors from training
+        error: BaseException | None = None
+        try:
+            with modes():
+                if self._enter is not None:
+                    self._enter()
+                self._read_all()
+        except BaseException as caught:  # raised where the items are taken
+            error = caught
+        with self._changed:
+            self._error, self._is_over = error, True
+            self._changed.notify_all()
+
+    def _read_all(self) -> None:
+        clock = time.monotonic
+        start = clock()
+        for item in self._items:
+            with self._changed:
+                self._pace = clock() - start
+                self._read.append(item)
+                self._size += item.size
+                if self._wanted and self._is_enough():
+                    self._changed.notify_all()
+                if self._is_full():
+                    # Sleeping until half is gone again: two threads that wake each other for every item lose
+                    # more than they win.
+                    self._changed.wait_for(self._has_room)
+                if self._is_closed:
+                    return
+            start = clock()
+
+    def _is_full(self) -> bool:
+        items = len(self._read)
+        return items >= _DEPTH and (self._size >= _DEPTH * MESSAGE_BYTES or items >= _DEPTH * _MOST_ITEMS)
+
+    def _has_room(self) -> bool:
+        items = len(self._read)
+        return self._is_closed or items < _DEPTH or (self._size < MESSAGE_BYTES and items < _MOST_ITEMS)
+
+
+def _modes_of_this_thread() -> Callable[[], ExitStack]:
+    """Torch keeps these for each thread; a dataset that computes must find them as its user set them."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.get_default_device()
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad and not inference))
+        if device.type != "cpu":
+            stack.enter_context(device)
+        return stack
+
+    return enter
+
+
+def _generators() -> tuple[Any, ...]:
+    name, keys, place, *rest = np.random.get_state(legacy=True)
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        name,
+        np.asarray(keys).tobytes(),
+        place,
+        *rest,
+    )
+
+
+_OPEN: WeakSet[ReadAhead[Any]] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that runs on while the interpreter is taken down crashes it now and then."""
+    for reader in list(_OPEN):
+        reader.close()

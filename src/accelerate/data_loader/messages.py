@@ -1,0 +1,166 @@
+"""What process 0 sends of a dispatched loader: some rounds, each process its own part of them.
+
+A message is a head of four integers that every process gets, and a block of bytes for each. The block holds
+the tensors of the parts, one round after the other; what they look like is told before them only when it has
+changed since the last message.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from accelerate.data_loader.packing import ALIGNMENT, Failure, Piece, Spec, pack, unpack
+from accelerate.data_loader.rounds import Round
+from accelerate.data_loader.validity import Counts
+from accelerate.ops.base import Transport
+
+_AS_BEFORE, _TOLD, _FAILED = range(3)
+_NUMBER = 8  # bytes: the length of the specs, before them
+
+
+class Arrival(NamedTuple):
+    """A batch for this process, with what is known of it."""
+
+    part: Any
+    counts: Counts | None
+    is_last: bool
+    position: Any = None
+
+
+class Packed(NamedTuple):
+    """A round that is ready to be sent.
+
+    Attributes:
+        dealt: The round.
+        pieces: For each group that somebody else is in, its part.
+        size: Bytes of the largest of them.
+    """
+
+    dealt: Round
+    pieces: dict[int, Piece]
+    size: int
+
+
+@dataclass
+class Sender:
+    """Process 0's end.
+
+    Args:
+        transport: The wire between all processes.
+        group_of: The data-parallel group of each process, in rank order.
+        device: Where blocks are while they travel.
+    """
+
+    transport: Transport
+    group_of: Sequence[int]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._others = sorted(set(self.group_of[1:]))
+        self._told: dict[int, bytes] = {}
+        self._unused = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def pack(self, dealt: Round) -> Packed:
+        """Pack a round; nothing is sent, any thread may do it."""
+        pieces = {group: pack(dealt, group) for group in self._others}
+        return Packed(dealt, pieces, max((len(piece.chunk) for piece in pieces.values()), default=0))
+
+    def send(self, rounds: list[Packed]) -> None:
+        """Send rounds in one message; none says that the pass has ended."""
+        if not self._others:
+            return
+        is_end = not rounds or all(rounds[-1].dealt.ends)
+        specs = {group: [one.pieces[group].spec for one in rounds] for group in self._others}
+        is_told = any(spec != self._told.get(group) for group in specs for spec in specs[group])
+        blocks = {}
+        for group in self._others if rounds else ():
+            chunks = [one.pieces[group].chunk for one in rounds]
+            if is_told:
+                chunks.insert(0, _spell(specs[group]))
+                self._told[group] = specs[group][-1]
+            blocks[group] = chunks
+        self._post(_TOLD if is_told else _AS_BEFORE, len(rounds), blocks, is_end)
+
+    def fail(self, error: BaseException) -> None:
+        """Send an exception instead."""
+        if self._others:
+            chunk = _padded(pickle.dumps(Failure.of(error)))
+            self._post(_FAILED, 0, {group: [chunk] for group in self._others}, True)
+
+    def _post(self, kind: int, rounds: int, blocks: dict[int, list[torch.Tensor]], is_end: bool) -> None:
+        size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
+        self.transport.broadcast(torch.tensor([kind, rounds, size, is_end]), 0)
+        if not size:
+            return
+        joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
+        own = self._unused_block(size)  # process 0 keeps what it has read
+        parts = [own, *(joined[group] for group in self.group_of[1:])]
+        self.transport.scatter(parts, own, 0)
+
+
+    def _unused_block(self, size: int) -> torch.Tensor:
+        if len(self._unused) < size:
+            self._unused = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._unused[:size]
+
+
+def receive(transport: Transport, device: torch.device) -> Iterator[Arrival]:
+    """The other processes' end: the batches of one pass.
+
+    Args:
+        transport: The wire between all processes.
+        device: Where blocks arrive.
+    """
+    known, is_end = None, 0
+    while not is_end:
+        kind, rounds, size, is_end = transport.broadcast(torch.zeros(4, dtype=torch.int64), 0).tolist()
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            transport.scatter(None, block, 0)
+        if kind == _FAILED:
+            pickle.loads(block.cpu().numpy().data).raise_here()
+        start = 0
+        specs = [known] * rounds
+        if kind == _TOLD:
+            told, start = _read(block)
+            specs = [pickle.loads(spec) for spec in told]
+        for spec in specs:
+            known = spec
+            assert spec is not None  # process 0 tells the first one
+            if not spec.is_absent:
+                chunk = block[start : start + spec.size]
+                # Alone in its block it stays there; of several ones each gets memory of its own, so that
+                # keeping one doesn't keep them all.
+                part = unpack(spec, chunk if rounds == 1 else chunk.clone())
+                yield Arrival(part, spec.counts, spec.is_last)
+            start += spec.size
+
+
+def _spell(specs: list[bytes]) -> torch.Tensor:
+    text = pickle.dumps(specs)
+    return _padded(len(text).to_bytes(_NUMBER, "little") + text)
+
+
+def _read(block: torch.Tensor) -> tuple[list[bytes], int]:
+    """The pickled specs at the beginning of a block, and where the tensors begin."""
+    length = int.from_bytes(block[:_NUMBER].cpu().numpy().tobytes(), "little")
+    end = _NUMBER + length
+    return pickle.loads(block[_NUMBER:end].cpu().numpy().data), -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
+
+
+def _join(chunks: list[torch.Tensor], size: int) -> torch.Tensor:
+    missing = size - sum(map(len, chunks))
+    if missing:
+        chunks = [*chunks, torch.empty(missing, dtype=torch.uint8, device="cpu")]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
