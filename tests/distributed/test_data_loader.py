@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
+import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -316,3 +319,117 @@ def test_the_prepared_sampler_is_not_the_users(states: None) -> None:
     prepare_data_loader(loader, num_processes=2, process_index=0)
     assert isinstance(loader.sampler, RandomSampler)
     assert loader.sampler.generator is None
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "accelerate-read-ahead"]
+
+
+class Endless(IterableDataset[int]):
+    """Samples without end; each says which threads have read so far."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in count():
+            self.threads.add(threading.current_thread().name)
+            yield number
+
+
+def read_and_leave(how: str) -> tuple[int, list[str], set[str]]:
+    dataset = Endless()
+    loader = prepare(DataLoader(dataset, batch_size=2))
+    seen = 0
+    if how == "break":
+        for _ in loader:
+            seen += 1
+            if seen == 20:
+                break
+    elif how == "error":
+        with pytest.raises(ZeroDivisionError):
+            for _ in loader:
+                seen += 1
+                1 / (seen - 20)
+    else:
+        iterator = iter(loader)
+        for _ in range(20):
+            next(iterator)
+            seen += 1
+        del iterator
+    return seen, reading_threads(), dataset.threads
+
+
+@pytest.mark.parametrize("how", ["break", "error", "delete"])
+def test_reading_ahead_leaves_no_thread(run: Run, how: str) -> None:
+    (seen, left, threads), other = run(read_and_leave, how)
+    assert (seen, left) == (20, [])
+    assert "accelerate-read-ahead" in threads
+    assert other == (20, [], set())
+
+
+class RandomStream(IterableDataset[float]):
+    """Random samples, drawn from the generator of the process that also trains."""
+
+    def __iter__(self) -> Iterator[float]:
+        return (torch.rand(()).item() for _ in range(40))
+
+
+def train_on_random_samples() -> tuple[list[float], list[str]]:
+    torch.manual_seed(3)
+    numbers = []
+    threads = []
+    for batch in prepare(DataLoader(RandomStream(), batch_size=2)):
+        threads += reading_threads()
+        numbers += [*batch.tolist(), torch.rand(()).item()]  # as dropout would
+    return numbers, threads
+
+
+def test_reading_that_draws_does_not_take_turns_with_training_by_chance(run: Run) -> None:
+    (first, threads), _ = run(train_on_random_samples)
+    assert threads == []
+    assert run(train_on_random_samples)[0][0] == first
+
+
+def resume_dispatched(stop: int) -> tuple[list[Any], list[Any]]:
+    warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own
+
+    def make() -> Any:
+        return prepare(
+            DataLoader(list(range(40)), batch_size=2),  # type: ignore[arg-type]
+            dispatch_batches=True,
+            use_stateful_dataloader=True,
+        )
+
+    loader = make()
+    whole = batches(loader)
+    iterator = iter(loader)
+    for _ in range(stop):
+        next(iterator)
+    position = copy.deepcopy(loader.state_dict()) if PartialState().is_main_process else None
+    del iterator
+    late = make()
+    if position is not None:
+        late.load_state_dict(position)
+    return whole[stop:], batches(late)
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+def test_batches_read_ahead_do_not_count(run: Run, stop: int) -> None:
+    pytest.importorskip("torchdata")
+    for expected, seen in run(resume_dispatched, stop):
+        assert seen == expected
+
+
+def read_uneven_between_collectives() -> list[Any]:
+    """A rank that gets nothing of the last round ends before it, and takes part in nothing more."""
+    loader = prepare(DataLoader(Stream(list(range(10))), batch_size=2), even_batches=False)
+    return [(batch.tolist(), loader.end_of_dataloader, loader.valid_counts) for batch in loader]
+
+
+def test_the_end_needs_no_message(run: Run) -> None:
+    first, second = run(read_uneven_between_collectives)
+    assert [batch for batch, *_ in first] == [[0, 1], [4, 5], [8, 9]]
+    assert [batch for batch, *_ in second] == [[2, 3], [6, 7]]
+    assert [is_last for _, is_last, _ in first] == [False, False, True]
+    assert [is_last for _, is_last, _ in second] == [False, True]

@@ -126,8 +126,8 @@ class ReadAhead(Generic[T]):
         thread.join(_PATIENCE)
         if thread.is_alive():
             logger.warning(
-                "The dataset of a dispatched loader is still busy with a read that nobody waits for any more; "
-                "its thread ends as soon as the read returns."
+                "The dataset of a dispatched loader is still busy with a read that nobody waits for any "
+                "more; its thread ends as soon as the read returns."
             )
 
     def _wait_for(self, size: int, timeout: float | None) -> None:
@@ -142,7 +142,8 @@ class ReadAhead(Generic[T]):
         return bool(self._read) and (self._size >= self._wanted or len(self._read) >= _MOST_ITEMS)
 
     def _take_some(self) -> list[T]:
-        taken, size = [], 0
+        taken: list[T] = []
+        size = 0
         while self._read and (not taken or size + self._read[0].size <= MESSAGE_BYTES):
             taken.append(self._read.popleft())
             size += taken[-1].size

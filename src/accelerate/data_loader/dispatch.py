@@ -28,8 +28,10 @@ _UNADDRESSED = frozenset(
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader that only process 0 reads; it sends every process its part of each round.
 
-    Process 0 reads ahead in a thread, unless its dataset draws random numbers in the process itself, and sends
-    small batches several at a time. A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
+    Process 0 reads ahead in a thread, unless its dataset draws random numbers in the process itself, and
+    sends small batches several at a time.
+
+    A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
     last round is cut in equal parts, filled with samples from the beginning. An exception in the dataset is
     raised on every process.
 

@@ -102,7 +102,6 @@ class Sender:
         parts = [own, *(joined[group] for group in self.group_of[1:])]
         self.transport.scatter(parts, own, 0)
 
-
     def _unused_block(self, size: int) -> torch.Tensor:
         if len(self._unused) < size:
             self._unused = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -116,7 +115,8 @@ def receive(transport: Transport, device: torch.device) -> Iterator[Arrival]:
         transport: The wire between all processes.
         device: Where blocks arrive.
     """
-    known, is_end = None, 0
+    specs: list[Spec] = []
+    is_end = False
     while not is_end:
         kind, rounds, size, is_end = transport.broadcast(torch.zeros(4, dtype=torch.int64), 0).tolist()
         block = torch.empty(size, dtype=torch.uint8, device=device)
@@ -125,13 +125,12 @@ def receive(transport: Transport, device: torch.device) -> Iterator[Arrival]:
         if kind == _FAILED:
             pickle.loads(block.cpu().numpy().data).raise_here()
         start = 0
-        specs = [known] * rounds
         if kind == _TOLD:
             told, start = _read(block)
             specs = [pickle.loads(spec) for spec in told]
+        else:
+            specs = specs[-1:] * rounds
         for spec in specs:
-            known = spec
-            assert spec is not None  # process 0 tells the first one
             if not spec.is_absent:
                 chunk = block[start : start + spec.size]
                 # Alone in its block it stays there; of several ones each gets memory of its own, so that
@@ -162,5 +161,3 @@ def _join(chunks: list[torch.Tensor], size: int) -> torch.Tensor:
     if missing:
         chunks = [*chunks, torch.empty(missing, dtype=torch.uint8, device="cpu")]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-

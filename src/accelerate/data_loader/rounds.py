@@ -59,9 +59,7 @@ class Dealer:
         """How many batches one round takes."""
         return 1 if self.split else self.groups
 
-    def rounds(
-        self, batches: Iterator[Any], note: Callable[[], Any] = lambda: None
-    ) -> Iterator[Round]:
+    def rounds(self, batches: Iterator[Any], note: Callable[[], Any] = lambda: None) -> Iterator[Round]:
         """Deal batches until there are none left, reading one round ahead.
 
         Args:

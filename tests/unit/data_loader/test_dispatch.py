@@ -14,50 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate import data_loader
 from accelerate.base.errors import PreparationError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, shard
-from accelerate.data_loader.packing import Failure, pack, unpack
 from accelerate.data_loader.plan import ShardPlan
-from accelerate.data_loader.rounds import Dealer, Round, count_samples, cut_batch
+from accelerate.data_loader.rounds import Dealer, count_samples, cut_batch
 
 CPU = torch.device("cpu")
-DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (5, 2)], ids=str)
-def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.rand(shape) * 9).to(dtype)
-    sparse = torch.eye(2).to_sparse()
-    turned = torch.arange(6.0).reshape(2, 3).T
-    parts = [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None)]
-    header, block = pack(Round(parts, [False, True], (1, 0)), CPU)
-    assert (header.counts, header.ends) == ((1, 0), [False, True])
-    first, second = unpack(header, 0, block), unpack(header, 1, block)
-    block.zero_()
-    assert first["name"] == ["a", 1]
-    assert first["x"].dtype == dtype
-    assert torch.equal(first["x"], tensor)
-    assert torch.equal(second[0], tensor + tensor)
-    assert torch.equal(second[1].to_dense(), torch.eye(2))
-    assert torch.equal(second[2], turned)
-    assert second[3] is None
-
-
-def test_a_round_of_nothing_but_objects_has_no_block() -> None:
-    header, block = pack(Round(["a", None], [True, True]), CPU)
-    assert block.numel() == 0
-    assert unpack(header, 0, block) == "a"
-    assert unpack(header, 1, block) is None
-
-
-def test_a_failure_is_raised_with_its_story() -> None:
-    try:
-        raise KeyError("gone")
-    except KeyError as error:
-        failure = Failure.of(error)
-    with pytest.raises(KeyError, match="gone") as caught:
-        failure.raise_here()
-    assert "process 0" in str(caught.value.__cause__)
-    assert "raise KeyError" in str(caught.value.__cause__)
 
 
 def test_samples_are_counted_and_cut_in_any_batch() -> None:
