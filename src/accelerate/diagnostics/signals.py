@@ -1,11 +1,13 @@
 """Signals that are noted for later, where the training loop asks for them.
 
 Handlers are set when the first question is asked, and taken back at the end. The handler that was there
-before is called as well. A second SIGTERM is not noted: it does what it did before.
+before is called as well. A second SIGTERM is not noted: it does what it did before. So is no signal in a fork
+of this process: whoever ends its own helpers with SIGTERM means it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -41,6 +43,7 @@ class SignalNotes:
         self._noted: set[Trigger] = set()
         self._before: dict[int, Any] = {}
         self._first_end: float | None = None
+        self._process = 0
 
     def install(self) -> None:
         """Note signals from here on; those of an earlier run in this process no more."""
@@ -57,6 +60,7 @@ class SignalNotes:
             if signal.getsignal(number) is not None:  # None: set by a library in C, and lost if replaced
                 self._before[number] = signal.signal(number, self._note)
         self._installed.append(self)
+        self._process = os.getpid()
 
     def restore(self) -> None:
         """Bring back the handlers that were there before, where ours are still in place."""
@@ -74,7 +78,8 @@ class SignalNotes:
         return noted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._is_second():
+        is_fork = os.getpid() != self._process
+        if is_fork or (number == signal.SIGTERM and self._is_second()):
             self.restore()
             signal.raise_signal(number)
             return

@@ -122,6 +122,19 @@ def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGTERM
 
 
+def test_a_fork_ends_as_it_would_have() -> None:
+    script = (
+        "import os, signal, time; from accelerate.diagnostics.signals import SignalNotes\n"
+        "notes = SignalNotes(); notes.install(); child = os.fork()\n"
+        "if not child: time.sleep(60); os._exit(0)\n"
+        "os.kill(child, signal.SIGTERM); ended = os.waitpid(child, 0)[1]\n"
+        "signal.raise_signal(signal.SIGUSR1)\n"
+        "print(os.waitstatus_to_exitcode(ended), [trigger.name for trigger in notes.take()])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=50, capture_output=True, text=True)
+    assert done.stdout == "-15 ['SIGUSR1']\n", done.stderr
+
+
 @pytest.mark.usefixtures("states")
 def test_a_thread_cannot_watch_signals(caplog: pytest.LogCaptureFixture) -> None:
     from accelerate.state import PartialState

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accelerate.launch.children import signals_passed_on
+
 RUN = """
 import sys
 from accelerate.launch.children import run_child
@@ -88,3 +90,31 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
     code, err = end(tmp_path, SLEEP, signal.SIGINT, 1, "instead")
     assert code == 143
     assert "SIGINT ended all processes." in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_request_is_passed_on_and_ends_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """The program goes on for longer than the grace after a signal that asks it to end."""
+    heard = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
+    code, said = end(tmp_path, heard + SLEEP, number, 1, grace=1)
+    assert code == 3
+    assert said == ""
+
+
+def test_an_agent_passes_requests_on_to_its_processes_only() -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    plain = {name: value for name, value in os.environ.items() if name != "RANK"}
+    rank = subprocess.Popen(sleeper, env={**plain, "RANK": "0"})
+    other = subprocess.Popen(sleeper, env=plain)
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        time.sleep(0.3)
+        with signals_passed_on():
+            signal.raise_signal(signal.SIGUSR1)
+        assert rank.wait(timeout=10) == -signal.SIGUSR1
+        assert other.poll() is None
+    finally:
+        for process in (rank, other):
+            process.kill()
+            process.wait()
+    assert signal.getsignal(signal.SIGUSR1) == before
