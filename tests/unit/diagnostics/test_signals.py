@@ -125,8 +125,9 @@ def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
 def test_a_fork_ends_as_it_would_have() -> None:
     script = (
         "import os, signal, time; from accelerate.diagnostics.signals import SignalNotes\n"
-        "notes = SignalNotes(); notes.install(); child = os.fork()\n"
-        "if not child: time.sleep(60); os._exit(0)\n"
+        "notes = SignalNotes(); notes.install(); read, write = os.pipe(); child = os.fork()\n"
+        "if not child: os.write(write, b'x'); time.sleep(60); os._exit(0)\n"
+        "os.read(read, 1)  # Python drops signals that come while it forks\n"
         "os.kill(child, signal.SIGTERM); ended = os.waitpid(child, 0)[1]\n"
         "signal.raise_signal(signal.SIGUSR1)\n"
         "print(os.waitstatus_to_exitcode(ended), [trigger.name for trigger in notes.take()])\n"
