@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.base.packages import is_rich_available, require
+from accelerate.base.packages import is_rich_available, is_tqdm_available, require
 from accelerate.state import PartialState
 
 
@@ -32,6 +34,28 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     hidden = main_process_only and not PartialState().is_local_main_process
     kwargs["disable"] = hidden or kwargs.get("disable", False)
     return bar(*args, **kwargs)
+
+
+def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
+    """Return `items` with a warning and, where tqdm is installed, a bar, both on the first process of a
+    machine.
+
+    Both are shown on the first process of each machine.
+
+    Args:
+        items: what is gone through.
+        what: name of the bar.
+        warning: why it takes long.
+    """
+    if PartialState._shared_state and not PartialState().is_local_main_process:
+        return items
+    logging.getLogger(__name__).warning(warning)
+    if not is_tqdm_available():
+        return items
+    from tqdm.auto import tqdm as bar
+
+    shown: Iterable[Any] = bar(items, desc=what, delay=1.0)
+    return shown
 
 
 def install_rich_tracebacks() -> bool:

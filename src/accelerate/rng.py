@@ -127,13 +127,18 @@ def synchronize_rng_states(
         synchronize_rng_state(rng_type, generator)
 
 
-def capture() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy, torch and the device, by name."""
-    states: dict[str, Any] = {
+def capture_on_cpu() -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy and torch, by name."""
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy, torch and the device, by name."""
+    states = capture_on_cpu()
     backend = _device_backend()
     if backend != catalogue.CPU:
         states[backend.name] = backend.rng_state()

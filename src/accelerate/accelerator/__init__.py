@@ -36,6 +36,10 @@ from accelerate.base.system import check_os_kernel as check_os_kernel
 from accelerate.base.text import get_pretty_name as get_pretty_name
 from accelerate.base.versions import compare_versions as compare_versions
 from accelerate.base.versions import is_torch_version as is_torch_version
+from accelerate.checkpointing import load_accelerator_state as load_accelerator_state
+from accelerate.checkpointing import load_custom_state as load_custom_state
+from accelerate.checkpointing import save_accelerator_state as save_accelerator_state
+from accelerate.checkpointing import save_custom_state as save_custom_state
 from accelerate.compilation import compile_regions as compile_regions
 from accelerate.compilation import compile_regions_deepspeed as compile_regions_deepspeed
 from accelerate.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
@@ -85,6 +89,8 @@ from accelerate.tracking.base import GeneralTracker as GeneralTracker
 from accelerate.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from accelerate.tracking.registry import filter_trackers as filter_trackers
 from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+from accelerate.weights.files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accelerate.weights.files import save as save
 
 __all__ = [
     "Accelerator",

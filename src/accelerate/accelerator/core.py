@@ -15,6 +15,7 @@ from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
 from accelerate.accelerator.introspection import Introspection
+from accelerate.accelerator.persistence import Persistence
 from accelerate.accelerator.runtime import build_runtime
 from accelerate.accelerator.stopping import Stopping
 from accelerate.accelerator.tracking import Tracking
@@ -43,7 +44,9 @@ from accelerate.tracking.registry import filter_trackers
 logger = get_logger(__name__)
 
 
-class Accelerator(Introspection, Gradients, Communication, Contexts, Stopping, Tracking, ProcessControl):
+class Accelerator(
+    Introspection, Gradients, Communication, Contexts, Stopping, Tracking, Persistence, ProcessControl
+):
     """Runs one training loop unchanged on one process or many.
 
     Build it first, pass model, optimizer, loaders and scheduler through `prepare`, and call `backward`

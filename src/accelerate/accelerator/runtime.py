@@ -6,10 +6,13 @@ from typing import Any
 
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import environ
+from accelerate.checkpointing.session import Session
 from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
+
+SECONDS_TO_COME_TOGETHER = 60.0
 
 
 class Runtime:
@@ -37,6 +40,7 @@ class Runtime:
         self.prepared = Prepared()
         self.trackers: list[Any] = []
         self.agreement = agreement_of_run(environ.current())
+        self.checkpoints = Session(SECONDS_TO_COME_TOGETHER)
         self.joins = False
         self.even_weights = EvenWeights(gradient_state)
         self.counted_weights = CountedWeights(strategy.replicas)

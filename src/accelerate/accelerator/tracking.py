@@ -86,10 +86,11 @@ class Tracking:
             tracker.log(values, step=step, **arguments.get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Finish all trackers, watch no signals any more and close the process group.
+        """Wait for a save in the background, finish all trackers, leave signals alone, close the group.
 
         Call it last, on all ranks.
         """
+        self._runtime.checkpoints.wait()
         for tracker in self._runtime.trackers:
             tracker.finish()
         self._runtime.agreement.close()

@@ -6,6 +6,7 @@ AccelerateError
 │   └── PreparationError                 an object given to prepare() that cannot work
 ├── MissingPackageError (ImportError)    an optional package is needed
 ├── StateError (RuntimeError)            called too early, too late, or twice
+├── CheckpointError (RuntimeError)       a checkpoint is missing, broken, or could not be written
 └── LaunchError (RuntimeError)           processes could not be started or failed
 ```
 
@@ -32,6 +33,10 @@ class MissingPackageError(AccelerateError, ImportError):
 
 class StateError(AccelerateError, RuntimeError):
     """Something was called too early, too late, or twice."""
+
+
+class CheckpointError(AccelerateError, RuntimeError):
+    """A checkpoint, or a file of one, is missing, damaged, incomplete, or could not be written."""
 
 
 class LaunchError(AccelerateError, RuntimeError):

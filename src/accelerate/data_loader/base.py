@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import new_class
 from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from accelerate.base.errors import StateError
-from accelerate.base.packages import require
+from accelerate.base.packages import is_torchdata_stateful_dataloader_available, require
+from accelerate.data_loader import position
+from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import ShardPlan
+from accelerate.data_loader.position import BEGINNING, Place, Position, after_first, stream_of
+from accelerate.data_loader.reading import IndexAhead, mark_last, read_past
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
 from accelerate.nested import ignorant_find_batch_size
@@ -33,6 +38,9 @@ _KEPT = (
 )
 _LIVE = ("gradient_state", "_iterator", "origin")
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
+
+
+Carrier = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 class DataLoaderStateMixin:
@@ -86,13 +94,11 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: The dataset.
-        use_stateful_dataloader: Be a `torchdata.stateful_dataloader.StatefulDataLoader` too: `state_dict`
-            then holds the position after the batch just yielded.
+        use_stateful_dataloader: Go on by itself after a checkpoint was loaded; `state_dict` holds the
+            position after the batch just yielded. Where torchdata is installed, be its `StatefulDataLoader`
+            too.
         batch_sampler: As for `torch.utils.data.DataLoader`.
         **kwargs: As for `torch.utils.data.DataLoader`.
-
-    Raises:
-        MissingPackageError: `use_stateful_dataloader` without torchdata.
     """
 
     plan: ShardPlan = ShardPlan()
@@ -101,6 +107,12 @@ class DataLoaderAdapter(DataLoader[Any]):
     use_stateful_dataloader: bool = False
     _drop_last: bool = False
     _told_epoch: int | None = None
+    skip_source: int = 0
+    """Batches of the dataset that are passed over at the start of each pass, on top of `skip_batches`."""
+    is_over: bool = False
+    """Whether nothing is left of the epoch that this loader is a late start of."""
+    begins_at: Place = BEGINNING
+    """Where in the epoch each pass begins."""
     origin: Any = None
     """The loader that this one is a late start of; both count epochs together."""
 
@@ -111,10 +123,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        if use_stateful_dataloader:
+        if use_stateful_dataloader and is_torchdata_stateful_dataloader_available():
             self.__class__ = _stateful(type(self))  # type: ignore[arg-type]  # classes can be hashed
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
+        self.position = Position()
         self.dl_state_dict: dict[str, Any] | None = None
 
     @property
@@ -129,11 +142,21 @@ class DataLoaderAdapter(DataLoader[Any]):
         return f"<{type(self).__name__}: {self.plan}>"
 
     def __len__(self) -> int:
-        return max(self._source_length() - self.skip_batches, 0)
+        return 0 if self.is_over else max(self._source_length() - self.skip_batches, 0)
 
     def _source_length(self) -> int:
         """The number of batches that torch's iterator gives."""
         return super().__len__()
+
+    @property
+    def batches_in_round(self) -> int:
+        """How many batches of the dataset all groups together take at a time."""
+        return 1 if self.plan.split else self.plan.groups
+
+    @property
+    def batches_kept(self) -> int:
+        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
+        return 0
 
     @property
     def batches_per_step(self) -> int:
@@ -142,14 +165,26 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept = {name: value for name, value in self.__dict__.items() if name not in _LIVE}
-        plain = type(self).__mro__[1] if self.use_stateful_dataloader else type(self)
-        return _restore, (plain, self.use_stateful_dataloader, kept)
+        plain = type(self).__mro__[1] if self.is_by_torchdata else type(self)
+        return _restore, (plain, self.is_by_torchdata, kept)
 
     # Position of a stateful loader
+
+    @property
+    def is_by_torchdata(self) -> bool:
+        """Whether this is torchdata's `StatefulDataLoader` too."""
+        return hasattr(super(), "state_dict")
+
+    @property
+    def torchdata_goes_on(self) -> bool:
+        """Whether torchdata reads and goes on: where data can only be read in order."""
+        return self.is_by_torchdata and self._dataset_kind == _DatasetKind.Iterable
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch just yielded; needs `use_stateful_dataloader`."""
         self._check_stateful()
+        if not self.torchdata_goes_on:
+            return position.capture(self) or {}
         if self.dl_state_dict is None:
             self._update_state_dict()
         return cast(dict[str, Any], self.dl_state_dict)
@@ -157,8 +192,20 @@ class DataLoaderAdapter(DataLoader[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position that `state_dict` gave; needs `use_stateful_dataloader`."""
         self._check_stateful()
+        if not self.torchdata_goes_on:
+            position.restore(self, state_dict)
+            return
         cast(Any, super()).load_state_dict(state_dict)
         self.dl_state_dict = state_dict
+
+    @property
+    def place(self) -> Place:
+        """The point in the epoch behind the batch just yielded."""
+        return self.position.place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.position.place = place
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` for batches read ahead; nothing to do: it is taken before anything is."""
@@ -221,19 +268,98 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _advance(self, epoch: int) -> None:
         """The pass at `epoch` is over, here and in the loader this one is a late start of."""
+        self.position.end()
         for loader in (self, self.origin):
             if loader is not None and loader.iteration == epoch:
                 loader.iteration = epoch + 1
 
     # Reading
 
-    def _open_source(self) -> tuple[Iterator[Any], Fillers]:
-        """Start torch's iterator; the record of fillers it will fill comes with it."""
-        source: Iterator[Any] = super().__iter__()
-        if not self._is_tagged:
-            return source, _find_fillers(self._index_sampler)
-        fillers: Fillers = {}
-        return untagged(source, fillers), fillers
+    def _open_source(
+        self, skip: int, carrier: Carrier | None = None
+    ) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
+        """Start a pass.
+
+        Args:
+            skip: how many batches are read and thrown away; others in front are passed over by index.
+            carrier: takes torch's iterator and gives the batches on; None: nobody in between.
+
+        Returns:
+            The batches, each with whether it is the last one, and the record of fillers that comes with them.
+        """
+        source, ahead, fillers = self._open_batches(skip)
+        if ahead is not None and carrier is None:
+            return ahead.mark_last(source), fillers
+        return mark_last(self, source if carrier is None else carrier(source)), fillers
+
+    def _open_batches(self, skip: int, kept: int = 0) -> tuple[Iterator[Any], IndexAhead | None, Fillers]:
+        """Start torch's iterator, where the order of the pass is drawn.
+
+        Args:
+            skip: how many batches are read and thrown away.
+            kept: how many of those that are passed over, at the beginning of the epoch, are given all the
+                same.
+
+        Returns:
+            The batches, the indices they are read by where those are drawn in this process, and the record of
+            fillers.
+        """
+        if self.is_over:
+            self.position.resume, self.position.place = None, self.begins_at
+            return iter(()), None, {}
+        self._go_on_with_stream()
+        resume = self.position.resume
+        goes_on = resume is not None and self.torchdata_goes_on and self.origin is None
+        begins_at = resume.place if resume is not None and goes_on else self.begins_at
+        order_is_drawn = self.position.begin(self, begins_at)
+        source: Any = super().__iter__() if self.torchdata_goes_on else DataLoader.__iter__(self)
+        if (
+            type(source) is _SingleProcessDataLoaderIter
+            and self._dataset_kind == _DatasetKind.Map
+            and not skip
+        ):
+            source._sampler_iter = ahead = IndexAhead(source._sampler_iter)
+            order_is_drawn()
+            return source, ahead, _find_fillers(self._index_sampler)
+        fillers: Fillers = {} if self._is_tagged else _find_fillers(self._index_sampler)
+        if self._is_tagged:
+            source = untagged(source, fillers)
+        if skip:
+            source = read_past(source, skip, kept)
+        return after_first(source, order_is_drawn, kept), None, fillers
+
+    def _go_on_with_stream(self) -> None:
+        """Bring a dataset that has a state to the one of the checkpoint that this pass goes on from."""
+        stream = self.begins_at.stream
+        if stream is not None and self.position.resume is not None:
+            stream_of(self).load_state_dict(stream["state"])
+            self._fill_with(stream["first"])
+
+    def choose_note(self) -> Callable[[], Any] | None:
+        """What takes the states of the batch just read, before one more is read; None: there are none."""
+        if self.torchdata_goes_on:
+            return self._position
+        stream = stream_of(self)
+        if stream is None:
+            return None
+        return lambda: {"state": stream.state_dict(), "first": self._first_round()}
+
+    def keep_note(self, note: Any) -> None:
+        """Say of the batch just given the states that were noted of it."""
+        if self.torchdata_goes_on:
+            self.dl_state_dict = note
+            self.adjust_state_dict_for_prefetch()
+        else:
+            self.position.stream = note
+
+    def _first_round(self) -> list[Any]:
+        """What fills the end of the pass that is under way."""
+        return self.dataset.first if isinstance(self.dataset, IterableDatasetShard) else []
+
+    def _fill_with(self, first: list[Any]) -> None:
+        """Fill the end of the next pass with the first round of an epoch that is gone on with."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            self.dataset.goes_on_with = first
 
     @property
     def _is_tagged(self) -> bool:
@@ -247,7 +373,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         if self.plan.group and self.num_workers:
             self.generator = _generator_of_group(generator, self.plan.group)
         try:
-            return super()._get_iterator()
+            return super()._get_iterator() if self.torchdata_goes_on else DataLoader._get_iterator(self)
         finally:
             self.collate_fn, self.generator = collate, generator
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import torch
 
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_placement, last_remainder, length_of, weigh
@@ -68,6 +69,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.torch_device_mesh = torch_device_mesh
         self.iteration = iteration
         self._drop_last = _drop_last
+        self._first: list[Any] = []
+        self._goes_on_with: list[Any] = []
         self._non_blocking = _non_blocking
         self._group_of: list[int] | None = None
         groups, group = data_groups(torch_device_mesh, self.state.num_processes, self.state.process_index)
@@ -79,18 +82,26 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self.state.device
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if (rest := start_where_saved(self)) is not None:
+            yield from rest
+            return
         epoch = self._agree_on_epoch()
         self.begin()
         try:
-            place = choose_placement(self.device, self._non_blocking)
-            with closing(self._arrivals(current_transport())) as arrivals:
-                for part, counts, is_last, position in arrivals:
+            transport = current_transport()
+            if transport.rank:  # nothing is drawn here
+                self.position.begin(self, self.begins_at)()
+            place, take = choose_placement(self.device, self._non_blocking), self.batches_in_round
+            with closing(self._arrivals(transport)) as arrivals:
+                for part, counts, is_last, note in arrivals:
                     self.note_counts(weigh(counts, self, part), part)
-                    if position is not None:
-                        self.dl_state_dict = position
+                    if note is not None:
+                        self.keep_note(note)
                     if is_last:
-                        self.end_of_dataloader = True
+                        self.end_of_dataloader = self.position.is_over = True
                         self.remainder = last_remainder(self)
+                    self.position.seen += 1
+                    self.position.consumed += take
                     yield part if place is None else place(part)
         finally:
             self.end()
@@ -125,7 +136,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 for dealt in (one.dealt for one in rounds):
                     if dealt.parts[group] is not None:
                         part, is_last = dealt.parts[group], dealt.ends[group]
-                        yield Arrival(part, dealt.counts, is_last, dealt.position)
+                        yield Arrival(part, dealt.counts, is_last, dealt.note)
                 if not rounds or all(rounds[-1].dealt.ends):
                     return
         finally:
@@ -134,13 +145,26 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
-        dealer, draws = self._dealer(), Draws()
-        source, _ = self._open_source()
-        if self.skip_batches:
-            source = islice(source, self.skip_batches * dealer.take, None)
-        note = self._position if self.use_stateful_dataloader else _nothing
-        rounds = dealer.rounds(draws.watch(source), note)
+        dealer, draws, place = self._dealer(), Draws(), self.begins_at
+        kept = self.batches_kept if place.seen and place.stream is None and not self.skip_source else 0
+        source, _, _ = self._open_batches(self.skip_source + self.skip_batches * dealer.take, kept)
+        given, self._goes_on_with = self._goes_on_with, []
+        opening = [] if given else dealer.read(source)
+        self._first = given or opening
+        batches = draws.watch(source if kept else chain(opening, source))
+        rounds = dealer.rounds(batches, self.choose_note(), self._first)
         return ReadAhead(map(sender.pack, rounds), draws.seen, self._enter_thread)
+
+    @property
+    def batches_kept(self) -> int:
+        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
+        return self._dealer().take if self.plan.even and not self._drop_last else 0
+
+    def _first_round(self) -> list[Any]:
+        return self._first
+
+    def _fill_with(self, first: list[Any]) -> None:
+        self._goes_on_with = first
 
     def _enter_thread(self) -> None:
         if self.device.type != "cpu":
@@ -184,7 +208,3 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def total_dataset_length(self) -> int:
         """Samples in the whole dataset."""
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-def _nothing() -> None:
-    """What is noted before a round is read ahead, where no position is kept."""

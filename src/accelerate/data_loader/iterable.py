@@ -63,6 +63,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
         generator = getattr(dataset, "generator", None)
         self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
+        self.skip_samples = 0
+        """Samples at the beginning of each pass that nobody takes: others have taken them before."""
+        self.first: list[Any] = []
+        """The samples that fill the end of the epoch: those of its first round."""
+        self.goes_on_with: list[Any] = []
+        """What `first` was, for the next pass, which goes on in the middle of an epoch."""
         self.tagged = False
         """Whether a batch with filler is tagged with its counts; set where the tags are taken off again."""
 
@@ -79,7 +85,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         whole = self.part_size * self.num_processes
-        rounds, rest = divmod(len(self.dataset), whole)
+        rounds, rest = divmod(max(len(self.dataset) - self.skip_samples, 0), whole)
         if self.drop_last:
             return rounds * self.part_size
         if self.even_batches:
@@ -93,8 +99,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         part, processes = self.part_size, self.num_processes
         start, stop, whole = self.process_index * part, (self.process_index + 1) * part, part * processes
         self._reseed()
-        source = iter(self.dataset)
-        first = current = list(islice(source, whole))
+        source = islice(self.dataset, self.skip_samples, None)
+        current = list(islice(source, whole))
+        first = self.first = self.goes_on_with or current
+        self.goes_on_with = []
         while len(current) == whole:
             yield from current[start:stop]
             current = list(islice(source, whole))

@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     part: Any
     counts: Counts | None
     is_last: bool
-    position: Any = None
+    note: Any = None
 
 
 class Packed(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOMENT = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
+MOMENT = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict", "place")
 """Attributes that tell of the batch just yielded."""
 
 Moment = dict[str, Any]

@@ -27,13 +27,13 @@ class Round:
         parts: The batch of each group; None for a group that gets nothing any more.
         ends: For each group, whether this is its last batch.
         counts: Real samples in each part, None when all are.
-        position: What was noted of the source when this round was complete.
+        note: What was noted of the source when this round was complete.
     """
 
     parts: list[Any]
     ends: list[bool]
     counts: Counts | None = None
-    position: Any = None
+    note: Any = None
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,31 @@ class Dealer:
         """How many batches one round takes."""
         return 1 if self.split else self.groups
 
-    def rounds(self, batches: Iterator[Any], note: Callable[[], Any] = lambda: None) -> Iterator[Round]:
+    def rounds(
+        self,
+        batches: Iterator[Any],
+        note: Callable[[], Any] | None = None,
+        first: list[Any] | None = None,
+    ) -> Iterator[Round]:
         """Deal batches until there are none left, reading one round ahead.
 
         Args:
             batches: Where they come from.
-            note: Gives the position of the source. Called when a round is complete, before the next one is
+            note: Gives the states of the source. Called when a round is complete, before the next one is
                 read, and once more when the last one turns out to be it.
+            first: The first round of the epoch, where these batches begin later; None: they begin there.
         """
-        first = current = self._read(batches)
+        current = self.read(batches)
+        first = first or current
         while current:
-            position = note()
-            upcoming = self._read(batches)
+            noted = note() if note else None
+            upcoming = self.read(batches)
             dealt = self._deal(current, first, upcoming)
-            yield replace(dealt, position=position if upcoming else note())
+            yield replace(dealt, note=noted if upcoming or note is None else note())
             current = upcoming
 
-    def _read(self, batches: Iterator[Any]) -> list[Any]:
+    def read(self, batches: Iterator[Any]) -> list[Any]:
+        """Read one round; empty at the end."""
         read = list(islice(batches, self.take))
         return [] if self.drop_last and len(read) < self.take else read
 

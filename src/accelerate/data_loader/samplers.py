@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sized
+from copy import copy
 from itertools import chain, count, cycle, islice
+from operator import length_hint
+from types import GeneratorType
 from typing import Any, cast
 
 import torch
@@ -47,6 +51,11 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+_END = object()
+_JUMPING: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(range(0))),
+)  # can be moved to any place
 _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRandomSampler})
 
 
@@ -112,13 +121,22 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.iter_from(0)
+
+    def iter_from(self, number: int) -> Iterator[Batch]:
+        """Begin a pass at a later batch of this process.
+
+        Args:
+            number: how many are passed over.
+        """
         # A record of its own for each pass, made before its first batch: two passes may be under way.
         self.fillers = {}
         if self.num_processes == 1:
-            return iter(self.batch_sampler)
+            return start_at(self.batch_sampler, number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
-            return self._slices(self.sampler, self.fillers)
-        return self._iter_with_split() if self.split_batches else self._iter_with_no_split()
+            return self._slices(self.sampler, self.fillers, number)
+        batches = self._iter_with_split() if self.split_batches else self._iter_with_no_split()
+        return islice(batches, number, None)
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
@@ -138,21 +156,28 @@ class BatchSamplerShard(BatchSampler):
         last = len(self.sampler) - (batches - 1) * self.batch_size
         return 0 < last <= self.process_index * (self.batch_size // self.num_processes)
 
-    def _slices(self, sampler: Sampler[int], fillers: Fillers) -> Iterator[Batch]:
+    def _slices(self, sampler: Sampler[int], fillers: Fillers, number: int) -> Iterator[Batch]:
         """The same as below for torch's own samplers: batches of other processes are never built."""
         processes, index, size = self.num_processes, self.process_index, self.batch_size
         whole = size if self.split_batches else size * processes
         part = whole // processes
         source = iter(sampler)
-        order = list(islice(source, len(sampler)))  # type: ignore[arg-type]
-        rest = len(order) % whole
+        length = len(sampler)  # type: ignore[arg-type]
+        full, rest = divmod(length, whole)
+        first = list(islice(source, min(whole, length)))
+        if number:
+            behind = min(number, full) * whole
+            advance(source, behind - len(first))
+            order = list(islice(source, length - behind))
+        else:
+            order = first + list(islice(source, length - len(first)))
         for start in range(index * part, len(order) - rest, whole):
             yield order[start : start + part]
-        if rest and not self.drop_last:
+        if rest and not self.drop_last and number <= full:
             last = order[-rest:]
-            fillers[len(order) // whole] = tuple(real_per_part(rest, part, processes))
+            fillers[full] = tuple(real_per_part(rest, part, processes))
             if self.even_batches:
-                last = list(islice(chain(last, cycle(order[:whole])), whole))
+                last = list(islice(chain(last, cycle(first)), whole))
             if mine := last[index * part : (index + 1) * part]:
                 yield mine
         next(source, None)  # lets the sampler end its pass
@@ -264,14 +289,17 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: Where the batches come from.
         skip_batches: How many to pass over at each pass.
+        kept: How many of them, at the beginning, are given all the same, for a reader that fills the end of
+            the epoch with them.
     """
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0, kept: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.kept = kept
 
     def __iter__(self) -> Iterator[Batch]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
+        return start_at(self.batch_sampler, self.skip_batches, self.kept)
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_sampler":  # not there yet while it is being unpickled
@@ -285,6 +313,72 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
+    """Begin a pass over a batch sampler at a later batch, at once where its kind allows.
+
+    Args:
+        batch_sampler: of any kind.
+        number: how many batches are passed over.
+        kept: how many of them, at the beginning, are given all the same.
+    """
+    if isinstance(batch_sampler, BatchSamplerShard):
+        return batch_sampler.iter_from(number)
+    if isinstance(batch_sampler, SkipBatchSampler):
+        return start_at(batch_sampler.batch_sampler, batch_sampler.skip_batches + number, kept)
+    if number and type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _ORDER_KNOWN_AT_ONCE:
+        return _batches_from(batch_sampler, number, kept)
+    source = iter(batch_sampler)
+    return chain(islice(source, kept), islice(source, number - kept, None)) if number else source
+
+
+def _batches_from(batch_sampler: BatchSampler, number: int, kept: int) -> Iterator[Batch]:
+    source, size = iter(batch_sampler.sampler), batch_sampler.batch_size
+    for _ in range(kept):
+        yield list(islice(source, size))
+    advance(source, (number - kept) * size)
+    while batch := list(islice(source, size)):
+        if len(batch) == size or not batch_sampler.drop_last:
+            yield batch
+
+
+def advance(iterator: Iterator[Any], count: int) -> None:
+    """Pass over items of an iterator: at once where they stand in a list that a generator hands on.
+
+    Args:
+        iterator: it is moved.
+        count: how many items; stops where there are no more.
+    """
+    if count <= 0 or next(iterator, _END) is _END:
+        return
+    count -= 1
+    inner: Any = iterator
+    while isinstance(inner, GeneratorType):
+        inner = inner.gi_yieldfrom
+    state = inner.__reduce__() if isinstance(inner, _JUMPING) else ()
+    if len(state) == 3 and isinstance(state[2], int) and 0 < count <= length_hint(inner):
+        inner.__setstate__(state[2] + count)
+    else:
+        deque(islice(iterator, count), maxlen=0)
+
+
+def rest_of(index_sampler: Any, consumed: int) -> Any:
+    """What is left under a shard when some of the batches below it were taken, shared out anew.
+
+    Args:
+        index_sampler: what a prepared loader reads by.
+        consumed: batches below the shard that were taken.
+    """
+    if isinstance(index_sampler, SamplerShard):
+        items = copy(index_sampler)
+        items.shard = rest_of(index_sampler.shard, consumed)
+        return items
+    if isinstance(index_sampler, BatchSamplerShard):
+        shard = copy(index_sampler)
+        shard.batch_sampler = SkipBatchSampler(index_sampler.batch_sampler, consumed)
+        return shard
+    return SkipBatchSampler(index_sampler, consumed)
 
 
 def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int) -> None:

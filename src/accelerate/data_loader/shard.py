@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from itertools import islice
 from typing import Any
 
 from accelerate.base.enums import RNGType
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, find_shard
+from accelerate.data_loader.base import Carrier, DataLoaderAdapter, DataLoaderStateMixin, find_shard
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.reading import choose_placement, look_ahead
+from accelerate.data_loader.late import start_where_saved
+from accelerate.data_loader.reading import choose_placement, give
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState
@@ -62,29 +62,30 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.read_through(None)
 
-    def read_through(self, carrier: Callable[[Iterator[Any]], Iterator[Any]] | None) -> Iterator[Any]:
+    def read_through(self, carrier: Carrier | None) -> Iterator[Any]:
         """Make one pass over the batches.
 
         Args:
             carrier: Takes torch's iterator and gives the batches on, such as a loader that moves them in the
                 background; None: nobody in between.
         """
+        if (rest := start_where_saved(self)) is not None:
+            yield from rest.read_through(carrier)  # type: ignore[attr-defined]  # of the same kind
+            return
         self._synchronize_generators()
         epoch = self._agree_on_epoch()
         self.begin()
         try:
-            source, fillers = self._open_source()
-            if self.skip_batches:
-                source = islice(source, self.skip_batches, None)
-            if carrier is not None:
-                source = carrier(source)
+            batches, fillers = self._open_source(self.skip_batches, carrier)
             place = choose_placement(self.device, self._non_blocking)
-            yield from look_ahead(self, source, fillers, self._first_number() + self.skip_batches, place)
+            yield from give(self, batches, fillers, self._first_number() + self.skip_batches, place)
         finally:
             self.end()
             self._advance(epoch)
 
     def _synchronize_generators(self) -> None:
+        if self.position.resume is not None:  # its own states are about to be set
+            return
         types = self.rng_types
         if types is not None and self.synchronized_generator is None:
             types = [kind for kind in types if RNGType(kind) != RNGType.GENERATOR]

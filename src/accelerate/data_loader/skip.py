@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.base.errors import wrong_value
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
-from accelerate.data_loader.reading import look_ahead
-from accelerate.data_loader.samplers import SkipBatchSampler
+from accelerate.data_loader.late import skipping, start_late, variant_of
+from accelerate.data_loader.reading import give
 from accelerate.data_loader.shard import DataLoaderShard
 from accelerate.state import GradientState
 
@@ -37,9 +36,8 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         epoch = self._agree_on_epoch()
         self.begin()
         try:
-            source, fillers = self._open_source()
-            skipped = self.skip_batches
-            yield from look_ahead(self, islice(source, skipped, None), fillers, skipped, None)
+            batches, fillers = self._open_source(self.skip_batches)
+            yield from give(self, batches, fillers, self.skip_batches, None)
         finally:
             self.end()
             self._advance(epoch)
@@ -78,22 +76,13 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     inner = getattr(dataloader, "dataloader", None)
     if isinstance(inner, DataLoaderShard):  # a loader around a prepared one, as on XLA devices
         return type(dataloader)(skip_first_batches(inner, num_batches), dataloader.target)
-    prepared = isinstance(dataloader, DataLoaderAdapter)
-    if isinstance(dataloader.dataset, IterableDataset):
-        if not prepared:
-            settings = kept_settings(dataloader)
-            sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-            return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **sizes, **settings)
-        return _variant(dataloader, skip_batches=dataloader.skip_batches + num_batches, origin=dataloader)
-    name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-    skipped = num_batches * dataloader.batches_per_step if prepared else num_batches
-    changed: dict[str, Any] = {name: SkipBatchSampler(getattr(dataloader, name), skipped)}
-    return _variant(dataloader, **changed, **({"origin": dataloader} if prepared else {}))
+    if not isinstance(dataloader, DataLoaderAdapter):
+        return _late_start_of_plain(dataloader, num_batches)
+    return start_late(dataloader, num_batches)
 
 
-def _variant(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """A loader that is the same but for some attributes, also those that torch forbids to assign later."""
-    kind = type(loader)
-    variant = kind.__new__(kind)
-    variant.__dict__.update(loader.__dict__, _iterator=None, **changed)
-    return variant
+def _late_start_of_plain(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:
+    if isinstance(loader.dataset, IterableDataset):
+        sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return SkipDataLoader(loader.dataset, skip_batches=skipped, **sizes, **kept_settings(loader))
+    return variant_of(loader, **skipping(loader, skipped))

@@ -70,7 +70,9 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: whether `save_state` numbers its folders.
         total_limit: how many numbered checkpoints are kept; None keeps all.
         iteration: number of the next checkpoint.
-        save_on_each_node: whether each machine writes what otherwise only the first one writes.
+        save_on_each_node: whether each machine writes what otherwise only the first one writes. Machines that
+            do not see the folder of the first one do so in any case.
+        async_save: whether `save_state` writes in the background unless told otherwise.
 
     Raises:
         ConfigurationError: a limit below one, or a negative iteration.
@@ -82,6 +84,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:

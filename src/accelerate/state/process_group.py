@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from accelerate.base import environ
@@ -36,6 +36,7 @@ PROVIDERS = {
     "xla": "torch_xla.distributed.xla_backend",
     "hpu": "habana_frameworks.torch.distributed.hccl",
 }
+_opened = [0]  # how many groups this process has opened; each has keys of its own in the store
 _owner: list[int] = []  # the process that uses the group: a fork inherits the group, but must not close it
 
 
@@ -73,6 +74,7 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
+    _opened[0] += 1
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     own_group()
     if comm == "gloo":
@@ -84,6 +86,30 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
 def own_group() -> None:
     """Take charge of the open group, whoever opened it: it is closed when this process ends."""
     _owner[:] = [os.getpid()]
+
+
+def connect_store(purpose: str) -> Store | None:
+    """Open a connection of its own to the store of the default group; None where it has no such store.
+
+    The connection that the group uses is locked while a thread waits in it; a thread needs its own.
+
+    Args:
+        purpose: tells its keys apart from those of others.
+    """
+    if not is_open():
+        return None
+    store: Any = distributed_c10d._get_default_store()
+    prefix = f"accelerate/{purpose}/{_opened[0]}"
+    if hasattr(store, "clone"):
+        try:
+            return PrefixStore(prefix, store.clone())
+        except (RuntimeError, NotImplementedError):  # a kind of store that has one connection only
+            return None
+    while isinstance(store, PrefixStore):  # older torch
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    return PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False))
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:

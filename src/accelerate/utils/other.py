@@ -39,3 +39,9 @@ from accelerate.state.partial import (
     wait_for_everyone as wait_for_everyone,
 )
 from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+from accelerate.weights.files import (
+    TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS,
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    load as load,
+    save as save,
+)

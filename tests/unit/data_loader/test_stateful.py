@@ -48,11 +48,12 @@ def test_goes_on_after_the_batch_just_yielded(iterable: bool, world: int, rank: 
     assert [batch.tolist() for batch in late] == whole
 
 
-def test_the_position_at_the_last_batch_starts_the_next_epoch() -> None:
+def test_behind_the_last_batch_nothing_is_left_of_the_epoch() -> None:
     loader = make(False, 1, 0)
     for _ in loader:
         position = loader.state_dict()
     late = make(False, 1, 0)
     late.load_state_dict(position)
+    assert list(late) == []
     assert len(list(late)) == len(loader)
     assert isinstance(copy.deepcopy(loader), stateful.StatefulDataLoader)

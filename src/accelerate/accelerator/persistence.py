@@ -1,0 +1,360 @@
+"""Facet of `Accelerator`: runs, models and single objects, saved and loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import generators, loading, retention
+from accelerate.checkpointing.loading import Source, WorldSizePolicy
+from accelerate.checkpointing.parts import (
+    Apply,
+    GeneratorsPart,
+    Load,
+    LoaderPart,
+    ModelPart,
+    Part,
+    StreamPart,
+    nothing,
+    state_parts,
+)
+from accelerate.checkpointing.saving import Request, Site
+from accelerate.checkpointing.shards import save_sharded
+from accelerate.checkpointing.state import read_device
+from accelerate.logging import get_logger
+from accelerate.plugins.training import ProjectConfiguration
+from accelerate.weights.files import save
+
+logger = get_logger(__name__)
+
+Folder = str | os.PathLike[str]
+
+CHECKPOINTS = "checkpoints"
+"""The folder of numbered checkpoints in that of the project."""
+
+
+class Persistence:
+    """Saving and loading; called on all ranks unless a method says otherwise."""
+
+    _runtime: Runtime
+    step: int
+
+    # The whole run
+
+    def save_state(
+        self,
+        output_dir: Folder | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save everything that the run needs to go on, as one checkpoint; called on all ranks.
+
+        Models, optimizers, schedulers, the gradient scaler, order and position of loaders, random generators
+        of every rank, and objects given to `register_for_checkpointing`. The folder appears when all ranks
+        have written all of it; until then, and if anything fails, an older one of that name stays as it was.
+
+        Args:
+            output_dir: the folder; with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is a
+                numbered one in the project's folder `checkpoints`, whatever is passed.
+            safe_serialization: whether models are written as safetensors, and not with `torch.save`.
+            blocking: False returns as soon as everything is copied, and writes in the background; None takes
+                the opposite of `ProjectConfiguration.async_save`. One save is in flight at a time; what goes
+                wrong in it is raised by the next call, `wait_for_checkpoint` or `end_training`.
+            **save_model_func_kwargs: taken for compatibility; plain and DDP models need none.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            ConfigurationError: there is no folder to save to.
+            CheckpointError: something could not be written; on all ranks.
+            StateError: a rank did not come in time; on all that did.
+        """
+        runtime, project = self._runtime, self._runtime.request.project
+        session = runtime.checkpoints
+        session.wait()
+        request = self._request(output_dir)
+        if request.iteration is not None:
+            project.iteration = request.iteration + 1
+        site = session.open_site(request)
+        try:
+            payloads = self._collect(site, safe_serialization)
+            session.write(site, payloads, blocking=not project.async_save if blocking is None else blocking)
+        except BaseException:
+            if site.commits:
+                site.workplace.discard()
+            raise
+        return request.target
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save in the background, if there is one, is committed; called on all ranks.
+
+        Raises:
+            CheckpointError: it has failed; once, on all ranks.
+        """
+        self._runtime.checkpoints.wait()
+
+    def load_state(
+        self,
+        input_dir: Folder | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        world_size_policy: WorldSizePolicy = "reseed",
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
+
+        All files are compared with their checksums before anything is changed.
+
+        Args:
+            input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones
+                it skipped and why.
+            load_kwargs: arguments of `torch.load`.
+            world_size_policy: what is done when another number of processes saved it: "strict" refuses,
+                "reseed" derives new random states for each rank, "ignore" keeps what there is.
+            **load_model_func_kwargs: arguments of `load_state_dict` of the models, such as `strict`; also
+                `map_location`, "cpu" or "on_device".
+
+        Raises:
+            ConfigurationError: there is no such folder, or none is given where checkpoints are not numbered.
+            CheckpointError: no complete checkpoint is there, it is damaged, or it does not fit the run.
+            StateError: a rank did not come in time.
+        """
+        runtime = self._runtime
+        loading.check_policy(world_size_policy)
+        runtime.checkpoints.wait()
+        options = dict(load_model_func_kwargs)
+        device = read_device(options.pop("map_location", None))
+        skipped: list[str] = []
+        for source in self._candidates(input_dir):
+            loading.announce(source, runtime.state.num_processes, world_size_policy)
+            load = Load(source.folder, device, dict(load_kwargs or {}), options)
+            try:
+                changes = self._read(source, load, world_size_policy)
+            except CheckpointError as error:
+                skipped.append(f"{source.folder}: {error}")
+                continue
+            for line in skipped:
+                logger.warning(f"A checkpoint was skipped. {line}.")
+            for change in changes:
+                change()
+            self._go_on_after(source)
+            return
+        raise loading.nothing_to_load(input_dir, skipped)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load further objects with the run.
+
+        Args:
+            *objects: each has `state_dict` and `load_state_dict`.
+
+        Raises:
+            ConfigurationError: one has not; none is registered then.
+        """
+        strange = [
+            type(each).__name__
+            for each in objects
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        ]
+        if strange:
+            raise ConfigurationError(
+                f"Objects of type {', '.join(strange)} cannot be saved: each needs the methods `state_dict` "
+                "and `load_state_dict`. Nothing was registered."
+            )
+        self._runtime.prepared.custom.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call a function before each save.
+
+        Args:
+            hook: called on all ranks with the list of models, the list of their weights, and the folder that
+                is being written. Weights that it takes from the list are not saved; what it writes to the
+                folder becomes part of the checkpoint.
+
+        Returns:
+            A handle whose `remove()` takes the hook away.
+        """
+        return self._runtime.checkpoints.add_hook(self._runtime.checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call a function before each load.
+
+        Args:
+            hook: called on all ranks with the list of models and the folder. Models that it takes from the
+                list are not loaded.
+
+        Returns:
+            A handle whose `remove()` takes the hook away.
+        """
+        return self._runtime.checkpoints.add_hook(self._runtime.checkpoints.load_hooks, hook)
+
+    # Models and objects
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Folder,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model as other libraries read them; called on all ranks.
+
+        Args:
+            model: a prepared module.
+            save_directory: folder for `model.safetensors`, or for several files and their index.
+            max_shard_size: bytes of a file, also as text such as "5GB".
+            safe_serialization: whether safetensors is written, and not `pytorch_model.bin`.
+
+        Raises:
+            ConfigurationError: the folder is a file, the size is none, or the model lies on several devices
+                in parts that have no values.
+        """
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            raise ConfigurationError(
+                f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
+                "saved: load its weights first."
+            )
+        state = self._runtime.strategy.state_dict(model, unwrap=True)
+        if self._runtime.state.is_main_process:
+            save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Folder, safe_serialization: bool = False) -> None:
+        """Write an object to one file, on the main process; called on any ranks.
+
+        Args:
+            obj: anything that can be pickled; with `safe_serialization` a dictionary of tensors.
+            f: the file; one that was there is whole until the new one is.
+            safe_serialization: write the format of safetensors.
+        """
+        project = self._runtime.request.project
+        save(obj, f, project.save_on_each_node, safe_serialization)
+
+    # How it is done
+
+    def _request(self, output_dir: Folder | None) -> Request:
+        runtime, project = self._runtime, self._runtime.request.project
+        numbered = project.automatic_checkpoint_naming
+        if output_dir is None and not numbered:
+            raise ConfigurationError(
+                "save_state() has no folder to save to. Pass output_dir, or number checkpoints: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+        session = runtime.checkpoints
+        iteration = None
+        target = Path(output_dir or "")
+        if numbered:
+            parent = _numbered_folder(project)
+            iteration = session.choose_number(parent, project.iteration)
+            target = parent / retention.name_of(iteration)
+        loaders = runtime.prepared.loaders
+        gradients = runtime.gradient_state
+        if not gradients.sync_gradients:
+            logger.warning_once(
+                "save_state() in the middle of an accumulation window: the gradients gathered so far are not "
+                "saved, and a run that goes on from here differs. Save where `sync_gradients` is True."
+            )
+        return Request(
+            target,
+            session.patience,
+            step=self.step,
+            epoch=int(getattr(loaders[0], "iteration", 0)) if loaders else 0,
+            iteration=iteration,
+            keep=project.total_limit if numbered else None,
+            run={"sync_gradients": gradients.sync_gradients, "num_steps": gradients.num_steps},
+        )
+
+    def _collect(self, site: Site, safe: bool) -> list[Any]:
+        """Take the content of the files of this rank; the user's hooks see the weights first."""
+        runtime = self._runtime
+        models = list(runtime.prepared.models)
+        weights = [runtime.strategy.state_dict(model, unwrap=True) for model in models]
+        for hook in runtime.checkpoints.save_hooks.values():
+            hook(models, weights, str(site.folder))
+        models_parts: list[Part] = [ModelPart(index, state, safe=safe) for index, state in enumerate(weights)]
+        parts = [*models_parts, *self._parts(), GeneratorsPart(runtime.state.process_index, self.step)]
+        return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
+
+    def _parts(self, *, resized: bool = False) -> list[Part]:
+        """Everything but models and random generators."""
+        prepared = self._runtime.prepared
+        scaler, rank = self._runtime.strategy.precision.scaler, self._runtime.state.process_index
+        return [
+            *state_parts(prepared.optimizers, prepared.schedulers, scaler, prepared.custom),
+            *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
+            *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
+        ]
+
+    def _candidates(self, input_dir: Folder | None) -> Iterator[Source]:
+        project = self._runtime.request.project
+        if input_dir is not None:
+            return self._runtime.checkpoints.candidates(Path(input_dir).expanduser(), None)
+        if not project.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "load_state() has no folder to load from. Pass input_dir, or number checkpoints: "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+            )
+        return self._runtime.checkpoints.candidates(None, _numbered_folder(project))
+
+    def _read(self, source: Source, options: Load, policy: str) -> list[Apply]:
+        """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
+        hooks = self._runtime.checkpoints.load_hooks.values()
+        models = list(self._runtime.prepared.models)
+        if hooks:
+            source.settle()
+        for hook in hooks:
+            hook(models, str(source.folder))
+        parts: list[Part] = [
+            *(ModelPart(index, model=self._bare(model)) for index, model in enumerate(models)),
+            *self._parts(resized=source.resized),
+        ]
+        failure, changes = "", []
+        try:
+            if source.is_readable:
+                changes = [part.read(options) for part in parts]
+                changes.append(self._read_generators(source, options, policy))
+        except CheckpointError as error:
+            failure = str(error)
+        source.settle(failure)
+        return changes
+
+    def _bare(self, model: nn.Module) -> nn.Module:
+        return self._runtime.strategy.unwrap(model, keep_compiled=False)
+
+    def _read_generators(self, source: Source, options: Load, policy: str) -> Apply:
+        part = GeneratorsPart(self._runtime.state.process_index)
+        if not source.resized or policy == "strict":
+            return part.read(options)
+        if policy == "reseed":
+            return partial(generators.reseed, options.read(GeneratorsPart(0).name), part.rank)
+        return part.read(options) if (options.folder / part.name).is_file() else nothing
+
+    def _go_on_after(self, source: Source) -> None:
+        """Take over what is counted."""
+        first = GeneratorsPart(0).name
+        if source.manifest is not None:
+            self.step = source.manifest.step
+            self._runtime.gradient_state._set_sync_gradients(source.manifest.run.get("sync_gradients", True))
+        elif (source.folder / first).is_file():
+            self.step = Load(source.folder).read(first).get("step", self.step)
+        match = retention.PATTERN.fullmatch(source.folder.name)
+        project = self._runtime.request.project
+        if match and project.automatic_checkpoint_naming:
+            project.iteration = int(match[1]) + 1
+
+
+def _numbered_folder(project: ProjectConfiguration) -> Path:
+    if project.project_dir is None:
+        raise ConfigurationError(
+            "automatic_checkpoint_naming needs a folder: ProjectConfiguration(project_dir=...)."
+        )
+    return Path(project.project_dir) / CHECKPOINTS

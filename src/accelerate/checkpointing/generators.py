@@ -1,0 +1,64 @@
+"""States of random generators in a file: read them, set them, derive new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accelerate import rng
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.files import checksum_of
+
+_PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
+_FILE_NAMES = {"python": _PYTHON, "numpy": _NUMPY, "torch": _TORCH}
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of all generators of this process, under the names they have in the file."""
+    return {_name_in_file(name): state for name, state in rng.capture().items()}
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Set the generators of this process.
+
+    Args:
+        states: content of the file; the device's may be a list with one state for each device.
+
+    Raises:
+        CheckpointError: one that this process has is not among them.
+    """
+    wanted = list(rng.capture())
+    missing = [name for name in wanted if _name_in_file(name) not in states]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint holds no state for the random generators {', '.join(missing)}: it was saved on "
+            'other hardware. Load it with world_size_policy="reseed" or "ignore".'
+        )
+    rng.restore({name: _own(states[_name_in_file(name)]) for name in wanted})
+
+
+def reseed(states: Mapping[str, Any], rank: int) -> None:
+    """Give this process generators that follow from the states of another one.
+
+    Args:
+        states: content of the file of rank 0.
+        rank: this process; each has its own generators.
+    """
+    state = states.get(_TORCH)
+    origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
+    rng.set_seed(int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS)
+
+
+def _name_in_file(name: str) -> str:
+    return _FILE_NAMES.get(name, f"torch_{name}_manual_seed")
+
+
+def _own(state: Any) -> Any:
+    """Of one state for each device, the one of the device of this process."""
+    is_list = isinstance(state, list) and state and isinstance(state[0], torch.Tensor)
+    if not is_list:
+        return state
+    index = torch.accelerator.current_device_index()
+    return state[index] if index < len(state) else state[0]

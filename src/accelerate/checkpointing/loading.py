@@ -1,0 +1,217 @@
+"""Load a list of parts: choose a complete checkpoint, verify it, read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.checkpointing import folder, manifest, retention
+from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
+
+CALL = "accelerator.load_state"
+SECONDS_TO_VERIFY = 24 * 3600.0
+
+THREADS = 4
+NO_FOLDER = "there is no such folder"
+
+WorldSizePolicy = Literal["strict", "reseed", "ignore"]
+WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
+
+
+class Source:
+    """A checkpoint that is about to be read; its files are compared with their checksums meanwhile.
+
+    Args:
+        folder: the checkpoint.
+        council: between the ranks.
+        place: of this process; decides which files it compares.
+        fault: what is known to be wrong with it; nothing is compared then.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: what it holds; None for one that other software wrote, or that is damaged.
+    """
+
+    def __init__(self, folder: Path, council: Council, place: Place, fault: str = "") -> None:
+        self.folder = folder
+        self.manifest: Manifest | None = None
+        self._council = council
+        self._fault = fault
+        self._faults: list[Future[list[str]]] = []
+        if fault:
+            return
+        try:
+            self._begin(place)
+        except CheckpointError as error:
+            self._fault = str(error)
+
+    @property
+    def resized(self) -> bool:
+        """Whether another number of processes saved it."""
+        return self.manifest is not None and self.manifest.world_size != self._council.size
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+        return not self._fault
+
+    def settle(self, failure: str = "") -> None:
+        """Wait until all ranks have compared, or read, their files; called on all ranks.
+
+        Args:
+            failure: what went wrong on this rank since.
+
+        Raises:
+            CheckpointError: something did, on any rank; says what, without the folder's name.
+        """
+        faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
+        said = self._council.decide(CALL, [line for line in faults if line], list, SECONDS_TO_VERIFY)
+        if problems := "; ".join(dict.fromkeys(line for lines in said for line in lines)):
+            raise CheckpointError(problems)
+
+    def _begin(self, place: Place) -> None:
+        if not self.folder.is_dir():
+            raise CheckpointError(NO_FOLDER)
+        if not (self.folder / manifest.NAME).is_file():
+            return
+        self.manifest = read = manifest.read(self.folder)
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="accelerate-verify")
+        self._faults = [
+            pool.submit(manifest.problems, self.folder, read, [name], deep=True)
+            for name in deal(read, place.local_size)[place.local_rank]
+        ]
+        pool.shutdown(wait=False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is among those of its machine, which share the work."""
+
+    local_rank: int
+    local_size: int
+
+
+def open_checkpoint(path: Path, council: Council, place: Place, patience: float) -> Source:
+    """Begin with a checkpoint that the user named; called on all ranks.
+
+    Args:
+        path: the checkpoint.
+        council: between the ranks.
+        place: of this process.
+        patience: seconds that the ranks have to come together.
+
+    Raises:
+        StateError: a rank did not come in time.
+    """
+    council.decide(CALL, None, lambda _: folder.recover(path), patience)
+    return Source(path, council, place)
+
+
+def open_newest(parent: Path, council: Council, place: Place, patience: float) -> Iterator[Source]:
+    """Yield numbered checkpoints that are on all machines and look complete, the newest first.
+
+    Args:
+        parent: the folder of the numbered checkpoints.
+        council: between the ranks.
+        place: of this process.
+        patience: seconds that the ranks have to come together.
+
+    Raises:
+        StateError: a rank did not come in time.
+    """
+    found = {each.number: each for each in retention.survey(parent)}
+    said = council.decide(CALL, sorted(found), list, patience)
+    for number in sorted({number for numbers in said for number in numbers}, reverse=True):
+        path = parent / retention.name_of(number)
+        fault = found[number].fault if number in found else "it is not on all machines"
+        yield Source(path, council, place, fault)
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy that there is not.
+
+    Raises:
+        ConfigurationError: with the known ones.
+    """
+    if policy not in WORLD_SIZE_POLICIES:
+        raise wrong_value(
+            "world_size_policy",
+            policy,
+            "there is no such policy",
+            f"choose one of {', '.join(WORLD_SIZE_POLICIES)}",
+        )
+
+
+def announce(source: Source, size: int, policy: str) -> None:
+    """Say what is unusual about a checkpoint, or refuse it: nobody can verify it, or others have saved it.
+
+    Args:
+        source: the checkpoint.
+        size: number of processes now.
+        policy: "strict" refuses.
+
+    Raises:
+        CheckpointError: by the policy "strict".
+    """
+    if source.manifest is None:
+        if source.is_readable:
+            logger.warning(
+                f"{source.folder} holds no {manifest.NAME}: other software wrote it, or its save did not "
+                "end. It is loaded without being verified."
+            )
+        return
+    if not source.resized:
+        return
+    old = source.manifest.world_size
+    if policy == "strict":
+        raise CheckpointError(
+            f"{source.folder} was saved by {old} processes, and this run has {size}. Start {old} "
+            'processes, or pass world_size_policy="reseed".'
+        )
+    random_states = {
+        "reseed": "each process derives new states for its random generators",
+        "ignore": "processes that find a state for their random generators take it, the others keep theirs",
+    }[policy]
+    logger.warning(
+        f"{source.folder} was saved by {old} processes, and this run has {size}: loaders go on after the "
+        f"samples seen so far, and {random_states} (world_size_policy={policy!r})."
+    )
+
+
+def deal(read: Manifest, processes: int) -> list[list[str]]:
+    """Divide the files of a checkpoint so that each process gets about the same number of bytes."""
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    sizes = [0] * processes
+    for record in sorted(read.files.values(), key=lambda record: -record.size):
+        least = sizes.index(min(sizes))
+        shares[least].append(record.name)
+        sizes[least] += record.size
+    return shares
+
+
+def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
+    """Build the error for a run that finds nothing to go on with; the caller raises it.
+
+    Args:
+        folder: what the user named; None for the newest numbered checkpoint.
+        faults: what is wrong with those that there are.
+    """
+    said = "; ".join(faults)
+    if folder is not None and said.endswith(NO_FOLDER):
+        return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")
+    if folder is not None:
+        return CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {said}")
+    if faults:
+        return CheckpointError(
+            f"There is no complete checkpoint to load, and nothing was changed. {said}. One that other "
+            "software wrote is loaded by its name: load_state(folder)."
+        )
+    return CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")

@@ -1,0 +1,90 @@
+"""Numbered checkpoints in one folder: the next one, the newest complete one, the ones to delete."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import folder, manifest
+
+PATTERN = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One numbered folder.
+
+    Attributes:
+        number: from its name.
+        path: the folder.
+        manifest: what it holds; None when it is not complete.
+        fault: why it is not complete; empty when it is.
+    """
+
+    number: int
+    path: Path
+    manifest: manifest.Manifest | None
+    fault: str = ""
+
+
+def name_of(number: int) -> str:
+    """Return the name of a numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def survey(parent: Path, *, deep: bool = False) -> list[Found]:
+    """Describe the numbered checkpoints of a folder, the newest first.
+
+    Args:
+        parent: the folder; one that does not exist holds none.
+        deep: compare checksums too, and not only sizes.
+    """
+    if not parent.is_dir():
+        return []
+    for aside in parent.glob(f".checkpoint_*.{folder.OLD}-*"):
+        folder.recover(parent / aside.name[1:].partition(".")[0])
+    numbered = ((PATTERN.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
+    found = [_look_at(int(match[1]), path, deep) for match, path in numbered if match]
+    return sorted(found, key=lambda each: each.number, reverse=True)
+
+
+def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
+    """Read a checkpoint's manifest and compare its files.
+
+    Args:
+        path: the checkpoint.
+        deep: compare checksums too, and not only sizes.
+
+    Returns:
+        The manifest, None where there is no usable one, and what is wrong, empty for a complete checkpoint.
+    """
+    try:
+        read = manifest.read(path)
+    except CheckpointError as error:
+        return None, str(error)
+    return read, "; ".join(manifest.problems(path, read, deep=deep))
+
+
+def prune(parent: Path, keep: int) -> list[Path]:
+    """Delete the oldest numbered checkpoints; the newest complete one always stays.
+
+    Args:
+        parent: the folder.
+        keep: how many stay.
+
+    Returns:
+        The deleted ones, the oldest first.
+    """
+    found = survey(parent)
+    newest = next((each for each in found if not each.fault), None)
+    surplus = [each for each in found[keep:] if each is not newest]
+    for each in reversed(surplus):
+        folder.remove(each.path)
+    return [each.path for each in reversed(surplus)]
+
+
+def _look_at(number: int, path: Path, deep: bool) -> Found:
+    read, fault = look_at(path, deep=deep)
+    return Found(number, path, None if fault else read, fault)

@@ -1,0 +1,192 @@
+"""Save a list of parts: agree on a folder, write, agree that all is written, give the folder its name."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import retention
+from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
+from accelerate.checkpointing.folder import Workplace, plan_workplace
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.parts import Payload
+
+CALL = "accelerator.save_state"
+SECONDS_TO_WRITE = 24 * 3600.0
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is saved where.
+
+    Attributes:
+        target: the folder of the checkpoint.
+        patience: seconds that the ranks have to come together.
+        step: `Accelerator.step`.
+        epoch: of the first loader.
+        iteration: number under automatic naming; None for a folder that the user named.
+        keep: how many numbered checkpoints stay; None for all.
+        run: further facts of the run.
+    """
+
+    target: Path
+    patience: float
+    step: int = 0
+    epoch: int = 0
+    iteration: int | None = None
+    keep: int | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where this rank writes.
+
+    Attributes:
+        workplace: the folder.
+        commits: whether this rank gives it its name.
+        council: between the ranks.
+        request: what is saved.
+    """
+
+    workplace: Workplace
+    commits: bool
+    council: Council
+    request: Request
+
+    @property
+    def folder(self) -> Path:
+        """The folder in which the files are written."""
+        return self.workplace.folder
+
+
+def open_site(request: Request, council: Council) -> Site:
+    """Make the folder that the checkpoint is written in; called on all ranks.
+
+    Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
+    machine; the first of them gives it its name.
+
+    Args:
+        request: what is saved where.
+        council: between the ranks.
+
+    Raises:
+        StateError: a rank did not come in time.
+        CheckpointError: a folder cannot be made.
+    """
+    target = os.path.abspath(request.target)
+
+    def begin(said: Sequence[str]) -> Workplace:
+        workplace = plan_workplace(Path(said[0]))
+        workplace.open()
+        return workplace
+
+    first = council.decide(CALL, target, begin, request.patience)
+    sees = target == str(first.target) and first.folder.is_dir()
+    place = "" if sees else f"{socket.gethostname()}:{target}"
+    places = council.decide(CALL, place, list, request.patience)
+    leader = places.index(place)
+    if not any(places):
+        return Site(first, council.rank == 0, council, request)
+    own = first if sees else plan_workplace(request.target)
+    commits = leader == council.rank
+    failure = _attempt(own.open) if commits and not sees else ""
+    said = council.decide(CALL, (failure, own), list, request.patience)
+    _refuse_failures([text for text, _ in said])
+    return Site(said[leader][1], commits, council, request)
+
+
+def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
+    """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks.
+
+    Args:
+        site: where.
+        payloads: the files of this rank.
+        threads: files that are written at a time.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
+    """
+    rank, council = site.council.rank, site.council
+    records: list[FileRecord] = []
+
+    def write_file(payload: Payload) -> FileRecord:
+        path = site.folder / payload.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        payload.write(payload.content, path)
+        return seal(site.folder, payload.name, rank)
+
+    def write_files() -> None:
+        with ThreadPoolExecutor(threads, thread_name_prefix="accelerate-write") as pool:
+            records.extend(pool.map(write_file, payloads))
+
+    try:
+        failure = _attempt(write_files)
+        said = council.decide(CALL, (failure, str(site.folder), records), list, SECONDS_TO_WRITE)
+        _refuse_failures([text for text, _, _ in said])
+        mine = [record for _, folder, own in said if folder == str(site.folder) for record in own]
+        failure = _attempt(lambda: _commit(site, mine)) if site.commits else ""
+        _refuse_failures(council.decide(CALL, failure, list, SECONDS_TO_WRITE))
+    finally:
+        if site.commits:
+            site.workplace.discard()
+    return site.workplace.target
+
+
+def _commit(site: Site, records: Sequence[FileRecord]) -> None:
+    """Describe the folder, give it its name, and only then delete what it makes superfluous."""
+    request = site.request
+    files = {record.name: record for record in records}
+    for name in files_under(site.folder):
+        if name not in files:  # written by the user's hooks
+            files[name] = seal(site.folder, name, site.council.rank)
+    for folder in {(site.folder / name).parent for name in files}:
+        sync_folder(folder)
+    Manifest(
+        files=files,
+        world_size=site.council.size,
+        step=request.step,
+        epoch=request.epoch,
+        iteration=request.iteration,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        software=f"accelerate {version('accelerate')}",
+        torch=torch.__version__,
+        run=request.run,
+    ).write(site.folder)
+    site.workplace.publish()
+    if request.keep is not None:
+        retention.prune(site.workplace.target.parent, request.keep)
+
+
+def _attempt(action: Callable[[], Any]) -> str:
+    """Do something and return why it failed, so that all ranks can be told; empty when it did not."""
+    try:
+        action()
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def _refuse_failures(failures: Sequence[str]) -> None:
+    failed = {rank: text for rank, text in enumerate(failures) if text}
+    if failed:
+        lines = "; ".join(f"process {rank}: {text}" for rank, text in failed.items())
+        raise CheckpointError(
+            f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Mend the cause, "
+            "such as a full disk, and save again."
+        )

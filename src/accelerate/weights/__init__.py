@@ -1,0 +1,1 @@
+"""Weights of modules: their files, and the names that share one tensor."""

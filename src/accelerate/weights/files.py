@@ -1,0 +1,247 @@
+"""One state dict <-> one file, in the formats of safetensors and of torch.
+
+What is read from torch's files is limited to tensors, numbers, text and plain containers: a file that
+somebody else has written cannot run code here.
+"""
+
+from __future__ import annotations
+
+import _codecs
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
+from accelerate.weights.shared import drop_shared, restore_shared
+
+logger = get_logger(__name__)
+
+Target = str | os.PathLike[str] | IO[bytes]
+
+np_core = np._core if hasattr(np, "_core") else np.core
+
+TORCH_SAFE_GLOBALS: list[Any] = [
+    np_core.multiarray._reconstruct,
+    (np_core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+    (np_core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
+    np_core.multiarray.scalar,
+    np.ndarray,
+    _codecs.encode,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"},
+]
+"""What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
+
+_ALIASES = "aliases"
+_METADATA = {"format": "pt"}
+
+
+# Safetensors
+
+
+def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors to a file that any reader of safetensors takes.
+
+    Args:
+        state: tensors by name. One that several names share is stored once; the file's metadata tells the
+            other names.
+        path: the file; what was there is overwritten.
+
+    Raises:
+        ConfigurationError: something in `state` is not a tensor.
+    """
+    kept, aliases = drop_shared(state)
+    write_whole_tensors(kept, aliases, path)
+
+
+def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
+    """Write tensors of which no two share memory.
+
+    Args:
+        kept: contiguous tensors by name.
+        aliases: further names, each with the one in `kept` that holds its tensor.
+        path: the file.
+    """
+    metadata = {**_METADATA, _ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
+    try:
+        save_file(dict(kept), path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read all tensors of a file; names that share a tensor get the same one.
+
+    Args:
+        path: the file.
+        device: where the tensors go.
+
+    Raises:
+        CheckpointError: it is not such a file, or not a whole one.
+    """
+    try:
+        with safe_open(path, "pt", device=str(device)) as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            aliases = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return restore_shared(state, aliases)
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict as safetensors takes it: contiguous, each shared tensor under one name only.
+
+    Args:
+        state_dict: tensors by name.
+
+    Returns:
+        A new dictionary. Which names were left out is said once, in a warning.
+    """
+    kept, aliases = drop_shared(state_dict)
+    if aliases:
+        logger.warning(
+            f"Shared tensors are stored under one name each; left out: {', '.join(sorted(aliases))}."
+        )
+    return kept
+
+
+# Torch
+
+
+def write_torch(obj: Any, path: Path) -> None:
+    """Write any picklable object with `torch.save`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        torch.save(obj, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
+    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers unless told otherwise.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as for `torch.load`.
+        **options: further arguments of `torch.load`; `weights_only=False` reads any object, and runs whatever
+            code the file brings with it.
+
+    Raises:
+        CheckpointError: the file is broken, or holds other things.
+    """
+    try:
+        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+            return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_explain_refusal(path, error)) from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
+        ) from error
+
+
+def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
+    reason = str(error).partition("Unsupported global: GLOBAL ")[2].partition(" ")[0]
+    if not reason:
+        return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
+    return (
+        f"{_name_of(path)} holds a `{reason}`, and only tensors, numbers, text and plain containers are "
+        "read; other objects can run code when they are loaded. If you trust the file, pass "
+        'load_kwargs={"weights_only": False}.'
+    )
+
+
+def _name_of(path: Target) -> str:
+    return os.fspath(path) if isinstance(path, (str, os.PathLike)) else str(getattr(path, "name", path))
+
+
+# Either
+
+
+def write(obj: Any, path: Path, safe_serialization: bool) -> None:
+    """Write an object to one file.
+
+    Args:
+        obj: anything; with `safe_serialization` tensors by name.
+        path: the file.
+        safe_serialization: whether in the format of safetensors.
+    """
+    if safe_serialization:
+        write_safetensors(cast("Mapping[str, Tensor]", obj), path)
+    else:
+        write_torch(obj, path)
+
+
+def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object to one file, once; called on any ranks.
+
+    The file is written beside its place first, so that one that was there is whole until the new one is.
+
+    Args:
+        obj: anything that can be pickled; with `safe_serialization` a dictionary of tensors.
+        f: a path, or a binary file object.
+        save_on_each_node: whether the first process of each machine writes it, and not only that of the
+            first.
+        safe_serialization: write the format of safetensors; needs a path.
+
+    Raises:
+        ConfigurationError: `safe_serialization` with a file object, or with something that is not a tensor.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if isinstance(f, (str, os.PathLike)):
+        write_beside(obj, Path(f), safe_serialization)
+    elif safe_serialization:
+        raise ConfigurationError("safe_serialization=True needs the path of a file; this is a file object.")
+    else:
+        torch.save(obj, f)
+
+
+def write_beside(obj: Any, path: Path, safe_serialization: bool) -> None:
+    """Write an object to a file that appears when it is whole, in the place of an older one.
+
+    Args:
+        obj: anything; with `safe_serialization` tensors by name.
+        path: the file.
+        safe_serialization: whether in the format of safetensors.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(obj, beside, safe_serialization)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        raise
+
+
+def load(f: Target, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers unless told otherwise.
+
+    Args:
+        f: a path, or a binary file object.
+        map_location: where tensors go, as for `torch.load`.
+        **kwargs: further arguments of `torch.load`; `weights_only=False` reads any object, and runs whatever
+            code the file brings with it.
+
+    Raises:
+        CheckpointError: the file is broken, or holds other things.
+    """
+    return read_torch(f, map_location, **kwargs)

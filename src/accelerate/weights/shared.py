@@ -1,0 +1,75 @@
+"""Names of a state dict that stand for one tensor: kept once in a file, brought back when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelerate.base.errors import wrong_value
+
+
+def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Separate the first name of each tensor from the others.
+
+    Args:
+        state: tensors by name.
+
+    Returns:
+        Contiguous tensors, no two of which share memory, by their first names; and for each other name the
+        first one. Tensors that overlap without being the same are all kept, those after the first as copies.
+
+    Raises:
+        ConfigurationError: something is not a tensor.
+    """
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    firsts: dict[tuple[Any, ...], str] = {}
+    memory: set[Any] = set()
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise wrong_value(
+                name, type(tensor).__name__, "safetensors holds tensors only", "pass safe_serialization=False"
+            )
+        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        identity = (*place, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in firsts:
+            aliases[name] = firsts[identity]
+            continue
+        firsts[identity] = name
+        tensor = tensor.detach().contiguous()
+        kept[name] = tensor.clone() if tensor.numel() and place in memory else tensor
+        memory.add(place)
+    return kept, aliases
+
+
+def restore_shared(state: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+    """Give each of several names of a tensor that tensor.
+
+    Args:
+        state: tensors by their first names; added to.
+        aliases: other names with the first one.
+    """
+    for name, first in aliases.items():
+        if first in state:
+            state.setdefault(name, state[first])
+    return state
+
+
+def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """List what a model has and a state dict lacks; a tensor that has several names needs one.
+
+    Args:
+        model: the module that is to be filled.
+        state: tensors by name.
+    """
+    own = model.state_dict()
+    filled = {_memory(own[name]) for name in state if name in own}
+    return [name for name, tensor in own.items() if name not in state and _memory(tensor) not in filled]
+
+
+def _memory(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -1,0 +1,270 @@
+"""Checkpoints of several processes: whole or not there, and refused on all ranks alike."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError, StateError
+from accelerate.checkpointing import files, manifest, parts
+from accelerate.utils import ProjectConfiguration
+
+Run = Callable[..., list[Any]]
+
+
+def prepared(**choices: Any) -> tuple[Accelerator, nn.Module, Any]:
+    """A tiny run whose optimizer has a state."""
+    project = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True, **choices)
+    accelerator = Accelerator(project_config=project)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    step(accelerator, model, optimizer)
+    return accelerator, model, optimizer
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(3, 4) * (accelerator.process_index + 1)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weight(model: nn.Module) -> list[float]:
+    return next(model.parameters()).flatten().tolist()
+
+
+def save_and_come_back(blocking: bool) -> Any:
+    accelerator, model, optimizer = prepared()
+    torch.manual_seed(accelerator.process_index)
+    accelerator.step = 5
+    folder = accelerator.save_state(blocking=blocking)
+    before, drawn = weight(model), torch.rand(2).tolist()
+    step(accelerator, model, optimizer)
+    accelerator.wait_for_checkpoint()
+    names = sorted(path.name for path in folder.iterdir())
+    accelerator.step = 0
+    accelerator.load_state()
+    same = (weight(model), torch.rand(2).tolist(), accelerator.step) == (before, drawn, 5)
+    accelerator.end_training()
+    return same, names, [path.name for path in folder.parent.iterdir()]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_all_ranks_come_back_to_what_they_were(run: Run, blocking: bool) -> None:
+    for same, names, numbered in run(save_and_come_back, blocking):
+        assert same
+        assert numbered == ["checkpoint_0"]
+        assert names == [
+            "manifest.json",
+            "model.safetensors",
+            "optimizer.bin",
+            "random_states_0.pkl",
+            "random_states_1.pkl",
+        ]
+
+
+def save_on_one_rank() -> str:
+    accelerator, _, _ = prepared()
+    accelerator._runtime.checkpoints.patience = 0.5
+    if accelerator.is_main_process:
+        with pytest.raises(StateError) as error:
+            accelerator.save_state()
+        return str(error.value)
+    return ""
+
+
+def test_a_save_on_one_rank_names_the_others(run: Run) -> None:
+    message, _, _ = run(save_on_one_rank, processes=3)
+    assert "processes 1, 2 did not come within 0.5 s" in message
+    assert "is_main_process" in message
+
+
+def save_on_the_other_rank() -> str:
+    accelerator, _, _ = prepared()
+    accelerator._runtime.checkpoints.patience = 0.1
+    message = ""
+    if not accelerator.is_main_process:
+        from accelerate.checkpointing import council
+
+        council.SECONDS_FOR_THE_VERDICT = 0.2
+        with pytest.raises(StateError) as error:
+            accelerator.save_state()
+        message = str(error.value)
+    accelerator.wait_for_everyone()
+    return message
+
+
+def test_a_save_without_rank_0_is_no_hang(run: Run) -> None:
+    assert "process 0 did not come" in run(save_on_the_other_rank)[1]
+
+
+def save_while_the_other_loads() -> str:
+    accelerator, _, _ = prepared()
+    folder = accelerator.save_state()
+    with pytest.raises(StateError) as error:
+        if accelerator.is_main_process:
+            accelerator.save_state()
+        else:
+            accelerator.load_state(folder)
+    return str(error.value)
+
+
+def test_different_calls_name_each_other(run: Run) -> None:
+    for message in run(save_while_the_other_loads):
+        assert "Process 0: accelerator.save_state" in message
+        assert "Process 1: accelerator.load_state" in message
+
+
+def fail_to_write(blocking: bool) -> Any:
+    accelerator, model, optimizer = prepared(total_limit=1)
+    first = accelerator.save_state()
+    before = weight(model)
+    step(accelerator, model, optimizer)
+    seal = files.seal
+
+    def full(folder: Path, name: str, rank: int = 0) -> files.FileRecord:
+        if rank == 1:
+            raise OSError(28, "No space left on device", name)
+        return seal(folder, name, rank)
+
+    from accelerate.checkpointing import saving
+
+    saving.seal = full
+    with pytest.raises(CheckpointError, match=r"process 1: .*No space left") as error:
+        accelerator.save_state(blocking=blocking)
+        accelerator.wait_for_checkpoint()
+    saving.seal = seal
+    accelerator.wait_for_everyone()  # rank 0 clears up
+    left = sorted(os.listdir(first.parent))
+    accelerator.load_state()
+    accelerator.wait_for_everyone()
+    return str(error.value), left, weight(model) == before
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_disk_of_one_rank_leaves_the_old_checkpoint(run: Run, blocking: bool) -> None:
+    for message, left, same in run(fail_to_write, blocking):
+        assert "the ones before it are unchanged" in message
+        assert left == ["checkpoint_0"]
+        assert same
+
+
+def load_damaged() -> Any:
+    accelerator, model, optimizer = prepared()
+    accelerator.save_state()
+    before = weight(model)
+    step(accelerator, model, optimizer)
+    newest = accelerator.save_state()
+    if accelerator.is_main_process:
+        with (newest / "random_states_1.pkl").open("r+b") as file:
+            file.write(b"?")
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError, match=r"random_states_1\.pkl does not fit its checksum"):
+        accelerator.load_state(newest)
+    accelerator.load_state()
+    return weight(model) == before
+
+
+def test_a_damaged_file_of_any_rank_is_refused_on_all(run: Run) -> None:
+    assert run(load_damaged) == [True, True]
+
+
+def save_for_others(folder: str) -> None:
+    accelerator, _, _ = prepared()
+    accelerator.save_state()
+    if accelerator.is_main_process:
+        Path(folder).parent.mkdir(exist_ok=True)
+        (Path("project/checkpoints") / "checkpoint_0").rename(folder)
+    accelerator.end_training()
+
+
+def load_from_others(folder: str, policy: str) -> Any:
+    accelerator, _, _ = prepared()
+    torch.manual_seed(1234 + accelerator.process_index)
+    kept = torch.get_rng_state()
+    try:
+        accelerator.load_state(folder, world_size_policy=policy)
+    except CheckpointError as error:
+        return str(error)
+    return torch.equal(kept, torch.get_rng_state()), torch.rand(1).item()
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("two") / "checkpoint")
+
+
+def test_another_number_of_processes(run: Run, saved_by_two: str) -> None:
+    run(save_for_others, saved_by_two)
+    strict = run(load_from_others, saved_by_two, "strict", processes=3)
+    assert all("saved by 2 processes, and this run has 3" in message for message in strict)
+    reseeded = run(load_from_others, saved_by_two, "reseed", processes=3)
+    assert len({drawn for _, drawn in reseeded}) == 3
+    assert reseeded == run(load_from_others, saved_by_two, "reseed", processes=3)
+    ignored = run(load_from_others, saved_by_two, "ignore", processes=3)
+    assert [kept for kept, _ in ignored] == [False, False, True]
+
+
+def save_to_machines_of_their_own() -> Any:
+    """Two processes on two machines that share no disk: each sees a folder of its own under one name."""
+    rank = int(os.environ["RANK"])
+    own = Path(f"machine{rank}").absolute()
+    own.mkdir()
+    os.chdir(own)
+    os.environ["LOCAL_RANK"] = "0"
+    accelerator, model, _ = prepared()
+    from accelerate.checkpointing import saving
+
+    saving.socket.gethostname = lambda: f"machine{rank}"
+    folder = accelerator.save_state(Path("here"))
+    before = weight(model)
+    accelerator.load_state()
+    accelerator.wait_for_everyone()
+    held = manifest.read(folder)
+    return weight(model) == before, sorted(held.files), held.world_size
+
+
+def test_machines_without_a_common_disk_keep_a_folder_each(run: Run) -> None:
+    first, second = run(save_to_machines_of_their_own)
+    assert first == (True, ["model.safetensors", "optimizer.bin", "random_states_0.pkl"], 2)
+    assert second == (True, ["model.safetensors", "optimizer.bin", "random_states_1.pkl"], 2)
+
+
+def train_while_saving() -> Any:
+    accelerator, model, optimizer = prepared()
+    wrote = threading.Event()
+    write = parts.write_whole_tensors
+
+    def slow(*args: Any) -> None:
+        assert wrote.wait(20)
+        write(*args)
+
+    parts.write_whole_tensors = slow
+    before = weight(model)
+    folder = accelerator.save_state(blocking=False)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    unfinished = not folder.exists()
+    wrote.set()
+    accelerator.end_training()
+    return unfinished, before, folder.exists() and weight_in(folder)
+
+
+def weight_in(folder: Path) -> list[float]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")["weight"].flatten().tolist()
+
+
+def test_training_goes_on_while_the_copy_is_written(run: Run) -> None:
+    for unfinished, before, written in run(train_while_saving):
+        assert unfinished
+        assert written == before

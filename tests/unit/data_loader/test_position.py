@@ -1,0 +1,231 @@
+"""A run that is interrupted and goes on is the same run: the same samples, the same weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.base.errors import CheckpointError
+from accelerate.data_loader import position
+from accelerate.data_loader.samplers import advance
+from accelerate.utils import set_seed
+from accelerate.utils.other import load
+
+pytestmark = [
+    pytest.mark.usefixtures("states"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+SAMPLES, BATCH, EPOCHS = 23, 3, 3
+Steps = list[tuple[int, int, list[float]]]
+
+
+class Plain(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.ones(3) * index
+
+
+class Augmented(Plain):
+    """Draws random numbers for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.randn(3)
+
+
+class Batches:
+    """A custom batch sampler: sizes and order from Python's generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        while order:
+            size = random.choice([2, 3])
+            yield order[:size]
+            del order[:size]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Plain()[index] for index in range(SAMPLES)])
+
+
+class StreamWithState(IterableDataset[Any]):
+    """Goes on where it was, and counts what it reads."""
+
+    def __init__(self) -> None:
+        self.index = self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.index < SAMPLES:
+            self.index += 1
+            self.read += 1
+            yield Plain()[self.index - 1]
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+def build(kind: str, workers: int) -> DataLoader[Any]:
+    shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
+    match kind:
+        case "shuffled":
+            return DataLoader(Plain() if workers else Augmented(), shuffle=True, **shared)
+        case "own generator":
+            return DataLoader(Plain(), shuffle=True, generator=torch.Generator().manual_seed(3), **shared)
+        case "with replacement":
+            return DataLoader(Plain(), sampler=RandomSampler(Plain(), replacement=True), **shared)
+        case "batch sampler":
+            return DataLoader(Plain(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
+        case "in order":
+            return DataLoader(Augmented() if not workers else Plain(), **shared)
+        case "stream":
+            return DataLoader(Stream(), **shared)
+    return DataLoader(StreamWithState(), **shared)
+
+
+KINDS = (
+    "shuffled",
+    "own generator",
+    "with replacement",
+    "batch sampler",
+    "in order",
+    "stream",
+    "stream with state",
+)
+
+
+def train(
+    folder: Path, kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_on: Any = None
+) -> tuple[Steps, Any]:
+    """The documented loop; it stops behind the step `stop`, or goes on behind the step `go_on`."""
+    set_seed(99 if go_on else 0)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters(), 0.01), build(kind, workers)
+    )
+    steps: Steps = []
+    first_epoch, seen = 0, 0
+    if go_on:
+        accelerator.load_state(folder)
+        first_epoch, seen = go_on[0], go_on[1] + 1
+    for epoch in range(first_epoch, EPOCHS):
+        batches, before = loader, 0
+        if epoch == first_epoch and seen:
+            before = seen
+            if not config.get("use_stateful_dataloader"):
+                batches = accelerator.skip_first_batches(loader, seen)
+        for number, (index, inputs) in enumerate(batches, start=before):
+            accelerator.backward(model(inputs).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append((epoch, number, index.flatten().tolist()))
+            if (epoch, number) == stop:
+                accelerator.save_state(folder)
+                return steps, None
+    return steps, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+CONFIGS: tuple[dict[str, Any], ...] = ({}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True})
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "seedable", "stateful"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_equals_uninterrupted(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    check(tmp_path, kind, 0, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "seedable", "stateful"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_equals_uninterrupted_with_workers(
+    tmp_path: Path, kind: str, config: dict[str, Any]
+) -> None:
+    check(tmp_path, kind, 2, config)
+
+
+def test_shuffled_with_workers(tmp_path: Path) -> None:
+    check(tmp_path, "shuffled", 2, {}, places=("middle",))
+
+
+def check(
+    folder: Path, kind: str, workers: int, config: dict[str, Any], places: Any = ("first", "middle", "last")
+) -> None:
+    whole, weights = train(folder, kind, workers, config)
+    last = max(number for epoch, number, _ in whole if epoch == 1)
+    for stop in ({"first": (0, 0), "middle": (1, 4), "last": (1, last)}[place] for place in places):
+        before, _ = train(folder, kind, workers, config, stop=stop)
+        behind, again = train(folder, kind, workers, config, go_on=stop)
+        assert before + behind == whole, stop
+        assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True)), stop
+
+
+def test_a_stream_with_state_reads_nothing_twice() -> None:
+    accelerator = Accelerator(cpu=True)
+    dataset = StreamWithState()
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=BATCH))
+    state = {**(position.capture(loader) or {}), "seen": 5, "consumed": 5}
+    position.restore(loader, state, {"state": {"index": 15}, "first": []})
+    assert len(list(accelerator.skip_first_batches(loader, 5))) == 3
+    assert dataset.read == SAMPLES - 15
+
+
+def test_between_two_epochs_the_next_order_is_the_same(tmp_path: Path) -> None:
+    def run(go_on: bool) -> list[Any]:
+        set_seed(7 if go_on else 0)
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Plain(), batch_size=BATCH, shuffle=True))
+        if go_on:
+            accelerator.load_state(tmp_path)
+        else:
+            list(loader)
+            accelerator.save_state(tmp_path)
+        return [index.tolist() for _ in range(2) for index, _ in loader]
+
+    assert run(go_on=False) == run(go_on=True)
+
+
+def test_a_pass_without_a_late_start_repeats_the_epoch_from_its_beginning(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, "own generator", 0, {}, stop=(0, 4))
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(build("own generator", 0))
+    position.restore(loader, load(tmp_path / "sampler.bin"))
+    assert [index.flatten().tolist() for index, _ in loader][:5] == [indices for _, _, indices in whole]
+
+
+def test_another_kind_of_loader_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    plain, shuffled = accelerator.prepare(build("in order", 0), build("own generator", 0))
+    with pytest.raises(CheckpointError, match="had 1 random generators, and .* has 0"):
+        position.restore(plain, position.capture(shuffled) or {})
+    with pytest.raises(CheckpointError, match="this is no position of a loader"):
+        position.restore(plain, {"epoch": 1})
+
+
+@pytest.mark.parametrize("source", [list(range(50)), range(50), (n for n in range(50)), Batches()])
+@pytest.mark.parametrize("count", [0, 1, 7, 49, 50, 60])
+def test_advance_equals_reading(source: Any, count: int) -> None:
+    if isinstance(source, Batches):
+        source = RandomSampler(range(50), generator=torch.Generator().manual_seed(count))
+        whole = list(RandomSampler(range(50), generator=torch.Generator().manual_seed(count)))
+    elif not isinstance(source, (list, range)):
+        source, whole = (n for n in range(50)), list(range(50))
+    else:
+        whole = list(source)
+    iterator = iter(source)
+    advance(iterator, count)
+    assert list(iterator) == whole[count:]
