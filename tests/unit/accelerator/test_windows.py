@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.ops.aside import Answer, combine_aside
 from accelerate.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -200,3 +201,23 @@ def test_an_error_in_a_window_leaves_nothing_behind() -> None:
     assert not accelerator.gradient_state.in_dataloader
     assert accelerator.sync_gradients
     assert [len(window) for window in accelerator.windows(loader)] == [2, 2]
+
+
+def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+
+    def note(numbers: Any, how: str, purpose: str) -> Answer:
+        sums.append(numbers[0])
+        return combine_aside(numbers, how, purpose)
+
+    monkeypatch.setattr("accelerate.accelerator.windows.combine_aside", note)
+    monkeypatch.setattr("accelerate.accelerator.weighing.combine_aside", note)
+    accelerator, loader = accelerator_with(2, 6)
+    for window in accelerator.windows(loader, num_items=lambda batch: batch + 1):
+        list(window)
+    assert sums == [3.0, 7.0, 11.0]
+    sums.clear()
+    for batch in loader:
+        with accelerator.accumulate(num_items=batch + 1):
+            pass
+    assert sums == [3.0, 7.0, 11.0]
