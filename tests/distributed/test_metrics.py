@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ def make_loader(kind: str, samples: int, batch: int) -> DataLoader[Any]:
         return DataLoader(data, batch_sampler=Growing(samples))  # type: ignore[arg-type]
     if kind == "batch sampler":
         return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), batch, False))  # type: ignore[arg-type]
+    if kind == "ready batches":
+        return DataLoader(list(data.split(batch)), batch_size=None)  # type: ignore[arg-type]
     if kind == "stream":
         return DataLoader(Stream(samples, sized=False), batch_size=batch)
     if kind == "sized stream":
@@ -73,7 +76,7 @@ def evaluate(kind: str, samples: int, batch: int, settings: dict[str, Any]) -> l
     return [seen, nested, [int(word) for word in words]]
 
 
-KINDS = ("plain", "shuffled", "batch sampler", "growing", "stream", "sized stream")
+KINDS = ("plain", "shuffled", "batch sampler", "growing", "ready batches", "stream", "sized stream")
 SIZES = ((11, 3), (12, 3), (1, 4), (2, 4), (13, 5))
 
 
@@ -92,8 +95,8 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
     ("settings", "kinds"),
     [
         ({}, KINDS),
-        ({"split_batches": True}, tuple(kind for kind in KINDS if kind != "growing")),
-        ({"dispatch_batches": True}, ("plain", "batch sampler", "stream")),
+        ({"split_batches": True}, tuple(kind for kind in KINDS if kind not in ("growing", "ready batches"))),
+        ({"dispatch_batches": True}, ("plain", "batch sampler", "growing", "ready batches", "stream")),
         ({"dispatch_batches": False}, ("stream", "sized stream")),
     ],
     ids=["default", "split", "dispatch", "sharded streams"],
@@ -164,3 +167,88 @@ def test_uneven_ends(run: Run) -> None:
     assert seen == others == list(range(6))
     assert "processes [1] have no batch" in message
     assert silence == ""
+
+
+def average() -> list[Any]:
+    """Means of 5 and 4 samples: the mean of the means is 3.6, that of the samples 4."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=5))  # type: ignore[arg-type]
+    (batch,) = loader
+    answers = [accelerator.weighted_mean(batch.mean(), len(batch))]
+    tree = accelerator.weighted_mean(
+        {"mean": batch.mean(), "pair": [torch.stack([batch.min(), batch.max()]).double()]},
+        torch.tensor(len(batch)),
+    )
+    return [*answers, tree["mean"], *tree["pair"][0].tolist()]
+
+
+def test_a_weighted_mean_is_that_of_all_samples(run: Run) -> None:
+    for mean, again, least, most in run(average):
+        assert mean.item() == again.item() == 4.0
+        assert mean.dtype == torch.float32
+        assert least == pytest.approx((5 * 0 + 4 * 5) / 9)
+        assert most == pytest.approx((5 * 4 + 4 * 8) / 9)
+
+
+def gather_what_is_not_per_sample() -> tuple[list[Any], int]:
+    from accelerate.logging import get_logger
+
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign,assignment]
+    get_logger("accelerate.accelerator.metrics").logger.addHandler(handler)
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=5))  # type: ignore[arg-type]
+    answers: list[Any] = []
+    for batch in loader:
+        rank = torch.tensor(float(accelerator.process_index))
+        data = {"samples": batch, "mean": rank, "classes": [rank.repeat(3)], "more": (batch * 2,)}
+        found = accelerator.gather_for_metrics(data)
+        answers.append([found["samples"], found["mean"], found["classes"][0], found["more"][0]])
+        answers.append(accelerator.gather_for_metrics({"rank": accelerator.process_index}))
+        answers.append(accelerator.gather_for_metrics(["one", "two"]))
+    texts = [record.getMessage() for record in said]
+    assert all("accelerator.weighted_mean(value, weight)" in text for text in texts)
+    return [item.tolist() if torch.is_tensor(item) else item for item in answers[0]] + answers[1:], len(texts)
+
+
+def test_what_is_not_per_sample_is_gathered_whole_with_one_warning(run: Run) -> None:
+    (first, warnings), (second, _) = run(gather_what_is_not_per_sample)
+    numbers = list(map(float, range(9)))
+    expected = [numbers, [0.0, 1.0], [0.0] * 3 + [1.0] * 3, [2 * number for number in numbers]]
+    expected += [[{"rank": 0}, {"rank": 1}], ["one", "two"] * 2]  # type: ignore[list-item]
+    assert first == second == expected
+    assert warnings == 1
+
+
+def gather_by_chance() -> list[list[float]]:
+    """Three classes on both ranks, and by chance three samples on one of them."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=3))  # type: ignore[arg-type]
+    return [accelerator.gather_for_metrics(torch.ones(3)).tolist() for _ in loader]
+
+
+def test_a_length_that_fits_by_chance_is_not_that_of_samples(run: Run) -> None:
+    assert run(gather_by_chance) == [[[1.0] * 6]] * 2
+
+
+def gather_around_breaks(workers: int) -> list[list[int]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(11), batch_size=3, num_workers=workers))  # type: ignore[arg-type]
+    passes = []
+    for stop in (1, 2, None, 1, None):
+        seen: list[int] = []
+        for number, batch in enumerate(loader, 1):
+            seen += accelerator.gather_for_metrics(batch).tolist()
+            if number == stop:
+                break
+        passes.append(seen)
+        whole = accelerator.gather_for_metrics(torch.arange(4))  # of no batch any more
+        assert len(whole) == 8
+    return passes
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_early_break_leaves_nothing_behind(run: Run, workers: int) -> None:
+    whole = list(range(11))
+    assert run(gather_around_breaks, workers) == [[whole[:6], whole, whole, whole[:6], whole]] * 2

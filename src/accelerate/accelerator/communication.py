@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
-
+from accelerate.accelerator.metrics import gather_samples, mean_over_ranks
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import StateError
-from accelerate.logging import get_logger
-from accelerate.nested import contains_tensor, recursively_apply
-from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
+from accelerate.ops.collectives import gather, reduce
 from accelerate.ops.padding import pad_across_processes
-
-logger = get_logger(__name__)
 
 
 class Communication:
@@ -40,7 +34,7 @@ class Communication:
 
         Args:
             input_data: tensors whose dimension 0 is the batch, in any nesting, or a list with one object per
-                sample.
+                sample. What is not one per sample comes whole from each rank, see `weighted_mean`.
             use_gather_object: gather as objects although there are tensors in it.
 
         Returns:
@@ -49,17 +43,30 @@ class Communication:
         """
         if not self._runtime.state.use_distributed:
             return input_data
-        as_objects = use_gather_object or not contains_tensor(input_data)
-        loader = self._runtime.gradient_state.active_dataloader
-        counts = None if loader is None else loader.valid_counts
-        if counts is None:
-            return gather_object(input_data) if as_objects else gather(input_data)
-        _refuse_absent_ranks(loader, counts)
-        if as_objects:
-            return gather_valid_objects(input_data, counts)
-        return recursively_apply(
-            _gather_samples, input_data, counts, loader.batch_rows, error_on_other_type=True
-        )
+        return gather_samples(input_data, self._runtime.gradient_state.active_dataloader, use_gather_object)
+
+    def weighted_mean(self, value: Any, weight: Any) -> Any:
+        """Return the mean over all ranks of values that are means themselves, or whatever has a weight.
+
+        `weighted_mean(loss, len(labels))` is the loss over all samples, however unevenly ranks have them. For
+        a whole epoch add up `loss * len(labels)` and `len(labels)` in the loop, and call this once after it
+        with the quotient and the second sum. A batch that is filled up holds samples twice, and so does its
+        mean: evaluate with `even_batches=False`, or gather values per sample.
+
+        Args:
+            value: a tensor, or any nesting of tensors, of the same shapes on all ranks.
+            weight: how much the value of this rank counts: the number of samples in it, as a number or a 0-d
+                tensor; or a tensor that can be expanded to the shape of each value.
+
+        Returns:
+            The same structure on every rank: the sum of `value * weight` over the sum of `weight`, formed in
+            float64 where the device has it, in the dtype of the value (integers: the default dtype). Where
+            all weights are 0 it is NaN. On one process what was given. Nothing is differentiable.
+
+        Raises:
+            ConfigurationError: a weight that is no number and no tensor, or does not fit.
+        """
+        return mean_over_ranks(value, weight)
 
     def reduce(
         self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
@@ -85,26 +92,3 @@ class Communication:
             pad_first: whether the padding comes before the data.
         """
         return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
-
-
-def _refuse_absent_ranks(loader: Any, counts: tuple[int, ...]) -> None:
-    """Raise where a rank has no batch in this round: it will not come, and the others would hang."""
-    absent = [rank for rank, count in enumerate(counts) if count == 0]
-    if absent and not getattr(loader.batch_sampler, "even_batches", True):
-        raise StateError(
-            f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
-            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: what "
-            "fills it up is left out of what is gathered."
-        )
-
-
-def _gather_samples(tensor: torch.Tensor, counts: tuple[int, ...], rows: int | None) -> Any:
-    """Gather a tensor with one row per sample without filler; any other is gathered whole."""
-    if tensor.ndim == 0 or (rows is not None and tensor.shape[0] != rows):
-        logger.warning_once(
-            "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
-            "process, and its mean weighs processes with fewer samples too much. Gather values per sample, "
-            "and average then."
-        )
-        return gather(tensor)
-    return gather_valid(tensor, counts)

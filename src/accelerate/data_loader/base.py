@@ -52,14 +52,17 @@ class DataLoaderStateMixin:
             processes, 0 where the length divides evenly; -1 otherwise.
         valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
             when all are real and ranks have equally many.
-        batch_rows: With `valid_counts`, the samples this rank was given, filler included; None when the batch
-            does not tell.
+        batch_rows: With `valid_counts` or `deals_ready_batches`, the samples this rank was given, filler
+            included; None when the batch does not tell.
+        deals_ready_batches: Whether the dataset's own batches are dealt whole to the ranks: one may be larger
+            than another, and `valid_counts` is right for this rank only.
     """
 
     end_of_dataloader: bool = False
     remainder: int = -1
     valid_counts: Counts | None = None
     batch_rows: int | None = None
+    deals_ready_batches: bool = False
     gradient_state: GradientState
 
     def reset(self) -> None:
@@ -77,7 +80,8 @@ class DataLoaderStateMixin:
             batch: The batch of this rank.
         """
         self.valid_counts = counts
-        self.batch_rows = None if counts is None else ignorant_find_batch_size(batch)
+        is_told = counts is not None or self.deals_ready_batches
+        self.batch_rows = ignorant_find_batch_size(batch) if is_told else None
 
     def begin(self) -> None:
         """A pass starts: this loader becomes the active one."""

@@ -14,7 +14,7 @@ from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_placement, last_remainder, length_of, weigh
+from accelerate.data_loader.reading import choose_placement, last_remainder, length_of
 from accelerate.data_loader.rounds import Dealer
 from accelerate.data_loader.validity import real_per_part
 from accelerate.ops.base import Transport
@@ -94,7 +94,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             place, take = choose_placement(self.device, self._non_blocking), self.batches_in_round
             with closing(self._arrivals(transport)) as arrivals:
                 for part, counts, is_last, note in arrivals:
-                    self.note_counts(weigh(counts, self, part), part)
+                    self.note_counts(counts, part)
                     if note is not None:
                         self.keep_note(note)
                     if is_last:

@@ -108,13 +108,11 @@ class IterableDatasetShard(IterableDataset[Any]):
             current = list(islice(source, whole))
         if not current or self.drop_last:
             return
-        if not self.even_batches:
-            yield from current[start:stop]
-            return
-        filled = list(islice(chain(current, cycle(first)), whole))[start:stop]
-        if self.tagged:
-            filled[0] = Tagged(filled[0], tuple(real_per_part(len(current), part, processes)))
-        yield from filled
+        last = list(islice(chain(current, cycle(first)), whole)) if self.even_batches else current
+        mine = last[start:stop]
+        if self.tagged and mine:
+            mine[0] = Tagged(mine[0], tuple(real_per_part(len(current), part, processes)))
+        yield from mine
 
     def _reseed(self) -> None:
         """Start the dataset's own generator anew for the epoch, unless its `set_epoch` does."""

@@ -26,7 +26,7 @@ class Round:
     Attributes:
         parts: The batch of each group; None for a group that gets nothing any more.
         ends: For each group, whether this is its last batch.
-        counts: Real samples in each part, None when all are.
+        counts: Real samples in each part, None when all are and the parts have equally many.
         note: What was noted of the source when this round was complete.
     """
 
@@ -90,7 +90,8 @@ class Dealer:
     def _deal(self, batches: list[Any], first: list[Any], upcoming: list[Any]) -> Round:
         ends = self._ends(upcoming)
         if self._deals_whole(batches, is_last=not upcoming):
-            return Round([*batches, *[None] * (self.groups - len(batches))], ends)
+            missing = self.groups - len(batches)
+            return Round([*batches, *[None] * missing], ends, _uneven_counts(batches, missing))
         whole = batches[0] if len(batches) == 1 else concatenate(batches)
         samples = self._count(whole)
         part = -(-samples // self.groups)
@@ -102,7 +103,7 @@ class Dealer:
             self._slice(whole, index * part, index, count if not self.even else part, samples + missing)
             for index, count in enumerate(counts)
         ]
-        return Round(parts, ends, tuple(counts) if missing else None)
+        return Round(parts, ends, tuple(counts) if missing or len(set(counts)) > 1 else None)
 
     def _deals_whole(self, batches: list[Any], *, is_last: bool) -> bool:
         """Whether groups get batches as they were read: all but the end of an epoch that is to be even."""
@@ -136,6 +137,14 @@ class Dealer:
         if self.cut is not None:
             return self.cut(whole, span, process_index=index, num_processes=self.groups)
         return cut_batch(whole, span, samples)
+
+
+def _uneven_counts(batches: list[Any], missing: int) -> Counts | None:
+    """The samples of batches dealt whole, where groups get different numbers and all can be counted."""
+    sizes = [count_samples(batch) for batch in batches] + [0] * missing
+    if len(set(sizes)) == 1 or None in sizes:
+        return None
+    return tuple(size for size in sizes if size is not None)
 
 
 def count_samples(batch: Any) -> int | None:

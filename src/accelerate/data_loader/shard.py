@@ -58,6 +58,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
+        self.deals_ready_batches = self._counts_batches and isinstance(self.sampler, SamplerShard)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.read_through(None)

@@ -1,0 +1,46 @@
+"""Gathering for metrics and weighted means where there is one process, and what is refused anywhere."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base.errors import ConfigurationError
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("weight", [3, 2.5, Fraction(1, 2), torch.tensor(4), torch.tensor([1.0, 2.0])])
+def test_one_process_gets_its_own_mean(dtype: torch.dtype, weight: Any) -> None:
+    if isinstance(weight, Fraction):
+        weight = float(weight)
+    value = {"a": torch.tensor([1.5, -2.0]).to(dtype), "b": [torch.tensor([[4.0, 8.0]]).to(dtype)]}
+    mean = Accelerator(cpu=True).weighted_mean(value, weight)
+    assert torch.equal(mean["a"], value["a"])
+    assert torch.equal(mean["b"][0], value["b"][0])
+    assert mean["a"].dtype == dtype
+
+
+def test_integers_have_means_that_are_not() -> None:
+    mean = Accelerator(cpu=True).weighted_mean(torch.tensor(3), 2)
+    assert (mean.item(), mean.dtype) == (3.0, torch.float32)
+
+
+def test_nothing_weighs_nothing() -> None:
+    assert Accelerator(cpu=True).weighted_mean(torch.tensor(3.0), 0).isnan()
+
+
+@pytest.mark.parametrize("weight", ["5", None, [1, 2], torch.ones(3), torch.ones(2, 2)])
+def test_a_weight_that_does_not_fit_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigurationError, match="weight="):
+        Accelerator(cpu=True).weighted_mean(torch.tensor([1.0, 2.0]), weight)
+
+
+def test_values_are_tensors() -> None:
+    with pytest.raises(TypeError):
+        Accelerator(cpu=True).weighted_mean({"loss": 2.0}, 1)
