@@ -335,7 +335,7 @@ def compare_with_leaf_by_leaf(scale: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("processes", "scale"), [(2, 4), (3, 4), (2, 300), (2, 10_000)])
+@pytest.mark.parametrize(("processes", "scale"), [(2, 4), (3, 4), (2, 300), (2, 10_000), (3, 30_000)])
 def test_packed_is_leaf_by_leaf(run: Run, processes: int, scale: int) -> None:
     results = run(compare_with_leaf_by_leaf, scale, processes=processes)
     for result in results:

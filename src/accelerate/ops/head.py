@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _PREFIX = 16  # the mark and the length, eight bytes each
+_WINDOWS_KEPT = 256
 _WIDEST, _NARROWEST, _ALL_TOGETHER = 8192, 1024, 256 * 1024
 
 GatherInto = Callable[[Tensor, Tensor], object]
@@ -49,10 +50,28 @@ class Head:
         self._sent_numbers = self._sent_bytes.cast("q")
         self._arrived_numbers = self._arrived_bytes.cast("q")
         self._starts = range(0, size * width, width)
+        self._windows: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def put(self, payload: bytes | memoryview) -> None:
         """Write bytes into `slot`; at most `room`."""
         self._sent_bytes[_PREFIX : _PREFIX + len(payload)] = payload
+
+    def windows(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """View some bytes of `slot` and of `rows` as elements of a dtype; the same views each time.
+
+        Args:
+            start: First byte.
+            stop: One past the last byte.
+            dtype: Of the elements; both ends suit it.
+        """
+        key = (start, stop, dtype)
+        if key not in self._windows:
+            if len(self._windows) >= _WINDOWS_KEPT:
+                self._windows.clear()
+            with torch.inference_mode(False):
+                views = (self.slot[start:stop].view(dtype), self.rows[:, start:stop].view(dtype))
+            self._windows[key] = views
+        return self._windows[key]
 
     def exchange(self, mark: int, length: int = 0) -> bool:
         """Send the head of this process and receive all; called on all ranks.

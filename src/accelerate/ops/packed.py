@@ -30,22 +30,21 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         The same nesting.
     """
     parts = take_apart(data)
-    with torch.no_grad():
-        plan, head = _begin(parts, transport, call, sends=True)
-        results: list[Any] = [None] * len(parts.leaves)
-        for place in plan.empty:
-            leaf = parts.leaves[place]
-            results[place] = leaf.new_empty(joined_shape(leaf.shape, transport.size))
-        if head is not None and plan.whole is not None:
-            for slot in plan.whole.slots:
-                slot.split_rows(slot.read(head.rows), results)
-            results = _back_on_device(results, parts)
-        for parcel in plan.parcels:
-            joined = transport.gather(parcel.pack(parts.leaves)).view(transport.size, -1)
-            for slot in parcel.slots:
-                slot.split_rows(slot.read(joined), results)
-        for place in plan.alone:
-            results[place] = transport.gather(parts.leaves[place])
+    leaves, size = parts.leaves, transport.size
+    plan, head = _begin(parts, transport, call, sends=True)
+    results: list[Any] = [None] * len(leaves)
+    for place in plan.empty:
+        results[place] = leaves[place].new_empty(joined_shape(leaves[place].shape, size))
+    if head is not None and plan.whole is not None:
+        for slot, rows in plan.whole.received(head):
+            slot.split_rows(rows, results)
+        results = _back_on_device(results, parts)
+    for parcel in plan.parcels:
+        joined = transport.gather(parcel.pack(leaves)).view(size, -1)
+        for slot in parcel.slots:
+            slot.split_rows(slot.read(joined), results)
+    for place in plan.alone:
+        results[place] = transport.gather(leaves[place])
     return put_together(data, iter(results))
 
 
@@ -66,22 +65,20 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
     """
     parts = take_apart(data)
     leaves, size = parts.leaves, transport.size
-    with torch.no_grad():
-        plan, head = _begin(parts, transport, call, sends=True, mixed=False)
-        results: list[Any] = [None] * len(leaves)
-        if head is not None and plan.whole is not None:
-            for slot in plan.whole.slots:
-                total = _add_up(slot.read(head.rows), slot)
-                given = leaves[slot.places[0]]
-                slot.split(_scaled(finished_reduction(total, how, size, given), scale), results)
-        for parcel in plan.parcels:
-            slot = parcel.slots[0]
-            slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
-        for place in plan.alone:
-            results[place] = _scaled(transport.reduce(leaves[place], how), scale)
-        for place in plan.empty:
-            nothing = leaves[place].detach().to(reducible_dtype(leaves[place].dtype), copy=True)
-            results[place] = _scaled(finished_reduction(nothing, how, size, leaves[place]), scale)
+    plan, head = _begin(parts, transport, call, sends=True, mixed=False)
+    results: list[Any] = [None] * len(leaves)
+    if head is not None and plan.whole is not None:
+        for slot, rows in plan.whole.received(head):
+            total = finished_reduction(_add_up(rows, slot), how, size, leaves[slot.places[0]])
+            slot.split(_scaled(total, scale), results)
+    for parcel in plan.parcels:
+        slot = parcel.slots[0]
+        slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
+    for place in plan.alone:
+        results[place] = _scaled(transport.reduce(leaves[place], how), scale)
+    for place in plan.empty:
+        nothing = leaves[place].detach().to(reducible_dtype(leaves[place].dtype), copy=True)
+        results[place] = _scaled(finished_reduction(nothing, how, size, leaves[place]), scale)
     return put_together(data, iter(results))
 
 
@@ -102,8 +99,8 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
     with torch.no_grad():
         plan, head = _begin(parts, transport, call, sends=sends)
         if head is not None and plan.whole is not None and not sends:
-            for slot in plan.whole.slots:
-                slot.overwrite(slot.read(head.rows[source]), leaves)
+            for slot, rows in plan.whole.received(head):
+                slot.overwrite(rows[source], leaves)
         for parcel in plan.parcels:
             device = leaves[parcel.slots[0].places[0]].device
             buffer = torch.empty(parcel.width, dtype=torch.uint8, device=device)
@@ -132,7 +129,7 @@ def _begin(
     plan = plan_for(name, parts, size=transport.size, room=room, mixed=mixed)
     if head is not None:
         if sends and plan.whole is not None:
-            plan.whole.pack_into(parts.leaves, head.slot)
+            plan.whole.send(parts.leaves, head)
         agree(transport, head, plan.mark, call)
     elif debugging():
         agree(transport, checking_head(transport), plan.mark, call)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
+from accelerate.ops.head import Head
 
 ALONE = 64 * 1024
 """Bytes from which a tensor travels by itself: copying it into a parcel would cost more than a call."""
@@ -114,6 +115,7 @@ class Slot:
         counts: Number of elements of each.
         shapes: Shape of each.
         joined: Shape of each when those of all processes are joined.
+        alike: Whether there are several, all of one shape: then they are cut apart in one call.
     """
 
     dtype: torch.dtype
@@ -123,12 +125,16 @@ class Slot:
     counts: list[int]
     shapes: tuple[torch.Size, ...]
     joined: tuple[tuple[int, ...], ...]
+    alike: bool
 
     def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
         mine = leaves if len(self.places) == len(leaves) else [leaves[place] for place in self.places]
-        flat: Tensor = torch._C._nn.flatten_dense_tensors(list(mine))
-        return flat.resolve_conj().resolve_neg()
+        if self.alike and self.shapes[0]:
+            flat = torch.cat(list(mine)).reshape(-1)
+        else:
+            flat = torch._C._nn.flatten_dense_tensors(list(mine))
+        return flat.detach().resolve_conj().resolve_neg()
 
     def read(self, buffer: Tensor) -> Tensor:
         """View its bytes in a parcel, or in one parcel for each process (2-d), as elements."""
@@ -136,12 +142,19 @@ class Slot:
 
     def split(self, flat: Tensor, results: list[Tensor]) -> None:
         """Cut elements into copies of its leaves, each with memory of its own."""
+        if self.alike and self.shapes[0]:
+            _deal(self.places, _cut(flat, len(self.places), self.shapes[0]), results)
+            return
         pieces = _split_copy(flat, self.counts, 0)
         for place, piece, shape in zip(self.places, pieces, self.shapes, strict=True):
             results[place] = piece.view(shape)
 
     def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
         """Cut the elements of all processes (one row each) into leaves joined along the first dimension."""
+        if self.alike:
+            leaf_by_leaf = rows.view(len(rows), len(self.places), -1).transpose(0, 1)
+            _deal(self.places, _cut(leaf_by_leaf, len(self.places), self.joined[0]), results)
+            return
         pieces = _split_copy(rows, self.counts, 1)
         for place, piece, shape in zip(self.places, pieces, self.joined, strict=True):
             results[place] = piece.view(shape)
@@ -155,6 +168,16 @@ class Slot:
             return
         for leaf, arrived in zip(mine, theirs, strict=True):
             leaf.copy_(arrived)
+
+
+def _cut(elements: Tensor, number: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Copy elements into tensors of one shape, which has a first dimension."""
+    return _split_copy(elements.reshape(number * shape[0], *shape[1:]), [shape[0]] * number, 0)
+
+
+def _deal(places: Sequence[int], pieces: Sequence[Tensor], results: list[Tensor]) -> None:
+    for place, piece in zip(places, pieces, strict=True):
+        results[place] = piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +208,16 @@ class Parcel:
         """Write the leaves into the beginning of a byte buffer."""
         for slot in self.slots:
             slot.read(buffer).copy_(slot.flatten(leaves))
+
+    def send(self, leaves: Sequence[Tensor], head: Head) -> None:
+        """Write the leaves into a head."""
+        for slot in self.slots:
+            head.windows(slot.start, slot.stop, slot.dtype)[0].copy_(slot.flatten(leaves))
+
+    def received(self, head: Head) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each slot with the elements of all processes that came with a head, one row each."""
+        for slot in self.slots:
+            yield slot, head.windows(slot.start, slot.stop, slot.dtype)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +302,9 @@ def _lay_out(places: list[int], shapes: Facts, dtypes: Facts, size: int) -> Parc
         counts = [shapes[place].numel() for place in members]
         stop = start + sum(counts) * dtype.itemsize
         own = tuple(shapes[place] for place in members)
-        slots.append(
-            Slot(dtype, start, stop, tuple(members), counts, own, tuple(joined_shape(s, size) for s in own))
-        )
+        joined = tuple(joined_shape(shape, size) for shape in own)
+        alike = len(own) > 1 and len(set(own)) == 1
+        slots.append(Slot(dtype, start, stop, tuple(members), counts, own, joined, alike))
         start = -(-stop // _ALIGNMENT) * _ALIGNMENT
     return Parcel(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
 

@@ -35,7 +35,7 @@ class DistributedOperationException(AccelerateError):
     """The processes gave a collective tensors that do not fit together; raised on every process."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """What a refusal says of the call that a process makes.
 

@@ -21,6 +21,12 @@ from accelerate.state import process_group
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+IN_TURN = 256 * 1024
+"""Bytes from which gloo's all-gather, which copies the whole result once more, costs more than broadcasts."""
+
+IN_TURN_PROCESSES = 8
+
+
 class Wire(Protocol):
     """What a transport is built from: the facts of one process's place, as `PartialState` has them."""
 
@@ -43,6 +49,7 @@ class TorchTransport(Transport):
         self._carried = _carried_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
         self.verifies = self._fallback.type == "cpu"
+        self._copies_results = self.size <= IN_TURN_PROCESSES and "cpu:gloo" in dist.get_backend_config()
         self.head = Head(self.size, _all_gather) if "cpu" in self._carried else None
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -52,7 +59,10 @@ class TorchTransport(Transport):
         joined = torch.empty(
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
-        _all_gather(as_carried(joined), as_carried(local))
+        if self._copies_results and local.device.type == "cpu" and local.nbytes >= IN_TURN:
+            self._gather_in_turn(joined, local)
+        else:
+            _all_gather(as_carried(joined), as_carried(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -95,6 +105,14 @@ class TorchTransport(Transport):
 
     def barrier(self) -> None:
         process_group.wait(self.device)
+
+    def _gather_in_turn(self, joined: Tensor, local: Tensor) -> None:
+        """Let each process send its part straight into its place in the results of the others."""
+        parts = joined.chunk(self.size)
+        parts[self.rank].copy_(local)
+        works = [dist.broadcast(as_carried(part), src, async_op=True) for src, part in enumerate(parts)]
+        for work in works:
+            work.wait()
 
     def _wire_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._carried and device.type == "cpu" else self._fallback

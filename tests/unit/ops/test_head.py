@@ -47,6 +47,19 @@ def test_one_other_mark_is_found(rank: int) -> None:
     assert not Head(3, echo(change)).exchange(2**63 - 1)
 
 
+def test_windows_show_the_payload_as_elements() -> None:
+    head = Head(2, echo())
+    sent, rows = head.windows(16, 32, torch.int64)
+    sent.copy_(torch.tensor([5, -6]))
+    assert head.exchange(0)
+    assert rows.tolist() == [[5, -6]] * 2
+    assert head.windows(16, 32, torch.int64)[0] is sent
+    for start in range(0, 16 * 300, 16):
+        with torch.inference_mode():
+            window, _ = head.windows(start, start + 16, torch.float32)
+        window.fill_(1.0)
+
+
 def test_a_head_made_for_inference_is_used_outside_it() -> None:
     with torch.inference_mode():
         head = Head(2, echo())

@@ -32,7 +32,7 @@ class Three(Transport):
 
     def reduce(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
         self.sent.append(("reduce", tensor.numel() * tensor.itemsize))
-        return tensor * 3 if how == "sum" else tensor.clone()
+        return tensor.detach() * 3 if how == "sum" else tensor.detach().clone()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         self.sent.append(("broadcast", tensor.numel() * tensor.itemsize))

@@ -46,7 +46,13 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-structures = st.recursive(tensors(), containers, max_leaves=12)
+@st.composite
+def alike(draw: st.DrawFn) -> list[torch.Tensor]:
+    first = draw(tensors())
+    return [first, *(first.roll(1).clone() for _ in range(draw(st.integers(1, 4))))]
+
+
+structures = st.one_of(st.recursive(tensors(), containers, max_leaves=12), alike())
 rooms = st.sampled_from([-1, 0, 64, 10**6])
 
 
@@ -116,6 +122,12 @@ def test_leaves_are_overwritten_in_place(data: Any) -> None:
     assert all(same(a, b) for a, b in zip(leaves, parts.leaves, strict=True))
 
 
+def test_leaves_of_another_memory_format_are_read_in_order() -> None:
+    image = torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)
+    slot = plan_for("op", take_apart([image, image]), size=2, room=999).whole.slots[0]  # type: ignore[union-attr]
+    assert slot.flatten([image, image]).tolist() == [*range(16), *range(16)]
+
+
 def test_conjugate_leaves_are_overwritten() -> None:
     leaf = torch.zeros(2, dtype=torch.complex64).conj()
     slot = plan_for("op", take_apart([leaf]), size=2, room=99).whole.slots[0]  # type: ignore[union-attr]
@@ -123,18 +135,27 @@ def test_conjugate_leaves_are_overwritten() -> None:
     assert leaf.tolist() == [1j, 2]
 
 
-def test_elements_are_split_into_leaves_of_their_shape() -> None:
-    parts = take_apart([torch.ones(2, 3), torch.zeros(())])
-    slot = plan_for("op", parts, size=2, room=-1).parcels[0].slots[0]
-    results: list[Any] = [None, None]
-    slot.split(slot.flatten(parts.leaves), results)
-    assert [result.tolist() for result in results] == [[[1.0] * 3] * 2, 0.0]
+@given(structures)
+def test_elements_are_split_into_leaves(data: Any) -> None:
+    parts = take_apart(data)
+    plan = plan_for("op", parts, size=2, room=10**6)
+    results: dict[int, torch.Tensor] = {}
+    for slot in plan.whole.slots:  # type: ignore[union-attr]
+        slot.split(slot.flatten(parts.leaves), results)  # type: ignore[arg-type]  # filled by place
+    assert all(same(result, parts.leaves[place]) for place, result in results.items())
+    memory = [result.untyped_storage().data_ptr() for result in results.values()]
+    assert len(set(memory)) == len(memory)
+    assert not set(memory) & {leaf.untyped_storage().data_ptr() for leaf in parts.leaves if leaf.numel()}
 
 
 def test_conjugate_and_negative_views_are_written_out() -> None:
     number = torch.tensor([1 + 2j])
     parts = take_apart([number.conj()])
     assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [1 - 2j]  # type: ignore[union-attr]
+    parts = take_apart([number.conj(), number.conj()])
+    assert (
+        plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [1 - 2j] * 2
+    )  # type: ignore[union-attr]
     parts = take_apart(number.conj().imag)
     assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [-2.0]  # type: ignore[union-attr]
 

@@ -1,0 +1,195 @@
+"""What a collective of nested data costs between two processes, over the raw call that moves the same bytes.
+
+Both processes take the same turns; the first one prints. Where the raw call writes into a result, the result
+is allocated each time, as the library has to: the figures compare what a user would write by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pairing import Pair, measure, report, time_round
+
+PROCESSES = 2
+MANY, FEW = 40, 4
+
+# The call has another name in older versions of torch.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gathered_by_hand(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def work() -> torch.Tensor:
+        joined = torch.empty((PROCESSES * flat.shape[0], *flat.shape[1:]))
+        all_gather(joined, flat)
+        return joined
+
+    return work
+
+
+def reduced_by_hand(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def work() -> torch.Tensor:
+        total = flat.clone()
+        dist.all_reduce(total)
+        return total
+
+    return work
+
+
+def objects_by_hand(thing: object) -> Callable[[], list[object]]:
+    def work() -> list[object]:
+        things: list[object] = [None] * PROCESSES
+        dist.all_gather_object(things, thing)
+        return things
+
+    return work
+
+
+def small_structures() -> list[Pair]:
+    from accelerate.utils import gather, reduce
+
+    flat = torch.randn(32 * 16)
+    alike = {f"row {index}": part for index, part in enumerate(flat.view(32, 4, 4).unbind())}
+    lengths = [8 + index % 2 * 16 for index in range(32)]
+    mixed = list(flat.split(lengths))
+    return [
+        measure(
+            f"{name} of 32 small tensors, {what}",
+            by_hand,
+            lambda call=call, data=data: call(data),
+            budget=2.0,
+            repetitions=MANY,
+        )
+        for name, by_hand, call in (
+            ("gather", gathered_by_hand(flat), gather),
+            ("reduce", reduced_by_hand(flat), reduce),
+        )
+        for what, data in (("alike", alike), ("of two shapes", mixed))
+    ]
+
+
+def large_tensors() -> list[Pair]:
+    from accelerate.utils import gather, reduce
+
+    large = torch.randn(1 << 20)
+    return [
+        measure(
+            f"{name} of one 4 MB tensor",
+            by_hand(large),
+            lambda call=call: call(large),
+            budget=1.05,
+            repetitions=FEW,
+        )
+        for name, by_hand, call in (
+            ("gather", gathered_by_hand, gather),
+            ("reduce", reduced_by_hand, lambda tensor: reduce(tensor, "sum")),
+        )
+    ]
+
+
+def objects() -> list[Pair]:
+    from accelerate.utils import gather_object
+
+    things = (("small", {"loss": 0.5, "names": ["a", "b"]}), ("100 kB", list(range(35_000))))
+    return [
+        measure(
+            f"gather_object, {name}",
+            objects_by_hand(thing),
+            lambda thing=thing: gather_object(thing),
+            budget=1.0,
+            repetitions=MANY // 2,
+        )
+        for name, thing in things
+    ]
+
+
+def record() -> Pair:
+    """The note that each collective makes in the record of its process."""
+    from accelerate.ops.record import RING
+
+    def note() -> None:
+        RING.begin("gather", None)
+        RING.end()
+
+    best = min(time_round(note, 2000) for _ in range(20))
+    return Pair("note of one collective", 0.0, best, best * 1e6, 2.0, "us")
+
+
+def debug_mode() -> list[Pair]:
+    """Debug mode over no debug mode, where it changes something: a wire that compares nothing by itself."""
+    from accelerate import PartialState
+    from accelerate.ops.transport import current_transport
+    from accelerate.utils import gather
+
+    state, transport, small = PartialState(), current_transport(), torch.randn(512)
+
+    def with_debug(on: bool) -> Callable[[], object]:
+        def work() -> object:
+            state.debug = on
+            return gather(small)
+
+        return work
+
+    pairs = [
+        measure("debug mode, CPU tensors", with_debug(False), with_debug(True), budget=1.1, repetitions=MANY)
+    ]
+    head, transport.verifies = transport.head, False
+
+    def bare() -> object:
+        transport.head, state.debug = None, False
+        return gather(small)
+
+    def compared() -> object:
+        transport.head, state.debug = head, True
+        return gather(small)
+
+    pairs.append(measure("debug mode, a wire without head", bare, compared, budget=4.0, repetitions=MANY))
+    transport.head, transport.verifies, state.debug = head, True, False
+    return pairs
+
+
+def run_rank(rank: int, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(PROCESSES),
+        LOCAL_WORLD_SIZE=str(PROCESSES),
+        ACCELERATE_USE_CPU="true",
+    )
+    torch.set_num_threads(1)
+    from accelerate import PartialState
+
+    state = PartialState()
+    pairs = [*small_structures(), *large_tensors(), *objects(), record(), *debug_mode()]
+    state.wait_for_everyone()
+    missed = report(pairs, "Collectives, two processes on the CPU") if state.is_main_process else 0
+    state.wait_for_everyone()
+    state.destroy_process_group()
+    sys.exit(min(missed, 1))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))
+    ranks = mp.spawn(run_rank, (free_port(),), PROCESSES, join=False)
+    for process in ranks.processes:
+        process.join()
+    return max(process.exitcode for process in ranks.processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
