@@ -50,6 +50,7 @@ class Head:
         self._sent_numbers = self._sent_bytes.cast("q")
         self._arrived_numbers = self._arrived_bytes.cast("q")
         self._starts = range(0, size * width, width)
+        self._elements: dict[torch.dtype, Tensor] = {}
         self._windows: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def put(self, payload: bytes | memoryview) -> None:
@@ -72,6 +73,32 @@ class Head:
                 views = (self.slot[start:stop].view(dtype), self.rows[:, start:stop].view(dtype))
             self._windows[key] = views
         return self._windows[key]
+
+    def elements(self, dtype: torch.dtype) -> Tensor:
+        """View all heads, prefixes included, as elements of a dtype; the same view each time."""
+        if dtype not in self._elements:
+            with torch.inference_mode(False):
+                self._elements[dtype] = self._arrived.view(dtype)
+        return self._elements[dtype]
+
+    def positions(self, start: int, dtype: torch.dtype, counts: list[int]) -> Tensor:
+        """Say where in `elements` leaves are: for each leaf its elements of all processes, in rank order.
+
+        Args:
+            start: First byte of the leaves in a payload.
+            dtype: Of the leaves, which lie side by side.
+            counts: Number of elements of each.
+
+        Returns:
+            Indices, 1-d int64.
+        """
+        firsts = (
+            torch.tensor(self._starts, device="cpu")
+            .add_(_PREFIX + start)
+            .div_(dtype.itemsize, rounding_mode="floor")
+        )
+        rows = firsts[:, None] + torch.arange(sum(counts), device="cpu")
+        return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(counts, 1)])
 
     def exchange(self, mark: int, length: int = 0) -> bool:
         """Send the head of this process and receive all; called on all ranks.

@@ -36,8 +36,8 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
     for place in plan.empty:
         results[place] = leaves[place].new_empty(joined_shape(leaves[place].shape, size))
     if head is not None and plan.whole is not None:
-        for slot, rows in plan.whole.received(head):
-            slot.split_rows(rows, results)
+        for slot in plan.whole.slots:
+            slot.receive(head, results)
         results = _back_on_device(results, parts)
     for parcel in plan.parcels:
         joined = transport.gather(parcel.pack(leaves)).view(size, -1)

@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ ALONE = 64 * 1024
 """Bytes from which a tensor travels by itself: copying it into a parcel would cost more than a call."""
 
 _ALIGNMENT = 16
+_SHARED = 64 * 1024  # bytes of results that may lie in one piece of memory
+_ORDERED = 8192  # elements whose order is kept
+_NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch cannot reorder these
 _SMALLEST_LIMIT, _LARGEST_LIMIT = 256 * 1024, 32 * 1024 * 1024
 
 Facts = tuple[Any, ...]
@@ -103,7 +107,27 @@ def _mixed_devices(leaves: list[Tensor]) -> ConfigurationError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+class Group(NamedTuple):
+    """Neighbours in a slot that differ in the first dimension only: they are cut apart in one call.
+
+    Attributes:
+        start: First element in the slot.
+        stop: One past the last element.
+        tail: The shape of one row.
+        lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
+        joined: The same for the leaves of all processes together.
+        scalars: Whether the leaves are 0-d.
+    """
+
+    start: int
+    stop: int
+    tail: tuple[int, ...]
+    lengths: list[int]
+    joined: list[int]
+    scalars: bool
+
+
+@dataclass(slots=True)
 class Slot:
     """The place of all leaves of one dtype in a parcel.
 
@@ -111,11 +135,13 @@ class Slot:
         dtype: Of the leaves.
         start: First byte in the parcel.
         stop: One past the last byte.
-        places: Which leaves.
+        places: Which leaves, those of one group side by side.
         counts: Number of elements of each.
-        shapes: Shape of each.
         joined: Shape of each when those of all processes are joined.
-        alike: Whether there are several, all of one shape: then they are cut apart in one call.
+        groups: Its leaves, by the shape of their rows.
+        order: Where the elements of all processes are in their heads, leaf by leaf; found out at the second
+            use, as a structure that never comes back does not pay for it.
+        uses: How often it was received with a head.
     """
 
     dtype: torch.dtype
@@ -123,17 +149,18 @@ class Slot:
     stop: int
     places: tuple[int, ...]
     counts: list[int]
-    shapes: tuple[torch.Size, ...]
     joined: tuple[tuple[int, ...], ...]
-    alike: bool
+    groups: tuple[Group, ...]
+    order: Tensor | None = None
+    uses: int = 0
 
     def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
-        mine = leaves if len(self.places) == len(leaves) else [leaves[place] for place in self.places]
-        if self.alike and self.shapes[0]:
-            flat = torch.cat(list(mine)).reshape(-1)
+        mine = [leaves[place] for place in self.places]
+        if len(mine) == 1 or len(self.groups) > 1:
+            flat = torch._C._nn.flatten_dense_tensors(mine)
         else:
-            flat = torch._C._nn.flatten_dense_tensors(list(mine))
+            flat = torch.stack(mine) if self.groups[0].scalars else torch.cat(mine).reshape(-1)
         return flat.detach().resolve_conj().resolve_neg()
 
     def read(self, buffer: Tensor) -> Tensor:
@@ -141,23 +168,33 @@ class Slot:
         return buffer[..., self.start : self.stop].view(self.dtype)
 
     def split(self, flat: Tensor, results: list[Tensor]) -> None:
-        """Cut elements into copies of its leaves, each with memory of its own."""
-        if self.alike and self.shapes[0]:
-            _deal(self.places, _cut(flat, len(self.places), self.shapes[0]), results)
-            return
-        pieces = _split_copy(flat, self.counts, 0)
-        for place, piece, shape in zip(self.places, pieces, self.shapes, strict=True):
-            results[place] = piece.view(shape)
+        """Cut elements that nobody else uses into its leaves."""
+        pieces = iter(self.places)
+        for group in self.groups:
+            for piece in _cut(flat[group.start : group.stop], group.tail, group.lengths):
+                results[next(pieces)] = piece.view(()) if group.scalars else piece
 
     def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
-        """Cut the elements of all processes (one row each) into leaves joined along the first dimension."""
-        if self.alike:
-            leaf_by_leaf = rows.view(len(rows), len(self.places), -1).transpose(0, 1)
-            _deal(self.places, _cut(leaf_by_leaf, len(self.places), self.joined[0]), results)
-            return
+        """Cut the elements of all processes (one row each) into copies of its leaves, joined by rows."""
         pieces = _split_copy(rows, self.counts, 1)
         for place, piece, shape in zip(self.places, pieces, self.joined, strict=True):
             results[place] = piece.view(shape)
+
+    def receive(self, head: Head, results: list[Tensor]) -> None:
+        """Cut what came with the heads of all processes into its leaves, joined by rows."""
+        rows = head.windows(self.start, self.stop, self.dtype)[1]
+        self.uses += 1
+        if self.order is None and (self.uses == 1 or not _can_be_ordered(rows)):
+            self.split_rows(rows, results)
+            return
+        if self.order is None:
+            self.order = head.positions(self.start, self.dtype, self.counts)
+        size, places = len(rows), iter(self.places)
+        flat = torch.index_select(head.elements(self.dtype), 0, self.order)
+        for group in self.groups:
+            part = flat[size * group.start : size * group.stop]
+            for piece in _cut(part, group.tail, group.joined):
+                results[next(places)] = piece
 
     def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
         """Copy elements into its leaves, in place."""
@@ -170,14 +207,14 @@ class Slot:
             leaf.copy_(arrived)
 
 
-def _cut(elements: Tensor, number: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Copy elements into tensors of one shape, which has a first dimension."""
-    return _split_copy(elements.reshape(number * shape[0], *shape[1:]), [shape[0]] * number, 0)
+def _cut(flat: Tensor, tail: tuple[int, ...], lengths: list[int]) -> Sequence[Tensor]:
+    """Cut elements into tensors with rows of one shape; small ones share memory, not what they track."""
+    cut = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED else _split_copy
+    return cut(flat.view(-1, *tail), lengths, 0)
 
 
-def _deal(places: Sequence[int], pieces: Sequence[Tensor], results: list[Tensor]) -> None:
-    for place, piece in zip(places, pieces, strict=True):
-        results[place] = piece
+def _can_be_ordered(rows: Tensor) -> bool:
+    return rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +252,7 @@ class Parcel:
             head.windows(slot.start, slot.stop, slot.dtype)[0].copy_(slot.flatten(leaves))
 
     def received(self, head: Head) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield each slot with the elements of all processes that came with a head, one row each."""
+        """Yield each slot with the elements of all processes that came with their heads, one row each."""
         for slot in self.slots:
             yield slot, head.windows(slot.start, slot.stop, slot.dtype)[1]
 
@@ -299,14 +336,23 @@ def _lay_out(places: list[int], shapes: Facts, dtypes: Facts, size: int) -> Parc
         by_dtype.setdefault(dtypes[place], []).append(place)
     slots, start = [], 0
     for dtype, members in by_dtype.items():
-        counts = [shapes[place].numel() for place in members]
+        members.sort(key=lambda place: (len(shapes[place]) == 0, shapes[place][1:]))
+        own = [shapes[place] for place in members]
+        counts = [shape.numel() for shape in own]
         stop = start + sum(counts) * dtype.itemsize
-        own = tuple(shapes[place] for place in members)
         joined = tuple(joined_shape(shape, size) for shape in own)
-        alike = len(own) > 1 and len(set(own)) == 1
-        slots.append(Slot(dtype, start, stop, tuple(members), counts, own, joined, alike))
+        slots.append(Slot(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size))))
         start = -(-stop // _ALIGNMENT) * _ALIGNMENT
     return Parcel(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
+
+
+def _group(shapes: list[torch.Size], size: int) -> Iterator[Group]:
+    start = 0
+    for (scalars, tail), members in groupby(shapes, key=lambda shape: (len(shape) == 0, tuple(shape[1:]))):
+        lengths = [shape[0] if shape else 1 for shape in members]
+        stop = start + sum(lengths) * torch.Size(tail).numel()
+        yield Group(start, stop, tail, lengths, [size * length for length in lengths], scalars)
+        start = stop
 
 
 def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
