@@ -156,6 +156,7 @@ class _Reader:
         self._outer = runtime.gradient_state.active_dataloader
         self._source = iter(loader)
         self.loader: Any = None
+        self._latest: Moment = {}
         self._ahead: tuple[_Read, Answer] | None = None
         self._goes_on = True
 
@@ -192,6 +193,7 @@ class _Reader:
     def _read(self) -> tuple[deque[tuple[Any, Moment]], bool]:
         """Return the batches of a window, and whether others may follow."""
         batches: deque[tuple[Any, Moment]] = deque()
+        recall_moment(self.loader, self._latest)  # a loader counts on from what it says
         for _ in range(self._runtime.gradient_state.num_steps):
             batch = next(self._source, _END)
             if batch is _END:
@@ -199,7 +201,8 @@ class _Reader:
             if self.loader is None:
                 active = self._runtime.gradient_state.active_dataloader
                 self.loader = None if active is self._outer else active
-            batches.append((batch, note_moment(self.loader)))
+            self._latest = note_moment(self.loader)
+            batches.append((batch, self._latest))
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False
         return batches, True

@@ -7,6 +7,8 @@ from typing import Any
 MOMENT = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict", "place")
 """Attributes that tell of the batch just yielded."""
 
+_IS_OVER = "is_over"  # of the position: the attribute of that name of a loader says something else
+
 Moment = dict[str, Any]
 
 
@@ -16,7 +18,9 @@ def note_moment(loader: Any) -> Moment:
     Args:
         loader: a prepared loader that is being read, or None.
     """
-    return {name: getattr(loader, name) for name in MOMENT if hasattr(loader, name)}
+    moment = {name: getattr(loader, name) for name in MOMENT if hasattr(loader, name)}
+    position = getattr(loader, "position", None)
+    return moment if position is None else {**moment, _IS_OVER: position.is_over}
 
 
 def recall_moment(loader: Any, moment: Moment) -> None:
@@ -27,4 +31,4 @@ def recall_moment(loader: Any, moment: Moment) -> None:
         moment: what `note_moment` returned.
     """
     for name, value in moment.items():
-        setattr(loader, name, value)
+        setattr(loader.position if name == _IS_OVER else loader, name, value)

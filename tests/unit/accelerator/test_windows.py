@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +223,22 @@ def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytes
         with accelerator.accumulate(num_items=batch + 1):
             pass
     assert sums == [3.0, 7.0, 11.0]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_checkpoint_between_windows_knows_what_was_used(tmp_path: Path, after: int) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+
+    def windows_of(accelerator: Accelerator, loader: Any) -> Iterator[list[float]]:
+        return ([batch.item() for batch in window] for window in accelerator.windows(loader))
+
+    accelerator, loader = accelerator_with(2, 5, dataloader_config=config)
+    whole = [[0.0, 1.0], [2.0, 3.0], [4.0]]
+    windows = windows_of(accelerator, loader)
+    assert [next(windows) for _ in range(after + 1)] == whole[: after + 1]
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    windows.close()
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert list(windows_of(accelerator, loader)) == whole[after + 1 :]
+    assert list(windows_of(accelerator, loader)) == whole
