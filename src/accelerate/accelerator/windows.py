@@ -182,7 +182,8 @@ class _Reader:
         size = self._runtime.state.num_processes
         self._goes_on = more == size and present == size
         if present < size:
-            _tell_left_out(present, size)
+            if present:
+                _tell_left_out(present, size)
             return None
         if more not in (0, size):
             _tell_left_out(more, size)

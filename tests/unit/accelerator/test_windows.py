@@ -194,6 +194,12 @@ def test_windows_never_cross_the_end_of_a_loader(caplog: pytest.LogCaptureFixtur
     assert "sync_with_dataloader" in caplog.text
 
 
+def test_nothing_to_read_is_no_window(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert list(accelerator.windows([])) == []
+    assert caplog.text == ""
+
+
 def test_an_error_in_a_window_leaves_nothing_behind() -> None:
     accelerator, loader = accelerator_with(2, 4)
     with pytest.raises(ZeroDivisionError):
