@@ -8,9 +8,16 @@ from typing import Any, Literal
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.data_loader.iterable import IterableDatasetShard
 
 SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 """Mesh axes whose ranks work on the same batch together."""
+
+
+_WHY_DISPATCH = (
+    "an iterable dataset may differ between processes; where it gives the same samples in the same order in "
+    "each of them, dispatch_batches=False lets each read its share"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,16 @@ def nominal_batch_size(loader: DataLoader[Any]) -> int | None:
     return size if isinstance(size, int) else loader.batch_size
 
 
+def is_shared_out(loader: DataLoader[Any], groups: int, group: int) -> bool:
+    """Whether the user's dataset is an `IterableDatasetShard` with the share of this group."""
+    dataset = loader.dataset
+    return (
+        isinstance(dataset, IterableDatasetShard)
+        and dataset.num_processes == groups
+        and dataset.process_index == group
+    )
+
+
 def plan(
     loader: DataLoader[Any],
     *,
@@ -114,8 +131,10 @@ def plan(
             f"Take a multiple of {groups}, or leave split_batches off",
         )
     part = size // groups if split and size is not None else size
+    if groups > 1 and not dispatch and is_shared_out(loader, groups, group):
+        return ShardPlan("shard", groups, group, part, split, even, "the dataset is shared out already")
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
-        why = "asked for" if dispatch else "an iterable dataset may differ between processes"
+        why = "asked for" if dispatch else _WHY_DISPATCH
         return ShardPlan("dispatch", groups, group, part, split, even, why)
     if groups == 1:
         why = "one process" if num_processes == 1 else "all processes share each batch"

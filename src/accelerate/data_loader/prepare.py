@@ -12,7 +12,7 @@ from accelerate.base.errors import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.plan import ShardPlan, data_groups, plan
+from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.ops.transport import current_transport
@@ -155,6 +155,8 @@ def _shared_out(
 
 
 def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableDatasetShard:
+    if is_shared_out(loader, decided.groups, decided.group):
+        return _users_shard(loader)
     shard = IterableDatasetShard(
         loader.dataset,
         batch_size=decided.batch_size or 1,
@@ -164,6 +166,13 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
         even_batches=decided.even,
     )
     shard.tagged = True
+    return shard
+
+
+def _users_shard(loader: DataLoader[Any]) -> IterableDatasetShard:
+    """The dataset that the user has shared out; it tells of filler where the loader's batches are its own."""
+    shard: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
+    shard.tagged = shard.part_size == loader.batch_size
     return shard
 
 

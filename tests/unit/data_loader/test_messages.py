@@ -27,7 +27,7 @@ class Post(Transport):
         if self.rank == source:
             self.letters.append(tensor.clone())
             return tensor
-        return self.letters.popleft()
+        return tensor.copy_(self.letters.popleft())
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         if parts is None:
@@ -105,6 +105,16 @@ def test_a_failure_is_raised_by_all() -> None:
     assert next(arrivals).part.shape == (4,)
     with pytest.raises(LookupError, match="sample 4"):
         next(arrivals)
+
+
+def test_one_receiver_needs_no_block_of_the_sender() -> None:
+    letters: deque[Tensor] = deque()
+    sender = Sender(Post(0, letters, size=2), range(2), CPU)
+    sender.send([sender.pack(deal(0))])
+    sender.send([sender.pack(deal(1, is_end=True))])
+    assert [letter.dtype for letter in letters] == [torch.int64, torch.uint8] * 2
+    arrivals = list(receive(Post(1, letters, size=2), CPU))
+    assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
 
 
 def test_nobody_to_send_to() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.base.errors import ConfigurationError
+from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import ShardPlan, data_groups, plan
 
 
@@ -34,6 +35,7 @@ def decide(loader: DataLoader[Any], world: int = 2, **changed: Any) -> ShardPlan
 
 
 MAPPED = DataLoader(list(range(8)), batch_size=4)
+SHARED: DataLoader[Any] = DataLoader(IterableDatasetShard(Stream(), 4, False, 2, 0), batch_size=4)
 STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
 
 
@@ -50,6 +52,10 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
         (STREAMED, {"dispatch": False}, "shard", 4),
         (STREAMED, {"put_on_device": False}, "shard", 4),
         (STREAMED, {"groups": 1}, "dispatch", 4),
+        (SHARED, {}, "shard", 4),
+        (SHARED, {"dispatch": True}, "dispatch", 4),
+        (SHARED, {"world": 3}, "dispatch", 4),
+        (SHARED, {"group": 1}, "dispatch", 4),
         (DataLoader([1], batch_size=None), {}, "shard", None),
         (DataLoader([1], batch_sampler=[[0]]), {"split": True}, "shard", None),
     ],
@@ -62,6 +68,8 @@ def test_how(loader: DataLoader[Any], asked: dict[str, Any], how: str, batch_siz
 def test_it_can_be_read() -> None:
     assert str(decide(MAPPED)) == "shard, part 0 of 2 (by the batch sampler)"
     assert str(decide(MAPPED, world=1)) == "leave (one process)"
+    assert str(decide(SHARED)) == "shard, part 0 of 2 (the dataset is shared out already)"
+    assert "dispatch_batches=False" in str(decide(STREAMED))
 
 
 def test_contradictions_are_refused() -> None:

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    IterableDatasetShard,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accelerate.ops.base import Transport
 from accelerate.state import PartialState
 
@@ -35,7 +40,7 @@ class Post(Transport):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         if self.rank:
-            return self.unread.popleft()
+            return tensor.copy_(self.unread.popleft())
         self.letters.append(tensor.clone())
         return tensor
 
@@ -190,6 +195,31 @@ def test_the_dataset_once_with_workers(kind: str, dispatch: bool, world: int) ->
     # Each worker of an iterable dataset reads all of it, unless it looks who it is: one is enough here.
     workers = 1 if kind == "stream" else 2
     assert gather(read_everywhere(kind, 17, 3, world, workers, dispatch_batches=dispatch)) == list(range(17))
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("samples", [1, 6, 11, 12, 13])
+def test_what_the_user_shared_out_is_not_shared_out_again(
+    samples: int, even: bool, dispatch: bool | None
+) -> None:
+    PartialState(cpu=True)
+    ranks = []
+    for rank in range(3):
+        shard = IterableDatasetShard(Stream(samples), 2, False, 3, rank, even_batches=even)
+        loader = prepare_data_loader(
+            DataLoader(shard, batch_size=2),
+            CPU,
+            num_processes=3,
+            process_index=rank,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+        )
+        ranks.append(read_pass(loader))
+        assert "the dataset is shared out already" in repr(loader)
+        assert not shard.tagged
+    assert gather(ranks) == list(range(samples))
 
 
 @pytest.mark.usefixtures("states")
