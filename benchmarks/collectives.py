@@ -110,25 +110,19 @@ def objects() -> list[Pair]:
     ]
 
 
-def record() -> Pair:
-    """The note that each collective makes in the record of its process."""
+def bookkeeping() -> list[Pair]:
+    """What is done besides moving data: the note of each collective, and the comparison in debug mode."""
+    from accelerate import PartialState
     from accelerate.ops.record import RING
+    from accelerate.ops.transport import current_transport
+    from accelerate.utils import gather
 
     def note() -> None:
         RING.begin("gather", None)
         RING.end()
 
-    best = min(time_round(note, 2000) for _ in range(20))
-    return Pair("note of one collective", 0.0, best, best * 1e6, 2.0, "us")
-
-
-def debug_mode() -> list[Pair]:
-    """Debug mode over no debug mode, where it changes something: a wire that compares nothing by itself."""
-    from accelerate import PartialState
-    from accelerate.ops.transport import current_transport
-    from accelerate.utils import gather
-
-    state, transport, small = PartialState(), current_transport(), torch.randn(512)
+    state, small, head = PartialState(), torch.randn(512), current_transport().head
+    assert head is not None
 
     def with_debug(on: bool) -> Callable[[], object]:
         def work() -> object:
@@ -137,21 +131,20 @@ def debug_mode() -> list[Pair]:
 
         return work
 
+    noted = min(time_round(note, 2000) for _ in range(20))
+    compared = min(time_round(lambda: head.exchange(1), MANY) for _ in range(40))
     pairs = [
-        measure("debug mode, CPU tensors", with_debug(False), with_debug(True), budget=1.1, repetitions=MANY)
+        Pair("note of one collective", 0.0, noted, noted, 2e-6, "s"),
+        Pair("comparison of one collective, processor time", 0.0, compared, compared, 2e-4, "s"),
+        measure(
+            "debug mode over none, CPU tensors",
+            with_debug(False),
+            with_debug(True),
+            budget=1.25,
+            repetitions=MANY,
+        ),
     ]
-    head, transport.verifies = transport.head, False
-
-    def bare() -> object:
-        transport.head, state.debug = None, False
-        return gather(small)
-
-    def compared() -> object:
-        transport.head, state.debug = head, True
-        return gather(small)
-
-    pairs.append(measure("debug mode, a wire without head", bare, compared, budget=4.0, repetitions=MANY))
-    transport.head, transport.verifies, state.debug = head, True, False
+    state.debug = False
     return pairs
 
 
@@ -169,7 +162,7 @@ def run_rank(rank: int, port: int) -> None:
     from accelerate import PartialState
 
     state = PartialState()
-    pairs = [*small_structures(), *large_tensors(), *objects(), record(), *debug_mode()]
+    pairs = [*small_structures(), *large_tensors(), *objects(), *bookkeeping()]
     state.wait_for_everyone()
     missed = report(pairs, "Collectives, two processes on the CPU") if state.is_main_process else 0
     state.wait_for_everyone()

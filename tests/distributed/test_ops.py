@@ -140,6 +140,27 @@ def test_scatter(run: Run, processes: int) -> None:
         assert result == {"filled": [[index, 7]], "kind": "RecordingTransport"}
 
 
+def combine_much() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank())
+    numbers = torch.rand(300, 300, generator=generator)
+    before = numbers.clone()
+    everyone = gather(numbers[None])
+    total = everyone[0] + everyone[1] if size() == 2 else everyone.sum(0)
+    return {
+        "sum": torch.allclose(reduce(numbers, "sum"), total, rtol=1e-6),
+        "exact": size() > 2 or torch.equal(reduce(numbers, "sum"), total),
+        "mean": torch.allclose(reduce(numbers.T, "mean"), total.T / size()),
+        "integers": reduce((numbers * 99).long(), "sum").tolist() == (everyone * 99).long().sum(0).tolist(),
+        "untouched": torch.equal(numbers, before),
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_reduce_of_large_tensors(run: Run, processes: int) -> None:
+    for result in run(combine_much, processes=processes):
+        assert all(result.values()), result
+
+
 def combine() -> dict[str, Any]:
     mine = torch.tensor([float(rank()), 1.0])
     large = torch.tensor([60000.0], dtype=torch.float16)

@@ -5,7 +5,7 @@ Every function here is called on all processes. On one process the data comes ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -62,7 +62,7 @@ def gather_object(object: Any) -> Any:
         return object
     parts = gather_objects(object, transport, Call(f"{PUBLIC_MODULE}.gather_object"))
     if all(isinstance(part, (list, tuple)) for part in parts):
-        return [item for part in parts for item in part]
+        return _concatenated(parts)
     return parts
 
 
@@ -212,7 +212,7 @@ def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[An
     if transport.size == 1:
         return kept
     call = Call(f"{__name__}.gather_valid_objects", f"counts={list(counts)}")
-    return [item for part in gather_objects(kept, transport, call) for item in part]
+    return _concatenated(gather_objects(kept, transport, call))
 
 
 @operation
@@ -274,6 +274,13 @@ def wait_for_everyone() -> None:
 
 # Waiting is an operation like the others, whoever asks for it.
 process_group.wait_through(wait_for_everyone)
+
+
+def _concatenated(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    items: list[Any] = []
+    for part in parts:
+        items.extend(part)
+    return items
 
 
 def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
