@@ -10,6 +10,10 @@ from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, run_command
 
 COMMANDS = {
+    "checkpoint": (
+        "accelerate.commands.checkpoint:checkpoint_command_parser",
+        "List, verify, compare and prune checkpoints.",
+    ),
     "config": (
         "accelerate.commands.config:get_config_parser",
         "Create, update or show the configuration file.",

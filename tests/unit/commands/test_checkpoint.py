@@ -1,0 +1,110 @@
+"""`accelerate checkpoint`: what people and machines see of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import manifest
+from accelerate.checkpointing.files import files_under, seal
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.commands.accelerate_cli import make_cli_parser
+from accelerate.weights.files import write_safetensors
+
+
+def save(parent: Path, number: int, weight: float) -> Path:
+    folder = parent / f"checkpoint_{number}"
+    folder.mkdir(parents=True)
+    write_safetensors(
+        {"weight": torch.full((4,), weight), "bias": torch.zeros(2)}, folder / "model.safetensors"
+    )
+    torch.save({"state": {0: torch.ones(3)}, "lr": weight}, folder / "optimizer.bin")
+    records = {name: seal(folder, name) for name in files_under(folder)}
+    Manifest(
+        records, world_size=2, step=10 * number, epoch=number, created="2026-01-01T00:00:00+00:00"
+    ).write(folder)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for number, weight in ((1, 0.5), (2, 0.5), (10, 0.75)):
+        save(tmp_path / "checkpoints", number, weight)
+    return tmp_path
+
+
+def run(*words: Any) -> None:
+    args = make_cli_parser(["checkpoint"]).parse_args(["checkpoint", *map(str, words)])
+    args.func(args)
+
+
+def test_list_shows_the_newest_first_and_why_one_is_broken(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "checkpoints/checkpoint_2/optimizer.bin").unlink()
+    run("list", project, "--json")
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
+    assert [row["complete"] for row in rows] == [True, False, True]
+    assert rows[0]["step"] == 100
+    assert rows[0]["processes"] == 2
+    assert "optimizer.bin is missing" in rows[1]["fault"]
+    run("list", project / "checkpoints")
+    text = capsys.readouterr().out
+    assert "checkpoint_10" in text
+    assert "checkpoint_2 is not complete: optimizer.bin is missing" in text
+
+
+def test_verify_reads_every_byte(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("verify", project)
+    path = project / "checkpoints/checkpoint_1/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    run("list", project)
+    with pytest.raises(CheckpointError, match="checkpoint_1"):
+        run("verify", project)
+    with pytest.raises(CheckpointError, match="checkpoint_1"):
+        run("verify", project / "checkpoints/checkpoint_1")
+    assert "does not fit its checksum" in capsys.readouterr().out
+
+
+def test_diff_says_what_and_how_much(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = project / "checkpoints"
+    run("diff", parent / "checkpoint_1", parent / "checkpoint_2")
+    assert capsys.readouterr().out == "0 of 4 entries differ.\n"
+    (parent / "checkpoint_2/optimizer.bin").unlink()
+    run("diff", parent / "checkpoint_1", parent / "checkpoint_2", "--json")
+    assert {entry["name"] for entry in json.loads(capsys.readouterr().out)} == {
+        "optimizer.bin:lr",
+        "optimizer.bin:state.0",
+    }
+    run("diff", parent / "checkpoint_1", parent / "checkpoint_10")
+    text = capsys.readouterr().out
+    assert "model.safetensors:weight: 4 of 4 elements, by 0.25 at most" in text
+    assert "optimizer.bin:lr: 0.5 and 0.75" in text
+
+
+def test_prune_keeps_the_newest(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("prune", project, "--keep", 1, "--json")
+    gone = json.loads(capsys.readouterr().out)["deleted"]
+    assert [Path(path).name for path in gone] == ["checkpoint_1", "checkpoint_2"]
+    assert [path.name for path in (project / "checkpoints").iterdir()] == ["checkpoint_10"]
+    run("prune", project, "--keep", 1)
+    assert "nothing to delete" in capsys.readouterr().out
+
+
+def test_mistakes_are_named(project: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--keep=0"):
+        run("prune", project, "--keep", 0)
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        run("list", project / "nothing")
+    (project / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        run("list", project / "empty")
+    assert (project / "checkpoints/checkpoint_1" / manifest.NAME).is_file()
