@@ -7,8 +7,9 @@ from typing import Any
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import environ
 from accelerate.checkpointing.session import Session
+from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
-from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
 
@@ -87,4 +88,6 @@ def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
         gradients=gradient_state,
         mesh=state.device_mesh,
     )
-    return Runtime(request, state, gradient_state, resolve(request, state.topology)(context))
+    runtime = Runtime(request, state, gradient_state, resolve(request, state.topology)(context))
+    watching.start(PartialState(), environ.current())
+    return runtime

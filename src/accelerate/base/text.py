@@ -85,3 +85,19 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     """
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks with their runs: `spell_ranks([0, 2, 3, 4])` is `"ranks 0, 2-4"`.
+
+    Args:
+        ranks: In rising order.
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spelled = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {spelled}" if len(ranks) == 1 else f"ranks {spelled}"

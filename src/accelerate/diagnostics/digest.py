@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accelerate.launch.failures import Failure, Outcome
+from accelerate.base.text import spell_ranks
+from accelerate.launch.failures import HANG_KIND, Failure, Outcome
 
 REPORT = "failure.json"
 _WIDTH = 80
@@ -44,6 +45,12 @@ _LOST = _cause(
 )
 
 CAUSES: tuple[Cause, ...] = (
+    _cause(
+        rf"^{HANG_KIND}\b",
+        "Ranks wait for a rank that is elsewhere, has ended, or calls another operation.",
+        "Look at the line where the report sees that rank: all ranks must call the same operations in the "
+        "same order. If it only takes long there, raise --hang_timeout.",
+    ),
     _cause(
         r"re-initialize CUDA in forked|CUDA initiali[sz]ed before",
         "CUDA was used in the parent process before it forked.",
@@ -93,7 +100,8 @@ def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
     cause = find_cause(outcome)
     lines = [" accelerate launch: the run failed ".center(_WIDTH, "=")]
     lines += _first(outcome)
-    lines += [f"{_ranks(ranks)}: {text}" for text, ranks in _others(outcome)]
+    lines += _hang(outcome)
+    lines += [f"{spell_ranks(ranks)}: {text}" for text, ranks in _others(outcome)]
     if cause is not None:
         lines += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.mend}"]
     lines += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
@@ -109,6 +117,7 @@ def write_report(outcome: Outcome, folder: Path) -> None:
         "first": asdict(outcome.failures[0]) if outcome.failures else None,
         "failures": [asdict(failure) for failure in outcome.failures],
         "exits": {str(rank): number for rank, number in outcome.exits.items()},
+        "hang": outcome.hang or None,
         "cause": None if cause is None else cause.cause,
         "mend": None if cause is None else cause.mend,
     }
@@ -147,9 +156,18 @@ def _first(outcome: Outcome) -> list[str]:
     if not outcome.failures:
         return [f"The script ended by itself: {_spell(128 - outcome.code)}, and left no Python error."]
     first = outcome.failures[0]
+    if HANG_KIND in first.kind:
+        return [first.trace.rstrip()]
     if first.world_size == 1:
         return [first.headline]
     return [f"rank {first.rank} on {first.host} failed first:", first.trace.rstrip()]
+
+
+def _hang(outcome: Outcome) -> list[str]:
+    """What was reported about waiting ranks before the run failed, unless the failure says it."""
+    if not outcome.hang or any(HANG_KIND in failure.kind for failure in outcome.failures):
+        return []
+    return ["", "Reported before:", outcome.hang, ""]
 
 
 def _others(outcome: Outcome) -> list[tuple[str, list[int]]]:
@@ -162,7 +180,8 @@ def _others(outcome: Outcome) -> list[tuple[str, list[int]]]:
     }
     for failure in outcome.failures:
         alike = first is not None and _look(failure) == _look(first)
-        texts[failure.rank] = "the same error" if alike else f"afterwards: {failure.headline}"
+        same = "ended for it as well" if HANG_KIND in failure.kind else "the same error"
+        texts[failure.rank] = same if alike else f"afterwards: {failure.headline}"
     lead = first.rank if first is not None else lead
     return _folded((text, rank) for rank, text in sorted(texts.items()) if rank != lead)
 
@@ -185,15 +204,3 @@ def _folded(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, list[int]]]:
     for text, rank in pairs:
         groups.setdefault(text, []).append(rank)
     return list(groups.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Spell ranks with their runs: "ranks 0, 2-7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spelled = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {spelled}" if len(ranks) == 1 else f"ranks {spelled}"

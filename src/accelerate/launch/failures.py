@@ -15,6 +15,9 @@ FOLDER_VARIABLE = "ACCELERATE_FAILURE_DIR"
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
 ENTRY = Path(__file__).with_name("entry.py")
 EXITS = "exits.json"
+HANG = "hang.json"
+HANG_KIND = "Hang"
+"""In the place of an error's class: the process was ended as ranks waited for each other in vain."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,13 @@ class Outcome:
         code: exit code of the run.
         failures: errors that processes wrote down in the last attempt, the earliest first.
         exits: rank -> what the operating system said of its process: a code, or minus the number of a signal.
+        hang: the last report about ranks that waited for each other in vain; empty without one.
     """
 
     code: int
     failures: tuple[Failure, ...]
     exits: Mapping[int, int]
+    hang: str = ""
 
 
 def collect(folder: Path, code: int) -> Outcome:
@@ -111,4 +116,12 @@ def collect(folder: Path, code: int) -> Outcome:
         code,
         tuple(sorted((f for f in failures if f.attempt == last), key=lambda failure: failure.moment)),
         {int(rank): number for rank, number in seen.items()},
+        _read_hang(folder / HANG, last),
     )
+
+
+def _read_hang(path: Path, attempt: int) -> str:
+    if not path.exists():
+        return ""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return str(report["text"]) if report["attempt"] >= attempt else ""

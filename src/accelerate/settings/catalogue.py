@@ -2,6 +2,7 @@
 
 from accelerate.settings.option import Section
 from accelerate.settings.sections.deepspeed import DeepSpeedSection
+from accelerate.settings.sections.diagnostics import DiagnosticsSection
 from accelerate.settings.sections.dynamo import DynamoSection
 from accelerate.settings.sections.fsdp import FsdpSection
 from accelerate.settings.sections.launch import LaunchSection
@@ -35,4 +36,5 @@ SECTIONS: tuple[type[Section], ...] = (
     ParallelismSection,
     ContextParallelSection,
     SequenceParallelSection,
+    DiagnosticsSection,
 )

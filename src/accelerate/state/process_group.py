@@ -37,6 +37,9 @@ PROVIDERS = {
     "hpu": "habana_frameworks.torch.distributed.hccl",
 }
 _opened = [0]  # how many groups this process has opened; each has keys of its own in the store
+before_closing: list[Callable[[], None]] = []
+"""Called before the default group is closed, in this order."""
+
 _owner: list[int] = []  # the process that uses the group: a fork inherits the group, but must not close it
 
 
@@ -119,6 +122,9 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
         group: the group; None closes all. Nothing happens when none is open.
     """
     if is_open():
+        if group is None:
+            for call in before_closing:
+                call()
         dist.destroy_process_group(group)
         _settle()
 
@@ -214,8 +220,8 @@ def _check_built(comm: str, backend: DeviceBackend) -> None:
         )
 
 
-def _failed() -> bool:
-    """Whether the interpreter ends because of an exception: it notes the last one that nobody caught."""
+def failed() -> bool:
+    """Return whether the interpreter ends because of an exception: it notes the last that nobody caught."""
     return getattr(sys, "last_type", None) is not None
 
 
@@ -236,7 +242,7 @@ def _close_at_exit() -> None:
 
 
 def _close_now() -> None:
-    if not _failed():
+    if not failed():
         dist.destroy_process_group()
         return
     # An operation that the others never join keeps the group from closing: do not wait for it for long.

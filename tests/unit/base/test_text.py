@@ -85,3 +85,8 @@ def test_recursive_getattr():
 def test_listed_names_the_first_and_counts_the_rest():
     assert text.listed(["a", "b"]) == "a, b"
     assert text.listed(list("abcdefg"), shown=3) == "a, b, c and 4 more"
+
+
+def test_ranks_are_spelled_with_their_runs() -> None:
+    assert text.spell_ranks([3]) == "rank 3"
+    assert text.spell_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"

@@ -80,6 +80,7 @@ def test_logs_are_named() -> None:
         ),
         ("torch.distributed.DistBackendError: NCCL error in: x", "DistBackendError", "lost each other"),
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "RuntimeError", "before it forked"),
+        ("Hang: rank 0 waits; rank 1 is in Connection refused", "Hang", "Ranks wait"),
     ],
 )
 def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause: str) -> None:
@@ -90,8 +91,25 @@ def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause
     assert f"What to do:   {found.mend}" in render(Outcome(1, (failure,), {}), HERE)
 
 
+def test_an_ended_hang_is_the_failure() -> None:
+    told = "accelerate: hang: rank 0 waits."
+    hang = replace(BASE, kind=("Hang",), headline="hang: rank 0 waits", trace=told)
+    outcome = Outcome(1, (hang, replace(hang, rank=0)), {0: 1, 1: 1}, "accelerate: hang: rank 0 waits.")
+    text = render(outcome, HERE)
+    assert text.count("accelerate: hang: rank 0 waits.") == 1
+    assert "rank 0: ended for it as well" in text
+    assert "failed first" not in text
+
+
+def test_a_hang_that_was_reported_before_is_told(tmp_path: Path) -> None:
+    outcome = Outcome(1, (LOST,), {}, "accelerate: hang: rank 0 waits.")
+    assert "accelerate: hang: rank 0 waits." in render(outcome, HERE).splitlines()
+    write_report(outcome, tmp_path)
+    assert json.loads((tmp_path / "failure.json").read_text())["hang"] == "accelerate: hang: rank 0 waits."
+
+
 def test_every_cause_has_a_row_above() -> None:
-    assert len(CAUSES) == 6
+    assert len(CAUSES) == 7
 
 
 def test_an_unknown_error_has_no_likely_cause() -> None:

@@ -1,0 +1,94 @@
+"""What this rank does at this moment: in which operation it is, since when, and on which line."""
+
+from __future__ import annotations
+
+import time
+from types import FrameType
+from typing import Any
+
+from accelerate.diagnostics import stacks
+from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, TORCH, RankState
+from accelerate.ops.record import Entry, Ring
+
+MOST_WORK = 0.5
+"""Part of the time that a process which only waits may spend on its processors, for all of its threads."""
+
+
+class Observation:
+    """Follows the thread that trains, seen from another one.
+
+    Args:
+        ring: where the thread notes its operations.
+        rank: of this process.
+        host: machine of this process.
+        pid: its number there.
+    """
+
+    def __init__(self, ring: Ring, rank: int, host: str, pid: int) -> None:
+        self._ring = ring
+        self._who: dict[str, Any] = {"rank": rank, "host": host, "pid": pid}
+        self._still: tuple[FrameType, int] | None = None
+        self._since = 0.0
+        self._used = 0.0
+
+    def waited(self) -> tuple[object, float]:
+        """What the thread waits in, and for how many seconds; `(None, 0.0)` when it does not wait.
+
+        The first value differs between two waits. An operation that was not begun through this package has
+        begun at the latest when this method saw the thread in it first and ever since. A backward that keeps
+        the processors busy computes, and waits for nobody.
+        """
+        entry = self._ring.running()
+        if entry is not None:
+            self._still = None
+            return entry.sequence, time.monotonic() - entry.started
+        frame = stacks.innermost(self._ring.owner or 0)
+        if frame is None or not stacks.may_wait(frame):
+            self._still = None
+            return None, 0.0
+        # The frame itself is kept until the next look: a number of it may come again in the next round.
+        if self._still is None or self._still[0] is not frame or self._still[1] != frame.f_lasti:
+            self._still = (frame, frame.f_lasti)
+            self._since, self._used = time.monotonic(), time.process_time()
+        seconds = time.monotonic() - self._since
+        if stacks.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
+            return None, 0.0
+        return ("torch", self._since), seconds
+
+    def state(self) -> RankState:
+        """Describe the thread."""
+        entry = self._ring.running()
+        frame = stacks.innermost(self._ring.owner or 0)
+        if frame is None:
+            return RankState(doing=ELSEWHERE, operation="no code: its training thread has ended", **self._who)
+        position = stacks.read_position(frame)
+        if entry is not None:
+            return self._in_operation(entry, position)
+        token, seconds = self.waited()
+        waits = token is not None and position.waits_in != ""
+        return RankState(
+            doing=TORCH if waits else ELSEWHERE,
+            operation=position.waits_in or position.function,
+            file=position.file,
+            line=position.line,
+            seconds=seconds,
+            stack=position.stack,
+            **self._who,
+        )
+
+    def _in_operation(self, entry: Entry, position: stacks.Position) -> RankState:
+        return RankState(
+            doing=COLLECTIVE,
+            operation=entry.operation,
+            sequence=entry.sequence,
+            facts=entry.facts,
+            file=entry.file or position.file,
+            line=entry.line or position.line,
+            seconds=time.monotonic() - entry.started,
+            stack=position.stack,
+            **self._who,
+        )
+
+    def release(self) -> None:
+        """Let go of the frame that is kept."""
+        self._still = None

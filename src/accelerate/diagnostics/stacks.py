@@ -1,0 +1,124 @@
+"""Where a thread of this process stands, read from another thread while it may be blocked outside Python."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = (
+    _OURS,
+    _TORCH,
+    contextlib.__file__,
+    "<frozen ",
+    *(f"{path}{os.sep}" for path in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")}),
+)
+_RUNNERS = (f"{_OURS}launch{os.sep}", "<frozen runpy>")
+_COLLECTIVES = tuple(f"{_TORCH}{path}" for path in (f"distributed{os.sep}", f"nn{os.sep}parallel{os.sep}"))
+_AUTOGRAD = f"{_TORCH}autograd{os.sep}"
+_WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a thread stands.
+
+    Attributes:
+        file: of the user's innermost frame; of the outermost one where all belong to libraries.
+        line: there.
+        function: the library function that the user's line called, the user's own function without one.
+        waits_in: the operation of torch that may wait for other processes: "backward", "all_reduce", ...;
+            empty where the thread is elsewhere.
+        stack: as Python prints it, the innermost line last.
+    """
+
+    file: str
+    line: int
+    function: str
+    waits_in: str
+    stack: str
+
+
+def innermost(thread: int) -> FrameType | None:
+    """The frame that a thread executes; None when it has ended.
+
+    Args:
+        thread: identifier of the thread.
+    """
+    return sys._current_frames().get(thread)
+
+
+def read_position(frame: FrameType) -> Position:
+    """Describe where a thread stands.
+
+    Args:
+        frame: its innermost frame.
+    """
+    frames = _outwards(frame)
+    index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_LIBRARIES)), len(frames) - 1)
+    user = frames[index]
+    called = frames[index - 1] if index else user
+    return Position(
+        file=_file(user),
+        line=user.f_lineno or 0,
+        function=called.f_code.co_name,
+        waits_in=waiting_operation(frames[:index]),
+        stack="".join(traceback.format_list(traceback.StackSummary.extract(_lines(frames)))),
+    )
+
+
+def may_wait(frame: FrameType) -> bool:
+    """Whether the thread is inside an operation of torch that may wait for other processes.
+
+    Args:
+        frame: its innermost frame.
+    """
+    return _file(frame).startswith((*_COLLECTIVES, _AUTOGRAD))
+
+
+def may_compute(frame: FrameType) -> bool:
+    """Whether the thread is inside a backward, which computes more often than it waits.
+
+    Args:
+        frame: its innermost frame.
+    """
+    return _file(frame).startswith(_AUTOGRAD)
+
+
+def waiting_operation(frames: list[FrameType]) -> str:
+    """Name the operation of torch that may wait for other processes; empty where there is none.
+
+    Args:
+        frames: from the innermost to the one that the user's line called.
+    """
+    if not frames or not may_wait(frames[0]):
+        return ""
+    if _file(frames[0]).startswith(_AUTOGRAD):
+        return "backward"
+    names = [f.f_code.co_name for f in frames if _file(f).startswith(_COLLECTIVES)]
+    return next((name for name in reversed(names) if name not in _WRAPPERS), names[-1])
+
+
+def _outwards(frame: FrameType | None) -> list[FrameType]:
+    frames: list[FrameType] = []
+    while frame is not None and not _file(frame).startswith(_RUNNERS):
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _lines(frames: list[FrameType]) -> list[tuple[FrameType, int]]:
+    return [(frame, frame.f_lineno or 0) for frame in reversed(frames)]
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename

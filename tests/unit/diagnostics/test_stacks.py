@@ -1,0 +1,66 @@
+"""Where a thread stands, read from another one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+
+from accelerate.diagnostics import stacks
+
+HERE = __file__
+
+
+def test_a_thread_is_found_at_the_users_line_with_the_library_function_that_it_called() -> None:
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        frame = stacks.innermost(thread.ident or 0)
+        while frame is not None and frame.f_code.co_name != "wait":
+            frame = stacks.innermost(thread.ident or 0)
+        assert frame is not None
+        position = stacks.read_position(frame)
+    finally:
+        gate.set()
+        thread.join()
+    assert (position.file, position.line) == (HERE, hold.__code__.co_firstlineno + 1)
+    assert position.function in ("wait", "__init__", "_acquire_restore")
+    assert position.waits_in == ""
+    assert "gate.wait()" in position.stack
+
+
+def test_a_thread_that_has_ended_has_no_frame() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    assert stacks.innermost(thread.ident or 0) is None
+
+
+def test_a_line_of_the_users_own_function() -> None:
+    position = stacks.read_position(sys._getframe())
+    assert position.function == "test_a_line_of_the_users_own_function"
+    assert position.waits_in == ""
+
+
+def test_backward_is_named() -> None:
+    found: list[Any] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        frame: FrameType | None = sys._getframe().f_back
+        while frame is not None and not stacks.may_wait(frame):
+            frame = frame.f_back
+        assert frame is not None
+        found.append(stacks.read_position(frame))
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(look)
+    (leaf * 2).sum().backward()
+    assert [(position.file, position.waits_in) for position in found] == [(HERE, "backward")]
