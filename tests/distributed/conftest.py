@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -105,6 +105,50 @@ def run(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(processes)]
 
     return run
+
+
+class Ended(NamedTuple):
+    """How ranks ended: their codes (minus the number of a signal) and what each wrote to its output."""
+
+    codes: list[int]
+    outputs: list[str]
+
+
+@pytest.fixture
+def end(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Call a function in several processes as `run` does, where it is meant to end badly.
+
+    `end(function, *args, processes=2, env=None, timeout=60, grace=20)` tells how the ranks ended. One that
+    leaves processes behind, does not end in time, or not within `grace` seconds after the first that ended
+    badly, fails the test.
+    """
+
+    def end(
+        function: Callable[..., Any],
+        *args: Any,
+        processes: int = 2,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 60,
+        grace: float = 20,
+    ) -> Ended:
+        folder = tmp_path_factory.mktemp("ranks")
+        (folder / "call").write_bytes(pickle.dumps(describe_call(function, args)))
+        with hold_port() as port:
+            environments = [rank_environment(rank, processes, port, env or {}) for rank in range(processes)]
+            request = {
+                "folder": str(folder),
+                "environments": environments,
+                "timeout": timeout,
+                "grace": grace,
+            }
+            reply = rank_server.ask(request)
+        outputs = [read(folder / f"{rank}.output") for rank in range(processes)]
+        stood = [stack for rank in range(processes) if (stack := read(folder / f"{rank}.stack"))]
+        if stood or any(reply["strays"]):
+            pytest.fail("\n".join(["a rank had to be stopped", *stood, *outputs]), pytrace=False)
+        return Ended(reply["codes"], outputs)
+
+    return end
 
 
 def describe_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, str, str, bytes]:

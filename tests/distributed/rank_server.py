@@ -4,7 +4,8 @@ Run as a program by `conftest.py` beside it: it reads one request (a line of JSO
 forks the ranks, waits for them and answers with a line of JSON. A fork costs milliseconds where a fresh
 interpreter spends seconds on `import torch`. The server itself starts no thread, so forking is safe.
 
-A request: {"folder": str, "environments": [{...}, ...], "timeout": seconds}
+A request: {"folder": str, "environments": [{...}, ...], "timeout": seconds,
+            "grace": seconds that the others get to end after one has failed (optional)}
 A reply:   {"codes": [exit code, ...], "first": index of the first rank that failed or null,
             "expired": whether time was up before any failed, "strays": [[pid, ...], ...]}
 """
@@ -37,7 +38,7 @@ PRELOADED = (
     "pytest",
 )
 TICK = 0.01
-GRACE = 5.0  # seconds the other ranks get to end after one has failed
+GRACE = 5.0
 STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -105,14 +106,14 @@ def parent_gone() -> bool:
     return bool(readable)
 
 
-def watch(ranks: list[Watched], timeout: float) -> tuple[int | None, bool]:
+def watch(ranks: list[Watched], timeout: float, grace: float) -> tuple[int | None, bool]:
     """Wait until every rank has ended, or time is up, or one has failed and the others do not follow."""
     deadline, first = time.monotonic() + timeout, None
     while True:
         for index, rank in enumerate(ranks):
             rank.poll()
             if rank.code and first is None:
-                first, deadline = index, min(deadline, time.monotonic() + GRACE)
+                first, deadline = index, min(deadline, time.monotonic() + grace)
         running = [rank for rank in ranks if rank.code is None]
         if not running:
             return first, False
@@ -186,7 +187,7 @@ def serve_one(request: dict[str, Any]) -> dict[str, Any]:
             become_rank(folder, index, environment)
             call(folder, index)
         ranks.append(Watched(pid))
-    first, expired = watch(ranks, request["timeout"])
+    first, expired = watch(ranks, request["timeout"], request.get("grace", GRACE))
     strays = [wait_for_strays(rank.pid) for rank in ranks]
     return {"codes": [rank.code for rank in ranks], "first": first, "expired": expired, "strays": strays}
 
