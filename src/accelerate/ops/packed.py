@@ -14,7 +14,8 @@ from torch import Tensor
 from accelerate.ops.base import Transport
 from accelerate.ops.dtypes import finished_reduction, reducible_dtype
 from accelerate.ops.head import Head
-from accelerate.ops.packing import Parts, Plan, Slot, joined_shape, plan_for, put_together, take_apart
+from accelerate.ops.packing import Parts, Plan, plan_for, put_together, take_apart
+from accelerate.ops.parcels import Slot, joined_shape
 from accelerate.ops.verify import Call, agree, checking_head, debugging
 
 
