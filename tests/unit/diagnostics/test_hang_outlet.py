@@ -1,0 +1,39 @@
+"""Where reports go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.hang_outlet import Outlet
+from accelerate.launch.failures import FOLDER_VARIABLE, HANG_KIND, collect
+
+REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 5.0, (0,), ())
+
+
+def test_a_report_is_printed_and_kept_until_it_is_withdrawn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outlet = Outlet(0, 2, {FOLDER_VARIABLE: str(tmp_path)})
+    outlet.publish(REPORT)
+    assert capfd.readouterr().err == f"{REPORT.text}\n"
+    assert collect(tmp_path, 1).hang == REPORT.text
+    outlet.withdraw("over")
+    assert capfd.readouterr().err == "over\n"
+    assert collect(tmp_path, 1).hang == ""
+
+
+def test_the_end_is_a_failure_of_this_rank(tmp_path: Path) -> None:
+    Outlet(1, 2, {FOLDER_VARIABLE: str(tmp_path)}).prepare_end(REPORT)
+    (failure,) = collect(tmp_path, 1).failures
+    assert (failure.rank, failure.kind, failure.headline) == (1, (HANG_KIND,), "hang: rank 0 waits.")
+
+
+def test_without_a_launcher_it_is_printed_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outlet = Outlet(0, 2, {})
+    outlet.prepare_end(REPORT)
+    outlet.publish(REPORT)
+    assert capfd.readouterr().err == f"{REPORT.text}\n"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,54 @@
+"""What a rank is seen to do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from accelerate.diagnostics import stacks
+from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE
+from accelerate.diagnostics.observation import Observation
+from accelerate.ops.record import Ring
+
+
+@pytest.fixture
+def ring() -> Ring:
+    ring = Ring()
+    ring.reset()
+    return ring
+
+
+def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
+    observation = Observation(ring, 1, "host", 7)
+    assert observation.waited() == (None, 0.0)
+    ring.begin("gather", None)
+    time.sleep(0.01)
+    token, seconds = observation.waited()
+    state = observation.state()
+    ring.end()
+    assert (token, state.doing, state.operation, state.sequence) == (1, COLLECTIVE, "gather", 1)
+    assert seconds >= 0.01
+    assert (state.rank, state.host, state.pid, state.file) == (1, "host", 7, __file__)
+    assert observation.state().doing == ELSEWHERE
+
+
+def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    observation = Observation(ring, 0, "host", 7)
+    frame = stacks.innermost(ring.owner or 0)
+    used = [0.0]
+    clock = [0.0]
+    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
+    monkeypatch.setattr(stacks, "may_wait", lambda _: True)
+    monkeypatch.setattr(stacks, "may_compute", lambda _: True)
+    # The frame goes on by itself within this function: it is made to look still.
+    monkeypatch.setattr("accelerate.diagnostics.observation.time.process_time", lambda: used[0])
+    monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
+
+    found = []
+    for seconds, work in ((0.0, 0.0), (10.0, 1.0), (20.0, 19.0)):
+        clock[0], used[0] = seconds, work
+        found.append(observation.waited())
+    observation.release()
+    assert [seconds for _, seconds in found] == [0.0, 10.0, 0.0]
+    assert found[2][0] is None
