@@ -1,0 +1,131 @@
+"""Two watchers, one of which sees its rank wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate.diagnostics.bulletin import Bulletin, Report
+from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
+from accelerate.diagnostics.peers import Peers, own_identity
+from accelerate.diagnostics.watchdog import Limits, Watchdog
+
+
+class Seen:
+    """An observation that says what a test tells it to."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.wait: tuple[object, float] = (None, 0.0)
+
+    def waited(self) -> tuple[object, float]:
+        return self.wait
+
+    def state(self) -> RankState:
+        doing = ELSEWHERE if self.wait[0] is None else COLLECTIVE
+        return RankState(self.rank, doing, "gather", file="a.py", line=self.rank, seconds=self.wait[1])
+
+
+class Kept:
+    """An outlet that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ends = 0
+
+    def publish(self, report: Report) -> None:
+        self.texts.append(report.text)
+
+    def withdraw(self, text: str) -> None:
+        self.texts.append(text)
+
+    def prepare_end(self, _: Report) -> None:
+        self.ends += 1
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+class Pair:
+    """Two ranks whose watchers look when the test says so, rank 1 from a thread as long as rank 0 asks."""
+
+    def __init__(self, ends: bool) -> None:
+        store, own = HashStore(), own_identity()
+        self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
+        self.boards = [Bulletin(store, rank) for rank in range(2)]
+        self.dogs = [self.build(rank, ends, own) for rank in range(2)]
+
+    def build(self, rank: int, ends: bool, own: Any) -> Watchdog:
+        board, seen, kept = self.boards[rank], self.seen[rank], self.kept[rank]
+        board.introduce(own)
+        peers = Peers(board, own, (1 - rank,))
+        return Watchdog(rank, Limits(5.0, ends), board, peers, seen, kept)  # type: ignore[arg-type]
+
+    def look(self) -> None:
+        """Rank 0 looks once; meanwhile and afterwards rank 1 looks again and again."""
+        done = threading.Event()
+
+        def look_on() -> None:
+            while not done.wait(0.02):
+                self.dogs[1].look()
+            self.dogs[1].look()
+
+        thread = threading.Thread(target=look_on)
+        thread.start()
+        self.dogs[0].look()
+        time.sleep(0.1)
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_wait_in_vain_is_reported_once(ends: bool) -> None:
+    pair = Pair(ends)
+    pair.seen[0].wait = (1, 4.0)
+    pair.look()
+    assert pair.kept[0].texts == []
+    pair.seen[0].wait = (1, 6.0)
+    pair.look()
+    (text,) = pair.kept[0].texts
+    assert "rank 0 waits in gather #0, a.py:0, since 6 s; rank 1 is in gather, a.py:1 (not in a" in text
+    assert pair.kept[1].texts == []
+    assert [kept.ends for kept in pair.kept] == [2 * ends, 2 * ends]
+
+
+def test_it_is_reported_again_after_growing_times_and_taken_back_when_it_is_over() -> None:
+    pair = Pair(ends=False)
+    for seconds in (6.0, 7.0, 11.0, 13.0, 20.0, 27.0):
+        pair.seen[0].wait = (1, seconds)
+        pair.look()
+    assert [text.count("since") for text in pair.kept[0].texts] == [1, 1, 1]
+    pair.seen[0].wait = (None, 0.0)
+    pair.look()
+    pair.look()
+    assert pair.kept[0].texts[-1] == "accelerate: the hang is over: rank 0 goes on."
+
+
+def test_an_end_is_named_at_once() -> None:
+    pair = Pair(ends=False)
+    pair.boards[1].leave("exited with ValueError")
+    pair.seen[0].wait = (1, 2.5)
+    pair.dogs[0].look()
+    (text,) = pair.kept[0].texts
+    assert text.startswith(
+        "accelerate: hang: rank 0 waits in gather #0, a.py:0, since 2 s; rank 1 has exited with"
+    )
+    pair.dogs[0].look()
+    assert len(pair.kept[0].texts) == 1
+
+
+def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
+    pair = Pair(ends=False)
+    pair.boards[1].leave("exited with ValueError")
+    lost = RankState(0, COLLECTIVE, "gather", 1, file="a.py", line=9)
+    pair.dogs[0].last_words("exited with RuntimeError", True, lost)
+    (text,) = pair.kept[0].texts
+    assert "rank 1 has exited with ValueError" in text
+    assert pair.boards[1].ending(0) == "exited with RuntimeError"
