@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, is_i
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
 
-SECONDS_TO_COME_TOGETHER = 60.0
+SECONDS_WITHOUT_LIMIT = 1800.0  # what torch takes for its own operations
 
 
 class Runtime:
@@ -41,7 +41,7 @@ class Runtime:
         self.prepared = Prepared()
         self.trackers: list[Any] = []
         self.agreement = agreement_of_run(environ.current())
-        self.checkpoints = Session(SECONDS_TO_COME_TOGETHER)
+        self.checkpoints = Session(watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT)
         self.joins = False
         self.even_weights = EvenWeights(gradient_state)
         self.counted_weights = CountedWeights(strategy.replicas)

@@ -111,6 +111,22 @@ class _Watcher:
             self._outlet.end()
 
 
+def read_limits(environ: Mapping[str, str]) -> Limits:
+    """Return for how long ranks may wait for each other, and what follows.
+
+    Args:
+        environ: variables of this process.
+
+    Raises:
+        ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
+    """
+    settings = decode(DiagnosticsSection, environ)
+    return Limits(
+        seconds=DEFAULT_SECONDS if settings.hang_timeout is None else settings.hang_timeout,
+        ends=settings.hang_action == "abort",
+    )
+
+
 def start(state: PartialState, environ: Mapping[str, str]) -> None:
     """Watch this rank from now on; nothing happens in a run of one process, or a second time.
 
@@ -123,11 +139,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     Raises:
         ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
     """
-    settings = decode(DiagnosticsSection, environ)
-    limits = Limits(
-        seconds=DEFAULT_SECONDS if settings.hang_timeout is None else settings.hang_timeout,
-        ends=settings.hang_action == "abort",
-    )
+    limits = read_limits(environ)
     if state.num_processes == 1 or not limits.seconds or not process_group.is_open():
         return
     shared = PartialState._shared_state
