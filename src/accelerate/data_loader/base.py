@@ -113,6 +113,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     _told_epoch: int | None = None
     skip_source: int = 0
     """Batches of the dataset that are passed over at the start of each pass, on top of `skip_batches`."""
+    keeps_first_round: bool = False
+    """Whether a pass, which begins later, is given the first round of the epoch all the same."""
     is_over: bool = False
     """Whether nothing is left of the epoch that this loader is a late start of."""
     begins_at: Place = BEGINNING

@@ -145,8 +145,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
-        dealer, draws, place = self._dealer(), Draws(), self.begins_at
-        kept = self.batches_kept if place.seen and place.stream is None and not self.skip_source else 0
+        dealer, draws = self._dealer(), Draws()
+        kept = self.batches_kept if self.keeps_first_round else 0
         source, _, _ = self._open_batches(self.skip_source + self.skip_batches * dealer.take, kept)
         given, self._goes_on_with = self._goes_on_with, []
         opening = [] if given else dealer.read(source)

@@ -62,7 +62,8 @@ def _later_round(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
         changed: dict[str, Any] = {"skip_batches": loader.skip_batches + skipped}
     else:
         changed = skipping(loader, skipped * loader.batches_per_step, loader.batches_kept)
-    return variant_of(loader, origin=loader, begins_at=place, **changed)
+    keeps = place.seen > 0
+    return variant_of(loader, origin=loader, begins_at=place, keeps_first_round=keeps, **changed)
 
 
 def _rest_for_other_groups(loader: DataLoaderAdapter, place: Place) -> DataLoader[Any]:

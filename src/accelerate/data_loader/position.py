@@ -157,19 +157,50 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
         raise CheckpointError(f"this is no position of a loader: {error!r}") from error
     if version != VERSION:
         raise CheckpointError(f"the position of a loader has version {version}, and this one reads {VERSION}")
-    generators = generators_of(loader)
+    start = _fit_generators(loader, drawn, state["start"])
+    if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
+        sampler.initial_seed = state["seed"]
+    loader.set_epoch(epoch)
+    loader.position.end()
+    loader.position.resume = Resume(place, start, groups, bool(state["is_over"]))
+
+
+def _fit_generators(
+    loader: Any, drawn: list[torch.Tensor], start: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Set the generators of a loader, and return the states that they shall have at the start of its epoch.
+
+    A shuffle without a generator of its own gets one when several processes share it. Between a run of one
+    process and one of several, the states are carried over from the one way of shuffling to the other.
+    """
+    generators, sampler = generators_of(loader), loader.get_sampler()
+    own = getattr(sampler, "generator", None)
+    if len(generators) == len(drawn) - 1 and own is None and hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator()
+        generators = generators_of(loader)
+    elif len(generators) == len(drawn) + 1 and any(own is each for each in generators):
+        place = next(index for index, each in enumerate(generators) if each is own)
+        del generators[place]
+        if start is not None:
+            states = list(start["generators"])
+            states.insert(place, _state_of_plain_shuffle(start["global"]["torch"]))
+            start = {**start, "generators": states}
     if len(generators) != len(drawn):
         raise CheckpointError(
             f"the loader had {len(drawn)} random generators, and {loader!r} has {len(generators)}: "
             "prepare a loader that shuffles in the same way"
         )
-    for generator, own in zip(generators, drawn, strict=True):
-        generator.set_state(own)
-    if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
-        sampler.initial_seed = state["seed"]
-    loader.set_epoch(epoch)
-    loader.position.end()
-    loader.position.resume = Resume(place, state["start"], groups, bool(state["is_over"]))
+    for generator, state in zip(generators, drawn, strict=True):
+        generator.set_state(state)
+    return start
+
+
+def _state_of_plain_shuffle(torch_state: torch.Tensor) -> torch.Tensor:
+    """The generator of torch's shuffle, which seeds it from the global one behind the seed of the workers."""
+    source = torch.Generator()
+    source.set_state(torch_state)
+    draws = [int(torch.empty((), dtype=torch.int64).random_(generator=source).item()) for _ in range(2)]
+    return torch.Generator().manual_seed(draws[1]).get_state()
 
 
 def capture_stream(loader: Any) -> dict[str, Any]:
