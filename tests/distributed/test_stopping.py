@@ -23,7 +23,8 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, {folder!r})
 from {module} import train
-print("saved", *train({target!r}, None, 0.002), flush=True)
+saved = train({target!r}, None, 0.002)
+print("saved " + " ".join(map(str, saved)) + "\\n", end="", flush=True)  # one write: lines stay whole
 """
 
 
