@@ -268,3 +268,33 @@ def test_training_goes_on_while_the_copy_is_written(run: Run) -> None:
     for unfinished, before, written in run(train_while_saving):
         assert unfinished
         assert written == before
+
+
+def fail_in_a_hook_of_one_rank() -> Any:
+    accelerator, model, _ = prepared()
+    first = accelerator.save_state()
+    before = weight(model)
+
+    def fail(*args: Any) -> None:
+        if not accelerator.is_main_process:
+            raise KeyError("mine")
+
+    handle = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises((KeyError, CheckpointError)) as saving:
+        accelerator.save_state()
+    handle.remove()
+    accelerator.register_load_state_pre_hook(fail)
+    with pytest.raises(CheckpointError) as loading:
+        accelerator.load_state(first)
+    accelerator.wait_for_everyone()
+    return str(saving.value), str(loading.value), weight(model) == before, os.listdir(first.parent)
+
+
+def test_the_error_of_a_hook_of_one_rank_is_one_on_all(run: Run) -> None:
+    first, second = run(fail_in_a_hook_of_one_rank)
+    assert "process 1: KeyError: 'mine'" in first[0]
+    assert second[0] == "'mine'"
+    for _, loading, same, left in (first, second):
+        assert "KeyError: 'mine'" in loading
+        assert same
+        assert left == ["checkpoint_0"]

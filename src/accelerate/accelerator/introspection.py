@@ -152,7 +152,7 @@ class Introspection:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders keep their position by torchdata's StatefulDataLoader."""
+        """Whether loaders go on by themselves after a checkpoint was loaded."""
         return self._runtime.request.dataloader_config.use_stateful_dataloader
 
     @property

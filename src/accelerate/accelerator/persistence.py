@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import generators, loading, retention
+from accelerate.base.text import describe
+from accelerate.checkpointing import generators, loading, retention, saving
 from accelerate.checkpointing.loading import Source, WorldSizePolicy
 from accelerate.checkpointing.parts import (
     Apply,
@@ -88,12 +89,15 @@ class Persistence:
             project.iteration = request.iteration + 1
         site = session.open_site(request)
         try:
-            payloads = self._collect(site, safe_serialization)
-            session.write(site, payloads, blocking=not project.async_save if blocking is None else blocking)
-        except BaseException:
-            if site.commits:
-                site.workplace.discard()
+            write = session.prepare_write(
+                site,
+                self._collect(site, safe_serialization),
+                blocking=not project.async_save if blocking is None else blocking,
+            )
+        except Exception as error:
+            saving.abandon(site, error)
             raise
+        write()
         return request.target
 
     def wait_for_checkpoint(self) -> None:
@@ -136,6 +140,7 @@ class Persistence:
         options = dict(load_model_func_kwargs)
         device = read_device(options.pop("map_location", None))
         skipped: list[str] = []
+        cause: CheckpointError | None = None
         for source in self._candidates(input_dir):
             loading.announce(source, runtime.state.num_processes, world_size_policy)
             load = Load(source.folder, device, dict(load_kwargs or {}), options)
@@ -143,6 +148,7 @@ class Persistence:
                 changes = self._read(source, load, world_size_policy)
             except CheckpointError as error:
                 skipped.append(f"{source.folder}: {error}")
+                cause = error
                 continue
             for line in skipped:
                 logger.warning(f"A checkpoint was skipped. {line}.")
@@ -150,7 +156,7 @@ class Persistence:
                 change()
             self._go_on_after(source)
             return
-        raise loading.nothing_to_load(input_dir, skipped)
+        raise loading.nothing_to_load(input_dir, skipped) from cause
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load further objects with the run.
@@ -307,25 +313,28 @@ class Persistence:
 
     def _read(self, source: Source, options: Load, policy: str) -> list[Apply]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
-        hooks = self._runtime.checkpoints.load_hooks.values()
-        models = list(self._runtime.prepared.models)
-        if hooks:
+        if self._runtime.checkpoints.load_hooks:
             source.settle()
-        for hook in hooks:
+        if not source.is_readable:
+            source.settle()  # raises on all ranks
+        try:
+            changes = self._read_parts(source, options, policy)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            source.settle(describe(error))
+            raise
+        source.settle()
+        return changes
+
+    def _read_parts(self, source: Source, options: Load, policy: str) -> list[Apply]:
+        models = list(self._runtime.prepared.models)
+        for hook in self._runtime.checkpoints.load_hooks.values():
             hook(models, str(source.folder))
         parts: list[Part] = [
             *(ModelPart(index, model=self._bare(model)) for index, model in enumerate(models)),
             *self._parts(resized=source.resized),
         ]
-        failure, changes = "", []
-        try:
-            if source.is_readable:
-                changes = [part.read(options) for part in parts]
-                changes.append(self._read_generators(source, options, policy))
-        except CheckpointError as error:
-            failure = str(error)
-        source.settle(failure)
-        return changes
+        changes = [part.read(options) for part in parts]
+        return [*changes, self._read_generators(source, options, policy)]
 
     def _bare(self, model: nn.Module) -> nn.Module:
         return self._runtime.strategy.unwrap(model, keep_compiled=False)

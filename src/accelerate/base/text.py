@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import AccelerateError, wrong_value
 
 BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE)
@@ -85,6 +85,17 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     """
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error says: its text, after its type where the text alone does not tell.
+
+    Args:
+        error: of this package, of the operating system, or any other.
+    """
+    if str(error) and isinstance(error, (AccelerateError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

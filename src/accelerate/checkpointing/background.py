@@ -21,11 +21,6 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, job: Callable[[], Any]) -> None:
         """Run a job in a thread, after the one before has ended.
 

@@ -21,6 +21,7 @@ from accelerate.base.constants import (
     SCHEDULER_NAME,
 )
 from accelerate.base.errors import CheckpointError
+from accelerate.base.text import listed
 from accelerate.checkpointing import generators
 from accelerate.data_loader import position
 from accelerate.weights.files import read_safetensors, read_torch, write_torch, write_whole_tensors
@@ -175,12 +176,16 @@ class ModelPart:
     def read(self, options: Load) -> Apply:
         if self.model is None:
             return nothing
-        path = options.folder / number(SAFE_MODEL_NAME, self.index, ".safetensors")
-        if path.is_file():
-            state = read_safetensors(path, options.device)
-        else:
-            path = options.existing(number(MODEL_NAME, self.index, ".bin"))
+        safe, other = (
+            number(SAFE_MODEL_NAME, self.index, ".safetensors"),
+            number(MODEL_NAME, self.index, ".bin"),
+        )
+        if (options.folder / other).is_file() and not (options.folder / safe).is_file():
+            path = options.folder / other
             state = read_torch(path, options.device, **options.reading)
+        else:
+            path = options.existing(safe)
+            state = read_safetensors(path, options.device)
         return partial(fill, self.model, state, path, options.model)
 
 
@@ -204,8 +209,8 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: Path, options: Mappin
     unexpected = list(getattr(outcome, "unexpected_keys", []))
     missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
     if strict and (missing or unexpected):
-        lacks = f" It lacks {_few(missing)}." if missing else ""
-        strange = f" The model does not have {_few(unexpected)}." if unexpected else ""
+        lacks = f" It lacks {listed(missing)}." if missing else ""
+        strange = f" The model does not have {listed(unexpected)}." if unexpected else ""
         raise CheckpointError(
             f"{path} does not fit this {type(model).__name__}.{lacks}{strange} Prepare the models "
             "in the order in which they were saved; strict=False loads what fits."
@@ -334,8 +339,3 @@ def sampler_file(index: int) -> str:
 def stream_file(index: int, rank: int) -> str:
     """Return the file name of the state of a loader's dataset, as one process reads it."""
     return f"stream_{index}_{rank}.bin"
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accelerate.base.errors import CheckpointError
+from accelerate.base.text import describe
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.council import Council
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
@@ -148,6 +149,20 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     return site.workplace.target
 
 
+def abandon(site: Site, error: Exception) -> None:
+    """Tell the other ranks, which are about to write or wait for it, that this one cannot save.
+
+    Args:
+        site: where.
+        error: why; the caller raises it.
+    """
+    try:
+        site.council.decide(CALL, (describe(error), str(site.folder), []), list, SECONDS_TO_WRITE)
+    finally:
+        if site.commits:
+            site.workplace.discard()
+
+
 def _commit(site: Site, records: Sequence[FileRecord]) -> None:
     """Describe the folder, give it its name, and only then delete what it makes superfluous."""
     request = site.request
@@ -177,8 +192,8 @@ def _attempt(action: Callable[[], Any]) -> str:
     """Do something and return why it failed, so that all ranks can be told; empty when it did not."""
     try:
         action()
-    except (OSError, CheckpointError) as error:
-        return str(error)
+    except Exception as error:  # raised again, on all ranks, by _refuse_failures
+        return describe(error)
     return ""
 
 

@@ -87,8 +87,10 @@ class Session:
         """Make the folder of a save; called on all ranks."""
         return saving.open_site(request, self.council)
 
-    def write(self, site: Site, payloads: Sequence[Payload], *, blocking: bool) -> None:
-        """Write and commit, at once or in the background; called on all ranks.
+    def prepare_write(
+        self, site: Site, payloads: Sequence[Payload], *, blocking: bool
+    ) -> Callable[[], object]:
+        """Return what writes and commits, at once or in the background; called on all ranks.
 
         Args:
             site: where.
@@ -99,10 +101,9 @@ class Session:
             logger.warning_once("This run has no store to agree over in the background: saves block.")
             blocking = True
         if blocking:
-            saving.write(site, payloads)
-        else:
-            staged = self._staging.stage(payloads)
-            self._background.start(partial(saving.write, site, staged, threads=1))
+            return partial(saving.write, site, payloads)
+        staged = self._staging.stage(payloads)
+        return partial(self._background.start, partial(saving.write, site, staged, threads=1))
 
     def wait(self) -> None:
         """Return when no save is running any more.

@@ -17,8 +17,8 @@ from accelerate.base.constants import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.weights.files import clean_state_dict_for_safetensors, read_safetensors, read_torch, write
+from accelerate.base.errors import wrong_value
+from accelerate.weights.files import clean_state_dict_for_safetensors, write
 
 _INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 
@@ -70,28 +70,6 @@ def save_sharded(
     if split.is_sharded:
         _write_index(folder / _index_of(pattern), split.metadata, split.tensor_to_filename)
     return [folder / name for name in beside]
-
-
-def read_sharded(folder: Path, index: Path) -> dict[str, Tensor]:
-    """Read the weights that an index lists.
-
-    Args:
-        folder: where the files lie.
-        index: the index.
-
-    Raises:
-        CheckpointError: the index or a file is broken, or missing.
-    """
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{index} lists files that are missing: {', '.join(missing)}")
-    state: dict[str, Any] = {}
-    for name in names:
-        state.update((read_safetensors if name.endswith(".safetensors") else read_torch)(folder / name))
-    return state
 
 
 def _index_of(pattern: str) -> str:

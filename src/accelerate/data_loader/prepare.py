@@ -62,7 +62,7 @@ def prepare_data_loader(
         use_seedable_sampler: Shuffle by `SeedableRandomSampler`.
         data_seed: Its seed; None: the seed that torch was last given, on process 0.
         non_blocking: Don't wait for copies from pinned memory.
-        use_stateful_dataloader: Be a torchdata `StatefulDataLoader`.
+        use_stateful_dataloader: Go on by itself, see `DataLoaderAdapter`.
         torch_device_mesh: The `DeviceMesh` of the run: ranks that differ along tensor, context, sequence or
             pipeline axes only get the same batches.
 
@@ -73,7 +73,6 @@ def prepare_data_loader(
     Raises:
         PreparationError: The loader is a prepared one.
         ConfigurationError: Settings that contradict each other, see `plan`.
-        MissingPackageError: `use_stateful_dataloader` without torchdata.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         raise PreparationError(

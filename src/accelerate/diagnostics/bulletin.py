@@ -141,13 +141,9 @@ class Bulletin:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-def connect(attempt: str) -> Store | None:
-    """Open a connection of its own to the store of the default group; None where there is no such store.
-
-    Args:
-        attempt: how often the launcher has started the group anew.
-    """
-    store = process_group.connect_store(f"hangs/{attempt}")
+def connect() -> Store | None:
+    """Open a connection of its own to the store of the default group; None where there is no such store."""
+    store = process_group.connect_store("hangs")
     if store is not None:
         store.set_timeout(PATIENCE)
     return store

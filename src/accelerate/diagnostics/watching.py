@@ -146,7 +146,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     if _KEY in shared:
         return
     try:
-        store = connect(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        store = connect()
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -76,15 +76,24 @@ def forwarded_signals(child: subprocess.Popen[Any], instead: Mapping[int, int]) 
     """Send the signals that would end this process to the child instead, and see to it that it ends."""
     ending = Ending(child, instead)
     try:
-        before = {number: signal.signal(number, ending.on_signal) for number in (*FORWARDED, *PASSED_ON)}
-    except ValueError:  # not the main thread: whoever owns it deals with signals
+        with _handling(ending.on_signal, (*FORWARDED, *PASSED_ON)):
+            yield
+    finally:
+        ending.finish()
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
+    """Let a handler take signals; in another thread than the main one, whoever owns that deals with them."""
+    try:
+        before = {number: signal.signal(number, handler) for number in numbers}
+    except ValueError:
         before = {}
     try:
         yield
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-        ending.finish()
 
 
 class Ending:
@@ -147,15 +156,8 @@ class Ending:
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
     """Pass the signals that do not end a run on to the processes of an agent that runs in this one."""
-    try:
-        before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
-    except ValueError:  # not the main thread: whoever owns it deals with signals
-        before = {}
-    try:
+    with _handling(_pass_on, PASSED_ON):
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -48,7 +48,8 @@ class DataLoaderConfiguration:
         use_seedable_sampler: whether shuffling is a function of `data_seed` and the epoch alone.
         data_seed: seed of that shuffling; None draws one from torch's generator.
         non_blocking: whether batches are copied to the device without waiting for it.
-        use_stateful_dataloader: whether loaders are torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader: whether loaders go on by themselves after a checkpoint was loaded; where
+            torchdata is installed, they are its `StatefulDataLoader` too.
     """
 
     split_batches: bool = False

@@ -102,7 +102,8 @@ def connect_store(purpose: str) -> Store | None:
     if not is_open():
         return None
     store: Any = distributed_c10d._get_default_store()
-    prefix = f"accelerate/{purpose}/{_opened[0]}"
+    attempt = environ.current().get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive a restart
+    prefix = f"accelerate/{purpose}/{attempt}.{_opened[0]}"
     if hasattr(store, "clone"):
         try:
             return PrefixStore(prefix, store.clone())

@@ -10,6 +10,7 @@ import _codecs
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -157,11 +158,11 @@ def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
 
 
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
-    reason = str(error).partition("Unsupported global: GLOBAL ")[2].partition(" ")[0]
-    if not reason:
+    reason = re.search(r"GLOBAL (\S+)", str(error))
+    if reason is None:
         return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
     return (
-        f"{_name_of(path)} holds a `{reason}`, and only tensors, numbers, text and plain containers are "
+        f"{_name_of(path)} holds a `{reason[1]}`, and only tensors, numbers, text and plain containers are "
         "read; other objects can run code when they are loaded. If you trust the file, pass "
         'load_kwargs={"weights_only": False}.'
     )

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.base.errors import MissingPackageError, PreparationError, StateError
-from accelerate.base.packages import is_torchdata_stateful_dataloader_available
+from accelerate.base.errors import PreparationError, StateError
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
     SeedableRandomSampler,
+    base,
     get_sampler,
     prepare_data_loader,
 )
@@ -301,10 +301,16 @@ def test_loaders_without_a_position_say_so() -> None:
         loader.load_state_dict({})
 
 
-@pytest.mark.skipif(is_torchdata_stateful_dataloader_available(), reason="torchdata is installed")
-def test_stateful_loaders_need_torchdata() -> None:
-    with pytest.raises(MissingPackageError, match="use_stateful_dataloader needs torchdata"):
-        prepare(DataLoader([1, 2]), use_stateful_dataloader=True)
+def test_stateful_loaders_go_on_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "is_torchdata_stateful_dataloader_available", lambda: False)
+    loader, late = (prepare(DataLoader([1, 2, 3]), use_stateful_dataloader=True) for _ in range(2))
+    assert not loader.is_by_torchdata
+    batches = iter(loader)
+    next(batches)
+    late.load_state_dict(loader.state_dict())
+    del batches
+    assert [batch.item() for batch in late] == [2, 3]
+    assert [batch.item() for batch in late] == [1, 2, 3]
 
 
 def test_the_loader_goes_away_with_its_last_reference() -> None:

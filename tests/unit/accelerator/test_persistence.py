@@ -1,0 +1,157 @@
+"""Saving and loading through an `Accelerator`, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError, ConfigurationError
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Counter:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, counter = Tied(), Counter()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.register_for_checkpointing(counter)
+    accelerator.backward(model.head(model.embed(torch.ones(2, 4))).sum())
+    optimizer.step()
+    schedule.step()
+    counter.count, accelerator.step = 7, 3
+    accelerator.save_state(tmp_path / "one")
+    weight, moment = model.head.weight.clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    rate, drawn = schedule.get_last_lr(), torch.rand(3)
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+    schedule.step()
+    counter.count = accelerator.step = 0
+    accelerator.load_state(tmp_path / "one")
+    assert torch.equal(model.head.weight, weight)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moment)
+    assert schedule.get_last_lr() == rate
+    assert (counter.count, accelerator.step) == (7, 3)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_files_have_the_expected_names(tmp_path: Path, safe: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1), nn.Linear(2, 1))
+    folder = accelerator.save_state(tmp_path / "one", safe_serialization=safe)
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    models = [f"{stem}.{suffix}", f"{stem}_1.{suffix}"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["manifest.json", "random_states_0.pkl", *models]
+    )
+    accelerator.load_state(folder)
+
+
+def test_hooks_may_save_and_load_models_themselves(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.prepare(nn.Linear(3, 1))
+
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        assert models[0] is model
+        torch.save(weights.pop(0), Path(folder, "mine.bin"))
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        models.pop(0).load_state_dict(torch.load(Path(folder, "mine.bin"), weights_only=True))
+
+    handles = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
+    folder = accelerator.save_state(tmp_path / "one")
+    assert sorted(load_file(folder / "model.safetensors")["weight"].shape) == [1, 3]
+    assert "mine.bin" in (folder / "manifest.json").read_text()
+    before = model.weight.clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(folder)
+    assert torch.equal(model.weight, before)
+    assert len(accelerator._models) == 2
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(CheckpointError, match=r"holds no model_1\.safetensors"):
+        accelerator.load_state(folder)
+
+
+def test_nothing_is_changed_when_one_file_cannot_be_used(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    folder = accelerator.save_state(tmp_path / "one")
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match=r"holds no custom_checkpoint_0\.pkl"):
+        accelerator.load_state(folder)
+    assert not model.weight.any()
+
+
+def test_the_error_of_a_hook_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    folder = accelerator.save_state(tmp_path / "one")
+
+    def fail(*args: Any) -> None:
+        raise KeyError("mine")
+
+    accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        accelerator.save_state(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    accelerator.load_state(folder)
+
+
+def test_save_model_can_be_read_by_safetensors_alone(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Tied())
+    accelerator.save_model(model, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["embed.weight"], model.embed.weight)
+    with pytest.raises(ConfigurationError, match="meta device"):
+        accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="no folder to save to"):
+        accelerator.save_state()
+    with pytest.raises(ConfigurationError, match="no folder to load from"):
+        accelerator.load_state()
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        accelerator.load_state(tmp_path / "nothing")
+    with pytest.raises(ConfigurationError, match="world_size_policy='maybe'"):
+        accelerator.load_state(tmp_path, world_size_policy="maybe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Objects of type object cannot be saved"):
+        accelerator.register_for_checkpointing(Counter(), object())
+    assert accelerator._custom_objects == []

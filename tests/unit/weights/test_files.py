@@ -1,0 +1,123 @@
+"""State dicts in files: what comes back, what is refused, what cannot run code."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.utils.other import clean_state_dict_for_safetensors, load, save
+from accelerate.weights.files import read_safetensors, read_torch, write_safetensors, write_torch
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def tied() -> dict[str, torch.Tensor]:
+    weight = torch.arange(6.0).view(2, 3)
+    return {"a": weight, "b": weight, "c": weight.t(), "empty": torch.empty(0), "half": torch.ones(2).half()}
+
+
+def test_shared_tensors_are_stored_once_and_come_back_shared(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(tied(), path)
+    assert sorted(load_file(path)) == ["a", "c", "empty", "half"]
+    state = read_safetensors(path)
+    assert {name: tensor.tolist() for name, tensor in state.items()} == {
+        name: tensor.tolist() for name, tensor in tied().items()
+    }
+    assert state["a"].data_ptr() == state["b"].data_ptr()
+
+
+def test_only_tensors_go_into_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="step='int': safetensors holds tensors only"):
+        write_safetensors({"step": 3}, tmp_path / "x")  # type: ignore[dict-item]
+
+
+def test_clean_state_dict_drops_the_other_names() -> None:
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True)
+    cleaned = clean_state_dict_for_safetensors(tied())
+    assert sorted(cleaned) == ["a", "c", "empty", "half"]
+    assert all(tensor.is_contiguous() for tensor in cleaned.values())
+
+
+class Hostile:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_hostile_file_runs_no_code(tmp_path: Path) -> None:
+    mark, path = tmp_path / "ran", tmp_path / "x.bin"
+    torch.save({"state": Hostile(mark)}, path)
+    with pytest.raises(CheckpointError, match=r"x\.bin holds a .*mkdir.*weights_only"):
+        read_torch(path)
+    assert not mark.exists()
+    read_torch(path, weights_only=False)
+    assert mark.exists()
+
+
+def test_arrays_of_numbers_are_read(tmp_path: Path) -> None:
+    write_torch({"state": np.random.get_state(), "x": np.arange(3)}, tmp_path / "x")
+    assert read_torch(tmp_path / "x")["x"].tolist() == [0, 1, 2]
+
+
+def halve(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+def replace(data: bytes) -> bytes:
+    return b"x" * 99
+
+
+@pytest.mark.parametrize("read", [read_torch, read_safetensors])
+@pytest.mark.parametrize("damage", [halve, empty, replace])
+def test_a_broken_file_is_named(tmp_path: Path, read: Any, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "broken"
+    (write_torch if read is read_torch else write_safetensors)({"a": torch.ones(99)}, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match="broken"):
+        read(path)
+
+
+def test_save_keeps_the_old_file_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.bin"
+    save({"a": 1}, path)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save({"a": 2}, path)
+    assert load(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["x.bin"]
+
+
+def test_save_takes_file_objects_but_not_for_safetensors() -> None:
+    buffer = io.BytesIO()
+    save(nn.Linear(1, 1).state_dict(), buffer)
+    buffer.seek(0)
+    assert sorted(load(buffer)) == ["bias", "weight"]
+    with pytest.raises(ConfigurationError, match="needs the path of a file"):
+        save({}, buffer, safe_serialization=True)
