@@ -1,8 +1,10 @@
-"""Checks on the machine that are not about a device."""
+"""Questions about the machine that are not about a device."""
 
 import logging
+import os
 import platform
 import re
+from pathlib import Path
 
 # Processes that use many threads were seen to hang on kernels older than this one.
 MINIMUM_LINUX_KERNEL = (5, 5, 0)
@@ -32,3 +34,17 @@ def check_os_kernel() -> None:
         wanted,
         wanted,
     )
+
+
+def process_home() -> str | None:
+    """Name what process numbers belong to: the run of this kernel and the container on it.
+
+    Returns:
+        Equal in two processes when a number means the same process to both; None where the system does not
+        tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux, or /proc is not mounted
+        return None

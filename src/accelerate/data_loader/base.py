@@ -36,7 +36,7 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-_LIVE = ("gradient_state", "_iterator", "origin")
+_LIVE = ("gradient_state", "_iterator", "origin", "_delivery")
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
 
 

@@ -11,6 +11,7 @@ import torch
 
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.delivery import Delivery
 from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
@@ -47,6 +48,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
 
+    _delivery: Delivery | None = None
+
     def __init__(
         self,
         dataset: Any,
@@ -72,7 +75,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._first: list[Any] = []
         self._goes_on_with: list[Any] = []
         self._non_blocking = _non_blocking
-        self._group_of: list[int] | None = None
+
         groups, group = data_groups(torch_device_mesh, self.state.num_processes, self.state.process_index)
         self.plan = ShardPlan("dispatch", groups, group, split=split_batches, why="asked for")
 
@@ -118,11 +121,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""
-        group_of = self._groups_of_ranks(transport)
+        delivery = self._delivery_over(transport)
         if transport.rank != 0:
-            yield from receive(transport, self._block_device())
+            yield from receive(delivery)
             return
-        sender, group = Sender(transport, group_of, self._block_device()), self.plan.group
+        sender, group = Sender(delivery), self.plan.group
         reader: ReadAhead[Packed] | None = None
         try:
             while True:
@@ -170,13 +173,18 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.device.type != "cpu":
             self.state.device_backend.set_current(self.device.index or 0)
 
+    def _delivery_over(self, transport: Transport) -> Delivery:
+        """The way to the other processes; it stays the same from pass to pass."""
+        if self._delivery is None or self._delivery.transport is not transport:
+            group_of = self._groups_of_ranks(transport)
+            self._delivery = Delivery(transport, group_of, self._block_device())
+        return self._delivery
+
     def _groups_of_ranks(self, transport: Transport) -> Sequence[int]:
-        """The data-parallel group of each process; asked for once where ranks don't tell."""
+        """The data-parallel group of each process; asked for where ranks don't tell."""
         if self.torch_device_mesh is None and self.plan.groups == transport.size:
             return range(transport.size)
-        if self._group_of is None:
-            self._group_of = transport.gather_object(self.plan.group)
-        return self._group_of
+        return transport.gather_object(self.plan.group)
 
     def _block_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device

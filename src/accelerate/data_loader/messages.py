@@ -8,16 +8,15 @@ changed since the last message.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from accelerate.data_loader.delivery import Delivery
 from accelerate.data_loader.packing import ALIGNMENT, Failure, Piece, Spec, pack, unpack
 from accelerate.data_loader.rounds import Round
 from accelerate.data_loader.validity import Counts
-from accelerate.ops.base import Transport
 
 _AS_BEFORE, _TOLD, _FAILED = range(3)
 _NUMBER = 8  # bytes: the length of the specs, before them
@@ -46,24 +45,17 @@ class Packed(NamedTuple):
     size: int
 
 
-@dataclass
 class Sender:
     """Process 0's end.
 
     Args:
-        transport: The wire between all processes.
-        group_of: The data-parallel group of each process, in rank order.
-        device: Where blocks are while they travel.
+        delivery: The way to the others.
     """
 
-    transport: Transport
-    group_of: Sequence[int]
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self._others = sorted(set(self.group_of[1:]))
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self._others = delivery.receivers
         self._told: dict[int, bytes] = {}
-        self._unused = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def pack(self, dealt: Round) -> Packed:
         """Pack a round; nothing is sent, any thread may do it."""
@@ -84,49 +76,25 @@ class Sender:
                 chunks.insert(0, _spell(specs[group]))
                 self._told[group] = specs[group][-1]
             blocks[group] = chunks
-        self._post(_TOLD if is_told else _AS_BEFORE, len(rounds), blocks, is_end)
+        self._delivery.send((_TOLD if is_told else _AS_BEFORE, len(rounds), is_end), blocks)
 
     def fail(self, error: BaseException) -> None:
         """Send an exception instead."""
         if self._others:
             chunk = _padded(pickle.dumps(Failure.of(error)))
-            self._post(_FAILED, 0, {group: [chunk] for group in self._others}, True)
-
-    def _post(self, kind: int, rounds: int, blocks: dict[int, list[torch.Tensor]], is_end: bool) -> None:
-        size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
-        self.transport.broadcast(torch.tensor([kind, rounds, size, is_end]), 0)
-        if not size:
-            return
-        joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
-        if self.transport.size == 2:  # for one receiver: the same, without a block of one's own
-            self.transport.broadcast(joined[self.group_of[1]], 0)
-            return
-        own = self._unused_block(size)  # process 0 keeps what it has read
-        parts = [own, *(joined[group] for group in self.group_of[1:])]
-        self.transport.scatter(parts, own, 0)
-
-    def _unused_block(self, size: int) -> torch.Tensor:
-        if len(self._unused) < size:
-            self._unused = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self._unused[:size]
+            self._delivery.send((_FAILED, 0, True), {group: [chunk] for group in self._others})
 
 
-def receive(transport: Transport, device: torch.device) -> Iterator[Arrival]:
+def receive(delivery: Delivery) -> Iterator[Arrival]:
     """The other processes' end: the batches of one pass.
 
     Args:
-        transport: The wire between all processes.
-        device: Where blocks arrive.
+        delivery: The way from process 0.
     """
     specs: list[Spec] = []
-    is_end = False
+    is_end = 0
     while not is_end:
-        kind, rounds, size, is_end = transport.broadcast(torch.zeros(4, dtype=torch.int64), 0).tolist()
-        block = torch.empty(size, dtype=torch.uint8, device=device)
-        if size and transport.size == 2:
-            transport.broadcast(block, 0)
-        elif size:
-            transport.scatter(None, block, 0)
+        (kind, rounds, is_end), block = delivery.receive()
         if kind == _FAILED:
             pickle.loads(block.cpu().numpy().data).raise_here()
         start = 0
@@ -159,10 +127,3 @@ def _read(block: torch.Tensor) -> tuple[list[bytes], int]:
 
 def _padded(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
-
-
-def _join(chunks: list[torch.Tensor], size: int) -> torch.Tensor:
-    missing = size - sum(map(len, chunks))
-    if missing:
-        chunks = [*chunks, torch.empty(missing, dtype=torch.uint8, device="cpu")]
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

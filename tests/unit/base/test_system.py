@@ -1,10 +1,13 @@
-"""The warning about old Linux kernels."""
+"""The warning about old Linux kernels, and what process numbers belong to."""
 
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from accelerate.base.system import check_os_kernel
+from accelerate.base.system import check_os_kernel, process_home
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,18 @@ def test_old_kernels_are_warned_about(system, release, warns, monkeypatch, caplo
     monkeypatch.setattr(platform, "release", lambda: release)
     check_os_kernel()
     assert [release in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="only Linux tells")
+def test_processes_of_one_machine_have_one_home():
+    script = "from accelerate.base.system import process_home; print(process_home())"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process_home() == other.stdout.strip() != ""
+
+
+def test_a_system_that_does_not_tell_is_nobodys_home(monkeypatch):
+    def fail(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert process_home() is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accelerate.data_loader.delivery import Delivery
 from accelerate.data_loader.messages import Arrival, Sender, receive
 from accelerate.data_loader.rounds import Round
 from accelerate.ops.base import Transport
@@ -43,11 +44,11 @@ def deliver(
 ) -> tuple[list[Arrival], list[Any]]:
     """What the last process gets, and what travelled."""
     letters: deque[Tensor] = deque()
-    sender = Sender(Post(0, letters), group_of, CPU)
+    sender = Sender(Delivery(Post(0, letters), group_of, CPU))
     for rounds in messages:
         sender.send([sender.pack(dealt) for dealt in rounds])
     travelled = list(letters)
-    return list(receive(Post(2, letters), CPU)), travelled
+    return list(receive(Delivery(Post(2, letters), group_of, CPU))), travelled
 
 
 def deal(number: int, *, size: int = 4, is_end: bool = False) -> Round:
@@ -69,8 +70,8 @@ def test_what_parts_look_like_is_told_only_when_it_changes() -> None:
     heads = [letter.tolist() for letter in travelled if letter.dtype == torch.int64]
     assert [head[0] for head in heads] == [1, 0, 1, 0, 0]
     assert [head[1] for head in heads] == [1, 2, 1, 1, 0]
-    assert [head[2] for head in heads if head[0] == 0] == [32, 32, 0]
-    assert [head[3] for head in heads] == [0, 0, 0, 0, 1]
+    assert [head[3] for head in heads if head[0] == 0] == [32, 32, 0]
+    assert [head[2] for head in heads] == [0, 0, 0, 0, 1]
 
 
 def test_ranks_may_share_a_group() -> None:
@@ -98,10 +99,10 @@ def test_objects_travel_with_what_parts_look_like() -> None:
 
 def test_a_failure_is_raised_by_all() -> None:
     letters: deque[Tensor] = deque()
-    sender = Sender(Post(0, letters), range(3), CPU)
+    sender = Sender(Delivery(Post(0, letters), range(3), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("sample 4 is lost"))
-    arrivals = receive(Post(1, letters), CPU)
+    arrivals = receive(Delivery(Post(1, letters), range(3), CPU))
     assert next(arrivals).part.shape == (4,)
     with pytest.raises(LookupError, match="sample 4"):
         next(arrivals)
@@ -109,17 +110,17 @@ def test_a_failure_is_raised_by_all() -> None:
 
 def test_one_receiver_needs_no_block_of_the_sender() -> None:
     letters: deque[Tensor] = deque()
-    sender = Sender(Post(0, letters, size=2), range(2), CPU)
+    sender = Sender(Delivery(Post(0, letters, size=2), range(2), CPU))
     sender.send([sender.pack(deal(0))])
     sender.send([sender.pack(deal(1, is_end=True))])
     assert [letter.dtype for letter in letters] == [torch.int64, torch.uint8] * 2
-    arrivals = list(receive(Post(1, letters, size=2), CPU))
+    arrivals = list(receive(Delivery(Post(1, letters, size=2), range(2), CPU)))
     assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
 
 
 def test_nobody_to_send_to() -> None:
     letters: deque[Tensor] = deque()
-    sender = Sender(Post(0, letters, size=1), range(1), CPU)
+    sender = Sender(Delivery(Post(0, letters, size=1), range(1), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("gone"))
     assert not letters
