@@ -13,8 +13,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
-from accelerate.base.errors import AccelerateError, StateError
+from accelerate.base.errors import AccelerateError, CheckpointError, StateError
+from accelerate.base.text import describe
 from accelerate.ops.transport import Transport
 
 T = TypeVar("T")
@@ -89,6 +91,15 @@ class StoreCouncil(Council):
         self._number = 0
 
     def decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
+        try:
+            return self._decide(what, value, judge, patience)
+        except DistError as error:
+            raise StateError(
+                f"`{what}` cannot be agreed upon: the store of the process group does not answer ({error}). "
+                "It lies with process 0, which has probably ended: see its output for the cause."
+            ) from error
+
+    def _decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
         self._number += 1
         topic = f"{self._number}"
         self._post(f"{topic}/{self.rank}", (what, value))
@@ -153,6 +164,8 @@ def _verdict(judge: Judge[T], values: list[Any]) -> tuple[bool, Any]:
         return True, judge(values)
     except AccelerateError as error:
         return False, error
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return False, CheckpointError(f"Process 0 failed for all: {describe(error)}.")
 
 
 def _unpack(verdict: tuple[bool, Any]) -> Any:

@@ -2,32 +2,28 @@
 
 While a checkpoint is written it lies under a hidden name beside its place. One that takes the place of an
 older folder of the same name moves that aside first; a crash between the two renames leaves the older one
-under its hidden name, from where `recover` brings it back.
+under its hidden name, from where `recover` brings it back. Where the folder itself must stay, the same is
+done with the files in it.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
-import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest
+from accelerate.checkpointing import hidden, manifest
 from accelerate.checkpointing.files import files_under, sync_folder
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-SAVING, OLD, DOOMED = "saving", "old", "deleting"
-DAYS_TO_KEEP_STRANGERS = 7
-_count = itertools.count()
+SECONDS_OF_A_REPLACEMENT = 1.0  # far more than two renames take
+POLL = 0.01
 
 # What the files of a checkpoint are called, for folders that have no manifest.
 _OWN_PATTERNS = (
@@ -36,6 +32,7 @@ _OWN_PATTERNS = (
     "optimizer*.bin",
     "scheduler*.bin",
     "sampler*.bin",
+    "stream_*.bin",
     "dl_state_dict*.bin",
     "scaler.pt",
     "random_states_*.pkl",
@@ -65,29 +62,47 @@ class Workplace:
             CheckpointError: it cannot be made.
         """
         try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            if self.target.exists() and not self.target.is_dir():
+                raise NotADirectoryError(20, "it is a file", str(self.target))
+            _make_parents(self.folder.parent)
             recover(self.target)
-            sweep(self.folder.parent)
+            hidden.sweep(self.folder.parent)
             self.folder.mkdir()
         except OSError as error:
+            hidden.release(self.folder)
             raise CheckpointError(
-                f"{self.target} cannot be written: {error}. Choose a folder that this process may write to."
+                f"{self.target} cannot be written: {error}. Choose a folder that this process may write to, "
+                "on a disk with space left."
             ) from error
 
     def publish(self) -> None:
-        """Give the folder, complete with its manifest, its name."""
+        """Give the folder, complete with its manifest, its name; what was there before is removed.
+
+        Raises:
+            OSError: it could not be given its name, and what was there before is there still.
+        """
         sync_folder(self.folder)
-        if self.inside:
-            _publish_inside(self.folder, self.target)
-        elif self.target.exists():
-            _replace(self.folder, self.target)
-        else:
-            os.rename(self.folder, self.target)
-            sync_folder(self.target.parent)
+        parent = self.target if self.inside else self.target.parent
+        aside = hidden.claim(self.target.name, parent, hidden.OLD)
+        try:
+            if self.inside:
+                _exchange_files(self.folder, self.target, aside)
+            else:
+                _exchange(self.folder, self.target, aside)
+                _clear_aside(aside, self.target)
+        finally:
+            hidden.release(aside)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Remove what was written so far, if it has not become the checkpoint."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        hidden.release(self.folder)
+
+
+def place_of(target: Path) -> Path:
+    """Return where a checkpoint lies: absolute, and behind the link where the name is one."""
+    path = Path(os.path.abspath(target))
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def plan_workplace(target: Path) -> Workplace:
@@ -96,82 +111,129 @@ def plan_workplace(target: Path) -> Workplace:
     Args:
         target: the folder that it becomes.
     """
-    target = Path(os.path.abspath(target))
+    target = place_of(target)
     inside = target.is_dir() and (
-        os.path.ismount(target) or Path.cwd().is_relative_to(target) or not os.access(target.parent, os.W_OK)
+        os.path.ismount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
     )
-    if inside:
-        logger.warning(
-            f"{target} cannot be replaced as a whole: files in it are replaced one by one, and a crash in "
-            "that moment costs the checkpoint that was there. Save to a folder inside it to be safe."
-        )
     parent = target if inside else target.parent
-    return Workplace(target, parent / _hidden(target.name, SAVING), inside)
+    return Workplace(target, hidden.claim(target.name, parent, hidden.SAVING), inside)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it is gone at once, whatever happens while its files are deleted."""
-    doomed = folder.parent / _hidden(folder.name, DOOMED)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    """Remove a checkpoint: it is gone at once, whatever happens while its files are deleted.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    hidden.dispose(folder, folder.name)
 
 
 def recover(target: Path) -> None:
-    """Bring the folder back that an interrupted save had moved aside, if there is one.
+    """Bring back what an interrupted save had moved aside, if there is anything.
 
     Args:
-        target: the name that the folder had.
+        target: the checkpoint.
     """
-    for aside in sorted(target.parent.glob(f".{target.name}.{OLD}-*")):
+    for aside in hidden.find(target, hidden.OLD):
+        if not aside.is_needed:
+            _undo_exchange_of_files(aside.path, target)
+    for aside in hidden.find(target.parent, hidden.OLD):
+        if aside.name != target.name:
+            continue
+        if aside.is_needed:
+            _await(target)
         if not target.exists():
-            logger.warning(f"{target} was being replaced when a save was interrupted: the older one is back.")
-            os.rename(aside, target)
-        elif not _is_in_use(aside):
-            _bring_over(aside, target)
+            _bring_back(aside.path, target)
+        elif not aside.is_needed:
+            _clear_aside(aside.path, target)
 
 
-def sweep(parent: Path) -> None:
-    """Remove what interrupted saves have left in a folder."""
-    for kind in (SAVING, DOOMED):
-        for left in parent.glob(f".*.{kind}-*"):
-            if not _is_in_use(left):
-                shutil.rmtree(left, ignore_errors=True)
+def recover_all(parent: Path) -> None:
+    """Bring back all folders in a folder that interrupted saves had moved aside."""
+    for name in {each.name for each in hidden.find(parent, hidden.OLD)}:
+        recover(parent / name)
 
 
-def _hidden(name: str, kind: str) -> str:
-    return f".{name}.{kind}-{socket.gethostname()}-{os.getpid()}-{next(_count)}"
-
-
-def _is_in_use(hidden: Path) -> bool:
-    """Whether the process that made a hidden folder may still need it."""
-    host, pid, _ = hidden.name.rpartition(".")[2].partition("-")[2].rsplit("-", 2)
-    if host == socket.gethostname():
-        return int(pid) == os.getpid() or psutil.pid_exists(int(pid))
-    with suppress(OSError):
-        return time.time() - hidden.stat().st_mtime < DAYS_TO_KEEP_STRANGERS * 24 * 3600
-    return True
-
-
-def _replace(folder: Path, target: Path) -> None:
-    aside = target.parent / _hidden(target.name, OLD)
-    os.rename(target, aside)
+def _works_in(folder: Path) -> bool:
     try:
-        os.rename(folder, target)
-    except OSError:
+        return Path.cwd().is_relative_to(folder)
+    except FileNotFoundError:  # it was deleted
+        return False
+
+
+def _make_parents(folder: Path) -> None:
+    """Make a folder and those above it, and bring their names to the disk."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        sync_folder(each.parent)
+
+
+def _await(target: Path) -> None:
+    """Give another process, which is just replacing a folder, the time to end that."""
+    end = time.monotonic() + SECONDS_OF_A_REPLACEMENT
+    while not target.exists() and time.monotonic() < end:
+        time.sleep(POLL)
+
+
+def _bring_back(aside: Path, target: Path) -> None:
+    try:
         os.rename(aside, target)
+    except OSError as error:
+        if not target.exists():  # otherwise another process was faster
+            logger.warning(
+                f"{target} lies at {aside}, since a save was interrupted, and stays there: {error}."
+            )
+        return
+    logger.warning(f"{target} was being replaced when a save was interrupted: the older one is back.")
+
+
+def _exchange(folder: Path, target: Path, aside: Path) -> None:
+    """Give a folder a name, and what had it another one; on an error all is as before.
+
+    Args:
+        folder: the new one.
+        target: its name.
+        aside: the name for what is there.
+    """
+    done: list[tuple[Path, Path]] = []
+    try:
+        for old, new in ((target, aside), (folder, target)):
+            if old == folder or target.exists():
+                os.rename(old, new)
+                done.append((old, new))
+        sync_folder(target.parent)
+    except OSError:
+        for old, new in reversed(done):
+            os.rename(new, old)
         raise
-    sync_folder(target.parent)
-    _bring_over(aside, target)
 
 
-def _bring_over(aside: Path, target: Path) -> None:
+def _clear_aside(aside: Path, target: Path) -> None:
     """Move what the user kept in a replaced checkpoint to the new one, and remove the rest."""
-    ours = _own_files(aside)
-    for name in list(files_under(aside)):
-        if name not in ours and not (target / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(aside / name, target / name)
-    shutil.rmtree(aside)
+    if not aside.exists():
+        return
+    try:
+        _move_others(aside, target, _own_files(aside))
+        hidden.dispose(aside, target.name)
+    except OSError as error:
+        logger.warning(f"{target} is saved, and what it replaces could not be removed from {aside}: {error}.")
+
+
+def _move_others(source: Path, target: Path, ours: set[str], prefix: str = "") -> None:
+    """Move everything that is not part of a checkpoint and has no namesake."""
+    for entry in sorted(source.iterdir()):
+        name, there = prefix + entry.name, target / entry.name
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if is_folder and (there.is_dir() or _holds(ours, name)):
+            _move_others(entry, there, ours, f"{name}/")
+        elif name not in ours and not os.path.lexists(there):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(entry, there)
+
+
+def _holds(files: Iterable[str], folder: str) -> bool:
+    return any(file.startswith(f"{folder}/") for file in files)
 
 
 def _own_files(folder: Path) -> set[str]:
@@ -182,16 +244,38 @@ def _own_files(folder: Path) -> set[str]:
         return {*names, manifest.NAME}
 
 
-def _publish_inside(folder: Path, target: Path) -> None:
-    old = _own_files(target)
-    (target / manifest.NAME).unlink(missing_ok=True)
-    names = [name for name in files_under(folder) if name != manifest.NAME]
-    for name in names:
+def _exchange_files(folder: Path, target: Path, aside: Path) -> None:
+    """Put the files of one folder in the place of those of another; on an error all is as before.
+
+    Args:
+        folder: the new files.
+        target: the folder that they come to.
+        aside: for the files that are there. When that is gone, the exchange is done.
+    """
+    aside.mkdir()
+    try:
+        _shift(target, aside, _own_files(target))
+        _shift(folder, target, files_under(folder))
+        hidden.dispose(aside, target.name)
+    except OSError:
+        _undo_exchange_of_files(aside, target)
+        raise
+
+
+def _undo_exchange_of_files(aside: Path, target: Path) -> None:
+    """Bring files back that were moved aside in the same folder."""
+    _shift(aside, target, files_under(aside))
+    hidden.dispose(aside, target.name)
+
+
+def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Move files to another folder and bring their names to the disk, that of the manifest last."""
+    files = [name for name in names if name != manifest.NAME and (source / name).is_file()]
+    for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(folder / name, target / name)
-    for name in old - set(names) - {manifest.NAME}:
-        (target / name).unlink(missing_ok=True)
-    sync_folder(target)
-    os.replace(folder / manifest.NAME, target / manifest.NAME)
-    sync_folder(target)
-    shutil.rmtree(folder)
+        os.replace(source / name, target / name)
+    for each in {target, *((target / name).parent for name in files)}:
+        sync_folder(each)
+    if (source / manifest.NAME).is_file():
+        os.replace(source / manifest.NAME, target / manifest.NAME)
+        sync_folder(target)

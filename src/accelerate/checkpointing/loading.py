@@ -111,7 +111,7 @@ def open_checkpoint(path: Path, council: Council, place: Place, patience: float)
     Raises:
         StateError: a rank did not come in time.
     """
-    council.decide(CALL, None, lambda _: folder.recover(path), patience)
+    council.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
     return Source(path, council, place)
 
 

@@ -76,14 +76,22 @@ def read(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         seal = content.pop(_SEAL)
         version = content["format"]
-    except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{NAME} is damaged ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{NAME} cannot be read: {error}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{NAME} has format {version}, and this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{NAME} has format {version}, and this version reads format {FORMAT}: load it with the version "
+            "of accelerate that saved it, or a later one"
+        )
     if seal != _seal_of(content):
         raise CheckpointError(f"{NAME} is damaged: its content does not fit its checksum")
-    files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
-    return Manifest(files=files, **content)
+    try:
+        files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
+        return Manifest(files=files, **content)
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"{NAME} was made by something else ({error})") from error
 
 
 def problems(
@@ -105,13 +113,16 @@ def problems(
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
     path = folder / record.name
-    if not path.is_file():
-        return f"{record.name} is missing"
-    size = path.stat().st_size
-    if size != record.size:
-        return f"{record.name} has {size} bytes instead of {record.size}: it is cut off, or another file"
-    if deep and measure(path)[1] != record.checksum:
-        return f"{record.name} does not fit its checksum: it is damaged, or another file"
+    try:
+        if not path.is_file():
+            return f"{record.name} is missing"
+        size = path.stat().st_size
+        if size != record.size:
+            return f"{record.name} has {size} bytes instead of {record.size}: it is cut off, or another file"
+        if deep and measure(path)[1] != record.checksum:
+            return f"{record.name} does not fit its checksum: it is damaged, or another file"
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return f"{record.name} cannot be read: {error}"
     return ""
 
 

@@ -43,8 +43,7 @@ def survey(parent: Path, *, deep: bool = False) -> list[Found]:
     """
     if not parent.is_dir():
         return []
-    for aside in parent.glob(f".checkpoint_*.{folder.OLD}-*"):
-        folder.recover(parent / aside.name[1:].partition(".")[0])
+    folder.recover_all(parent)
     numbered = ((PATTERN.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
     found = [_look_at(int(match[1]), path, deep) for match, path in numbered if match]
     return sorted(found, key=lambda each: each.number, reverse=True)

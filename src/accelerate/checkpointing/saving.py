@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,12 @@ from accelerate.base.text import describe
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.council import Council
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
-from accelerate.checkpointing.folder import Workplace, plan_workplace
+from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import Payload
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
 
 CALL = "accelerator.save_state"
 SECONDS_TO_WRITE = 24 * 3600.0
@@ -87,13 +89,25 @@ def open_site(request: Request, council: Council) -> Site:
         StateError: a rank did not come in time.
         CheckpointError: a folder cannot be made.
     """
-    target = os.path.abspath(request.target)
+    target = str(place_of(request.target))
+    opened: list[Workplace] = []
 
     def begin(said: Sequence[str]) -> Workplace:
-        workplace = plan_workplace(Path(said[0]))
-        workplace.open()
-        return workplace
+        opened.append(plan_workplace(Path(said[0])))
+        opened[-1].open()
+        return opened[-1]
 
+    try:
+        return _agree_on_site(request, council, target, begin)
+    except BaseException:
+        for workplace in opened:
+            workplace.discard()
+        raise
+
+
+def _agree_on_site(
+    request: Request, council: Council, target: str, begin: Callable[[Sequence[str]], Workplace]
+) -> Site:
     first = council.decide(CALL, target, begin, request.patience)
     sees = target == str(first.target) and first.folder.is_dir()
     place = "" if sees else f"{socket.gethostname()}:{target}"
@@ -101,9 +115,13 @@ def open_site(request: Request, council: Council) -> Site:
     leader = places.index(place)
     if not any(places):
         return Site(first, council.rank == 0, council, request)
-    own = first if sees else plan_workplace(request.target)
     commits = leader == council.rank
-    failure = _attempt(own.open) if commits and not sees else ""
+    own, failure = first, ""
+    if commits and not sees:
+        try:
+            own = begin([target])
+        except CheckpointError as error:
+            failure = str(error)
     said = council.decide(CALL, (failure, own), list, request.patience)
     _refuse_failures([text for text, _ in said])
     return Site(said[leader][1], commits, council, request)
@@ -185,7 +203,15 @@ def _commit(site: Site, records: Sequence[FileRecord]) -> None:
     ).write(site.folder)
     site.workplace.publish()
     if request.keep is not None:
-        retention.prune(site.workplace.target.parent, request.keep)
+        _prune(site.workplace.target, request.keep)
+
+
+def _prune(saved: Path, keep: int) -> None:
+    """Delete older checkpoints; that one cannot be deleted does not make the new one worse."""
+    try:
+        retention.prune(saved.parent, keep)
+    except OSError as error:
+        logger.warning(f"{saved} is saved, and older checkpoints could not be deleted: {error}.")
 
 
 def _attempt(action: Callable[[], Any]) -> str:

@@ -75,6 +75,7 @@ class StagingArea:
 
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    twin = copy.copy(value)
-    twin.update(items)  # type: ignore[attr-defined]
+    twin: Any = copy.copy(value)
+    for key, each in items.items():  # `update` of a Counter would add
+        twin[key] = each
     return twin

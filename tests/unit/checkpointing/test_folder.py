@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import folder as folders
-from accelerate.checkpointing import manifest
+from accelerate.checkpointing import hidden, manifest
 from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.folder import Workplace, plan_workplace, recover, remove, sweep
+from accelerate.checkpointing.folder import Workplace, plan_workplace, recover, remove
 from accelerate.checkpointing.manifest import Manifest
 
 
@@ -146,6 +145,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(faults: Faults, tmp_path: Pat
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
+        hidden._needed.clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -153,29 +153,100 @@ def test_every_fault_leaves_the_old_or_the_new_one(faults: Faults, tmp_path: Pat
         assert content(target) == "newer"
 
 
-def abandoned(tmp_path: Path, kind: str, pid: int) -> Path:
-    import socket
+@pytest.mark.parametrize("crash", [OSError, Crash])
+def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: type[BaseException]
+) -> None:
+    faults = Faults(monkeypatch, crash)
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    calls = calls_of_a_save(faults, tmp_path / "count")
+    assert calls >= 10
+    for n in range(1, calls + 1):
+        target = tmp_path / f"checkpoint{n}"
+        save(target, "old")
+        (target / "mine.txt").write_text("mine")
+        number = target.stat().st_ino
+        faults.left = n
+        outcome = attempt(faults, target)
+        faults.left = 10**9
+        hidden._needed.clear()  # the process that crashed needs nothing
+        recover(target)
+        assert content(target) in ("old", "new"), f"call {n}"
+        assert outcome == "failed" or content(target) == "new", f"call {n}"
+        save(target, "newer")
+        assert content(target) == "newer"
+        assert target.stat().st_ino == number
+        assert sorted(os.listdir(target)) == ["manifest.json", "mine.txt", "optimizer.bin"]
 
-    path = tmp_path / f".checkpoint.{kind}-{socket.gethostname()}-{pid}-0"
-    path.mkdir()
-    (path / "part").write_text("")
-    return path
+
+@pytest.mark.parametrize(
+    "name", ["run[1]", "a*b?", "-x", "with space", "new\nline", "ünï", "x" * 180, ".dot"]
+)
+def test_odd_names(tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
+    save(target, "old")
+    save(target, "new")
+    os.rename(target, tmp_path / f".{name}.{hidden.OLD}-elsewhere-1-0x0")
+    recover(target)
+    assert content(target) == "new"
+    assert os.listdir(tmp_path) == [name]
 
 
-def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
-    dead = abandoned(tmp_path, folders.SAVING, 2**22 - 1)
-    doomed = abandoned(tmp_path, folders.DOOMED, 2**22 - 1)
-    alive = abandoned(tmp_path, folders.SAVING, os.getppid())
-    foreign = tmp_path / f".checkpoint.{folders.SAVING}-other-host-7-0"
-    foreign.mkdir()
-    sweep(tmp_path)
-    assert not dead.exists()
-    assert not doomed.exists()
-    assert alive.exists()
-    assert foreign.exists()
-    os.utime(foreign, (0, 0))
-    sweep(tmp_path)
-    assert not foreign.exists()
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    target = tmp_path / "checkpoint"
+    target.symlink_to(tmp_path / "disk" / "real")
+    save(target, "first")
+    save(target, "second")
+    assert target.is_symlink()
+    assert content(tmp_path / "disk" / "real") == "second"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "disk"]
+    remove(target)
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_folders_links_and_namesakes_of_the_user_stay(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+    (target / "plots").mkdir()
+    (target / "link").symlink_to("nowhere")
+    (target / "optimizer.bin.notes").write_text("mine")
+    save(target, "new")
+    assert (target / "plots").is_dir()
+    assert (target / "link").is_symlink()
+    assert sorted(os.listdir(target)) == [
+        "link",
+        "manifest.json",
+        "optimizer.bin",
+        "optimizer.bin.notes",
+        "plots",
+    ]
+
+
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("mine")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        save(tmp_path / "checkpoint", "new")
+    assert (tmp_path / "checkpoint").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_saved_checkpoint_is_not_called_lost_when_the_old_one_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+
+    def fail(*args: Any) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(hidden, "dispose", fail)
+    save(target, "new")
+    monkeypatch.undo()
+    assert content(target) == "new"
+    assert "Permission denied" in caplog.text
+    save(target, "newer")
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_a_folder_is_gone_before_its_files_are_deleted(
@@ -184,10 +255,10 @@ def test_a_folder_is_gone_before_its_files_are_deleted(
     target = tmp_path / "checkpoint"
     save(target, "old")
 
-    def crash(path: Path) -> None:
+    def crash(path: Path, ignore_errors: bool) -> None:
         raise Crash
 
-    monkeypatch.setattr(folders.shutil, "rmtree", crash)
+    monkeypatch.setattr(hidden.shutil, "rmtree", crash)
     with pytest.raises(Crash):
         remove(target)
     assert not target.exists()
