@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,3 +89,35 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
     process_group.open_group(Topology(), catalogue.CPU)
     process_group.close_group()
     assert waited == [process_group.SECONDS_TO_SETTLE]
+
+
+@pytest.mark.parametrize(
+    ("variables", "local", "expected"),
+    [
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, 2, "life_2/key"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}, 2, None),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "2"}, 2, None),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, 1, None),
+        ({}, 2, None),
+    ],
+    ids=["restarted", "first life", "no agent's store", "several machines", "no agent"],
+)
+def test_restarted_ranks_see_nothing_of_earlier_lives(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], local: int, expected: str | None
+) -> None:
+    """The agent keeps its store; the addresses of dead processes in it made the new ones wait for ever."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(process_group, "own_group", lambda: None)
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "set by the agent")
+    topology = Topology(size=2, local_size=local, address="127.0.0.1", port=agent.port)
+    process_group.open_group(topology, catalogue.CPU)
+    assert ("store" in opened) == (expected is not None)
+    if expected is not None:
+        opened["store"].set("key", "of this life")
+        assert agent.get(expected) == b"of this life"
