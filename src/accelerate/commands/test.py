@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.same_run import check_resume
 from accelerate.commands.utils import make_parser, run_command
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
@@ -20,21 +21,30 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
     """
     parser = make_parser("test", DESCRIPTION, subparsers)
     parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
+    )
     parser.set_defaults(func=test_command)
     return parser  # type: ignore[no-any-return]
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Launch the self-check; each check prints a line.
+    """Launch the self-check; each check prints a line, and with ``resume`` a row of a table.
 
     Args:
-        args: ``config_file``.
+        args: ``config_file`` and ``resume``.
 
     Raises:
         ConfigurationError: the configuration cannot work.
+        CheckpointError: a resumed run is another run.
         SystemExit: a check failed.
     """
     words = ["--config_file", args.config_file] if args.config_file else []
+    if getattr(args, "resume", False):
+        check_resume(words)
+        return
     launch_command(launch_command_parser().parse_args([*words, "--module", SCRIPT]))
 
 

@@ -1,0 +1,154 @@
+"""Is a run that was interrupted the same run? Launch it whole, interrupted and resumed, and compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.base.errors import CheckpointError, LaunchError
+from accelerate.launch.children import run_child
+from accelerate.launch.command import AGENT
+
+SCRIPT = "accelerate.test_utils.scripts.test_resume"
+RUNS = ("whole", "interrupted", "resumed")
+SAME = "same"
+WIDE = 140
+"""Columns of a table that no terminal shows."""
+
+Record = dict[str, Any]
+"""What one process wrote down in one run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one kind of loader.
+
+    Attributes:
+        name: the kind.
+        workers: of the loader.
+        batches: that were compared, over all processes.
+        samples: "same", or where they begin to differ.
+        weights: "same", or by how much they differ.
+    """
+
+    name: str
+    workers: int
+    batches: int
+    samples: str
+    weights: str
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return self.samples == self.weights == SAME
+
+
+def check_resume(words: Sequence[str]) -> None:
+    """Launch the three runs, compare them, and show a table.
+
+    Args:
+        words: options of `accelerate launch`.
+
+    Raises:
+        CheckpointError: something differs.
+        LaunchError: a run failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
+        for run in RUNS:
+            print(f"{run} run ...", flush=True)
+            code = run_child([*AGENT, *words, "--module", SCRIPT, run, folder], {})
+            if code:
+                raise LaunchError(f"The {run} run ended with exit code {code}: what it said is above.")
+        whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
+    verdicts = compare(whole, interrupted, resumed)
+    _show(whole[0], verdicts)
+    if different := [f"{each.name} ({each.workers} workers)" for each in verdicts if not each.is_same]:
+        raise CheckpointError(
+            "A run that is interrupted and resumed is not the same run on this machine. These loaders give "
+            f"other samples or weights: {', '.join(different)}."
+        )
+    print("A run that is interrupted and resumed is the same run on this machine.")
+
+
+def read_records(folder: Path, run: str) -> list[Record]:
+    """Read what the processes of this machine wrote down in a run, in the order of ranks.
+
+    Raises:
+        LaunchError: there is nothing.
+    """
+    paths = sorted(folder.glob(f"{run}_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if not paths:
+        raise LaunchError(
+            f"The {run} run left no record on this machine. The check needs a configuration that runs the "
+            "processes here, and waits for them: not one that submits a job."
+        )
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record]) -> list[Verdict]:
+    """Compare the interrupted run, together with the resumed one, with the whole one; exactly.
+
+    Args:
+        whole: records of the processes.
+        interrupted: the same of the run that ends in the middle.
+        resumed: the same of the run that goes on.
+    """
+    verdicts = []
+    for key, case in whole[0]["cases"].items():
+        ranks = [
+            (first["cases"][key], before["cases"][key], behind["cases"][key])
+            for first, before, behind in zip(whole, interrupted, resumed, strict=True)
+        ]
+        samples = [_compare_steps(first["steps"], a["steps"] + b["steps"]) for first, a, b in ranks]
+        weights = [_compare_weights(first["weights"], b["weights"]) for first, _, b in ranks]
+        batches = sum(len(first["steps"]) for first, _, _ in ranks)
+        verdicts.append(Verdict(case["name"], case["workers"], batches, _join(samples), _join(weights)))
+    return verdicts
+
+
+def _compare_steps(expected: list[Any], found: list[Any]) -> str:
+    for (epoch, batch, samples), step in zip(expected, found, strict=False):
+        if step != [epoch, batch, samples]:
+            return f"differ from epoch {epoch}, batch {batch} on"
+    if len(expected) != len(found):
+        return f"{len(found)} batches instead of {len(expected)}"
+    return SAME
+
+
+def _compare_weights(expected: dict[str, list[float]], found: dict[str, list[float]]) -> str:
+    if {name: len(values) for name, values in expected.items()} != {
+        name: len(values) for name, values in found.items()
+    }:
+        return "have other names or sizes"
+    differences = {
+        name: max((abs(a - b) for a, b in zip(values, found[name], strict=True)), default=0.0)
+        for name, values in expected.items()
+        if values != found[name]
+    }
+    if not differences:
+        return SAME
+    worst = max(differences, key=lambda name: differences[name])
+    return f"differ by up to {differences[worst]:.1e} ({worst})"
+
+
+def _join(findings: list[str]) -> str:
+    """One text for all ranks: the first difference, with its rank."""
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(findings) if each != SAME), SAME)
+
+
+def _show(about: Record, verdicts: list[Verdict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{about['processes']} process(es) on {about['device']}, {about['kind']}"
+    table = Table(title=f"{title}, mixed_precision={about['mixed_precision']}")
+    for heading in ("loader", "workers", "batches", "samples", "weights"):
+        table.add_column(heading, justify="right" if heading in ("workers", "batches") else "left")
+    for each in verdicts:
+        table.add_row(each.name, str(each.workers), str(each.batches), each.samples, each.weights)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)

@@ -1,0 +1,220 @@
+"""The runs that `accelerate test --resume` compares: a whole one, one that is interrupted, one that goes on.
+
+Each process writes down which samples it got in which order, and the weights at the end; the command
+compares. The resumed run begins with other random numbers than the whole one: only the checkpoint can bring
+the right ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from accelerate.accelerator import Accelerator
+from accelerate.base.enums import DistributedType
+from accelerate.ops.collectives import broadcast_object_list
+from accelerate.plugins.training import DataLoaderConfiguration
+from accelerate.rng import set_seed
+
+SAMPLES = 37
+"""For each process; the last batch is short."""
+
+BATCH = 4
+EPOCHS = 3
+STOP = (1, 3)
+"""The interrupted run saves behind this batch: (epoch, batch)."""
+
+LOST = 2
+"""Batches that it trains behind that; a crash loses them."""
+
+WHOLE, INTERRUPTED, RESUMED = "whole", "interrupted", "resumed"
+
+
+class Numbers(Dataset[Any]):
+    """Sample i: i, and three numbers made of it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index]), torch.arange(3.0) * index / self.length
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, which can only be read in order."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = Numbers(length)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.numbers[index] for index in range(len(self.numbers)))
+
+
+class StatefulStream(Stream):
+    """A stream that goes on where it was."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.index = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.index < len(self.numbers):
+            self.index += 1
+            yield self.numbers[self.index - 1]
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many samples were read."""
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind as many samples."""
+        self.index = state["index"]
+
+
+def shuffled(length: int, workers: int) -> DataLoader[Any]:
+    """A loader that torch shuffles."""
+    return DataLoader(Numbers(length), BATCH, shuffle=True, num_workers=workers)
+
+
+def sampled(length: int, workers: int) -> DataLoader[Any]:
+    """A loader whose sampler draws with a generator of its own, and draws samples more than once."""
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(Numbers(length), replacement=True, generator=generator)
+    return DataLoader(Numbers(length), BATCH, sampler=sampler, num_workers=workers)
+
+
+def streamed(length: int, workers: int) -> DataLoader[Any]:
+    """A loader over data that can only be read in order, from its beginning."""
+    return DataLoader(Stream(length), BATCH, num_workers=workers)
+
+
+def streamed_with_state(length: int, workers: int) -> DataLoader[Any]:
+    """A loader over data that can only be read in order, and knows where it is."""
+    return DataLoader(StatefulStream(length), BATCH, num_workers=workers)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of loader.
+
+    Attributes:
+        name: as it is shown.
+        build: makes the user's loader of a number of samples and of workers.
+        workers: of the loader.
+        config: fields of `DataLoaderConfiguration`.
+    """
+
+    name: str
+    build: Callable[[int, int], DataLoader[Any]]
+    workers: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The name in the record, and of the folder of its checkpoint."""
+        return f"{self.name}, {self.workers} workers"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the loader goes on by itself."""
+        return bool(self.config.get("use_stateful_dataloader", False))
+
+
+CASES = (
+    Case("shuffled", shuffled),
+    Case("shuffled", shuffled, workers=2),
+    Case("shuffled with a seeded sampler", shuffled, config={"use_seedable_sampler": True}),
+    Case("sampler with its own generator", sampled),
+    Case("dispatched", shuffled, config={"dispatch_batches": True}),
+    Case("dispatched", shuffled, workers=2, config={"dispatch_batches": True}),
+    Case("continued by itself", shuffled, config={"use_stateful_dataloader": True}),
+    Case("stream", streamed),
+    Case("stream with a state", streamed_with_state),
+)
+
+
+def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
+    """Train with one kind of loader; called on all ranks.
+
+    Args:
+        case: the loader.
+        run: "whole", "interrupted" or "resumed".
+        folder: of checkpoints.
+
+    Returns:
+        `steps`: [epoch, batch, samples] of each batch that counts; `weights`: numbers by name, where the run
+        came to its end.
+    """
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(**case.config), step_scheduler_with_optimizer="per_update"
+    )
+    set_seed(2 if run == RESUMED else 1, device_specific=True)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    loader = case.build(SAMPLES * accelerator.num_processes, case.workers)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    first, seen = 0, 0
+    if run == RESUMED:
+        accelerator.load_state(folder / case.key)
+        first, seen = STOP[0], STOP[1] + 1
+    steps: list[Any] = []
+    for epoch in range(first, EPOCHS):
+        start = seen if epoch == first else 0
+        batches = accelerator.skip_first_batches(loader, start) if start and not case.continues else loader
+        for number, (index, inputs) in enumerate(batches, start):
+            loss = (model(inputs) - index / SAMPLES).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            steps.append([epoch, number, index.flatten().tolist()])
+            if run == INTERRUPTED and (epoch, number) == STOP:
+                accelerator.save_state(folder / case.key)
+            if run == INTERRUPTED and (epoch, number) == (STOP[0], STOP[1] + LOST):
+                return {"steps": steps[:-LOST], "weights": {}}
+    state = accelerator.get_state_dict(model)
+    return {
+        "steps": steps,
+        "weights": {name: tensor.double().flatten().tolist() for name, tensor in state.items()},
+    }
+
+
+def main() -> None:
+    """Train with every kind of loader, and write down what happened: a file for each process."""
+    run, folder = sys.argv[1], Path(sys.argv[2])
+    accelerator = Accelerator()
+    checkpoints = Path(broadcast_object_list([str(folder)])[0]) / "checkpoints"
+    record: dict[str, Any] = {
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "kind": DistributedType(accelerator.distributed_type).value,
+        "mixed_precision": accelerator.mixed_precision,
+        "cases": {},
+    }
+    for case in CASES:
+        found = train(case, run, checkpoints)
+        record["cases"][case.key] = {"name": case.name, "workers": case.workers, **found}
+    path = folder / f"{run}_{accelerator.process_index}.json"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    accelerator.wait_for_everyone()
+    if run == RESUMED and accelerator.is_local_main_process:
+        shutil.rmtree(checkpoints, ignore_errors=True)  # the folder of another machine, on this one
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
