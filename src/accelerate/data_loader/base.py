@@ -36,7 +36,7 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-_LIVE = ("gradient_state", "_iterator", "origin", "_delivery")
+_LIVE = ("gradient_state", "_iterator", "origin", "_delivery", "_step")
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
 
 
@@ -183,8 +183,10 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def torchdata_goes_on(self) -> bool:
-        """Whether torchdata reads and goes on: where data can only be read in order."""
-        return self.is_by_torchdata and self._dataset_kind == _DatasetKind.Iterable
+        """Whether torchdata reads and goes on: where data can only be read in order, and no rank waits for
+        another."""
+        is_read_in_order = self._dataset_kind == _DatasetKind.Iterable
+        return self.is_by_torchdata and is_read_in_order and self.plan.how != "dataset_shards"
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch just yielded; needs `use_stateful_dataloader`."""
@@ -386,7 +388,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def _counts_batches(self) -> bool:
         """Whether what is dealt out are whole batches: the loader doesn't build batches itself."""
-        return not self._auto_collation and not isinstance(self.sampler, BatchSampler)
+        is_ready_made = not self._auto_collation and not isinstance(self.sampler, BatchSampler)
+        return is_ready_made and self.plan.how != "dataset_shards"
 
     def _first_number(self) -> int:
         """Number, in the whole pass, of the first batch that torch's iterator gives."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate.base.errors import CheckpointError
 from accelerate.data_loader.base import DataLoaderAdapter
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.position import Place
+from accelerate.data_loader.position import Place, Resume
 from accelerate.data_loader.samplers import SkipBatchSampler, rest_of
 
 
@@ -28,6 +29,7 @@ def start_late(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
         return _later_round(loader, skipped)
     if resume.is_over and isinstance(loader.dataset, IterableDataset):
         return variant_of(loader, origin=loader, begins_at=resume.place, is_over=True)
+    _refuse_other_shares(loader, resume)
     if resume.place.stream is not None:  # the dataset itself goes on from there
         return variant_of(loader, origin=loader, begins_at=resume.place)
     if resume.groups != loader.plan.groups:
@@ -52,6 +54,20 @@ def start_where_saved(loader: DataLoaderAdapter) -> DataLoader[Any] | None:
     if loader.torchdata_goes_on and not resume.is_over:
         return None
     return start_late(loader, resume.place.seen)
+
+
+def _refuse_other_shares(loader: DataLoaderAdapter, resume: Resume) -> None:
+    """Raise where the groups had shares of the dataset that those of now have not."""
+    own_shares, groups = loader.plan.how == "dataset_shards", loader.plan.groups
+    if (resume.own_shares, resume.groups) == (own_shares, groups) or not (own_shares or resume.own_shares):
+        return
+    before = "its own shares" if resume.own_shares else "batches of the whole"
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch: {resume.groups} data-parallel groups read "
+        f"{before} then, and what they have left of the dataset is no share of {groups} groups. Go on with "
+        f"{resume.groups} until the end of the epoch, or from a checkpoint between two epochs; loaders with "
+        "dispatch_batches=True can go on with any number."
+    )
 
 
 def _later_round(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:

@@ -14,6 +14,21 @@ SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 """Mesh axes whose ranks work on the same batch together."""
 
 
+def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, even: bool, given: bool) -> bool:
+    """Whether groups read the shares that a dataset gives them, instead of process 0 reading for all.
+
+    The samples have to be the same: a short batch that each share drops, or an end that is not filled, would
+    be another part of them. What the user has shared out himself cannot be read otherwise.
+
+    Args:
+        loader: The user's loader, over a dataset that shares itself out.
+        dispatch: See `plan`.
+        even: See `plan`.
+        given: Whether the user has shared it out.
+    """
+    return not dispatch if given else dispatch is None and even and not loader.drop_last
+
+
 _WHY_DISPATCH = (
     "an iterable dataset may differ between processes; where it gives the same samples in the same order in "
     "each of them, dispatch_batches=False lets each read its share"
@@ -25,8 +40,9 @@ class ShardPlan:
     """How the batches of one loader reach the data-parallel groups.
 
     Attributes:
-        how: `leave` (one group reads everything), `shard` (each group reads its share) or `dispatch` (process
-            0 reads, the others receive).
+        how: `leave` (one group reads everything), `shard` (each group reads its share), `dataset_shards` (the
+            dataset gives each group a share, of whatever length) or `dispatch` (process 0 reads, the others
+            receive).
         groups: Number of data-parallel groups.
         group: The group of this process, from 0.
         batch_size: Batch size of one group, None where the user's loader doesn't build batches of one size
@@ -36,7 +52,7 @@ class ShardPlan:
         why: The reason for `how`, for people.
     """
 
-    how: Literal["leave", "shard", "dispatch"] = "leave"
+    how: Literal["leave", "shard", "dataset_shards", "dispatch"] = "leave"
     groups: int = 1
     group: int = 0
     batch_size: int | None = None
@@ -97,6 +113,7 @@ def plan(
     even: bool,
     dispatch: bool | None,
     put_on_device: bool,
+    own_share: str | None = None,
 ) -> ShardPlan:
     """Decide how the batches of a loader are shared out.
 
@@ -109,6 +126,7 @@ def plan(
         even: Fill the short end.
         dispatch: Read on process 0 only; None decides by the kind of dataset.
         put_on_device: Whether batches are placed on the device.
+        own_share: Why the dataset's own share is read, where it is.
 
     Returns:
         The plan.
@@ -133,6 +151,8 @@ def plan(
     part = size // groups if split and size is not None else size
     if groups > 1 and not dispatch and is_shared_out(loader, groups, group):
         return ShardPlan("shard", groups, group, part, split, even, "the dataset is shared out already")
+    if own_share is not None:
+        return ShardPlan("dataset_shards", groups, group, part, split, even, own_share)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
         why = "asked for" if dispatch else _WHY_DISPATCH
         return ShardPlan("dispatch", groups, group, part, split, even, why)

@@ -49,12 +49,14 @@ class Resume:
         start: states of the random generators when the epoch began; None between two epochs.
         groups: number of data-parallel groups at that time.
         is_over: whether that was behind the last batch of the epoch.
+        own_shares: whether the groups read shares that the dataset gave them.
     """
 
     place: Place
     start: Mapping[str, Any] | None
     groups: int
     is_over: bool = False
+    own_shares: bool = False
 
 
 class Position:
@@ -133,6 +135,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "consumed": position.place.consumed,
         "groups": loader.plan.groups,
         "is_over": bool(position.seen and position.is_over),
+        "own_shares": loader.plan.how == "dataset_shards",
         "start": position.start,
         "generators": [generator.get_state() for generator in generators_of(loader)],
         "seed": getattr(loader.get_sampler(), "initial_seed", None),
@@ -162,7 +165,8 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
         sampler.initial_seed = state["seed"]
     loader.set_epoch(epoch)
     loader.position.end()
-    loader.position.resume = Resume(place, start, groups, bool(state["is_over"]))
+    own_shares = bool(state.get("own_shares"))
+    loader.position.resume = Resume(place, start, groups, bool(state["is_over"]), own_shares)
 
 
 def _fit_generators(

@@ -12,7 +12,8 @@ from accelerate.base.errors import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, plan
+from accelerate.data_loader.own_shares import OwnShare, is_the_same_everywhere, own_share
+from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.ops.transport import current_transport
@@ -84,6 +85,10 @@ def prepare_data_loader(
     if process_index is None:
         process_index = PartialState().process_index
     groups, group = data_groups(torch_device_mesh, num_processes, process_index)
+    target = (device or PartialState().device) if put_on_device else None
+    share = None
+    if groups > 1 and isinstance(dataloader.dataset, IterableDataset) and not _is_xla(target):
+        share = _own_share(dataloader, num_processes, groups, group, dispatch_batches, even_batches)
     decided = plan(
         dataloader,
         num_processes=num_processes,
@@ -93,6 +98,7 @@ def prepare_data_loader(
         even=even_batches,
         dispatch=dispatch_batches,
         put_on_device=put_on_device,
+        own_share=None if share is None else share.why,
     )
     index_sampler, sampler = dataloader._index_sampler, get_sampler(dataloader)
     if use_seedable_sampler and isinstance(sampler, RandomSampler):
@@ -112,9 +118,10 @@ def prepare_data_loader(
         )
     else:
         dataset, index_sampler, generator = _shared_out(dataloader, index_sampler, decided, num_processes)
+        dataset = dataset if share is None else share.dataset
         loader = DataLoaderShard(
             dataset,
-            device=(device or PartialState().device) if put_on_device else None,
+            device=target,
             rng_types=rng_types if num_processes > 1 else None,
             synchronized_generator=generator,
             **_index_arguments(dataloader, index_sampler, decided),
@@ -124,9 +131,30 @@ def prepare_data_loader(
     return _moved_in_background(loader) if _is_for_xla(loader) else loader  # type: ignore[no-any-return]
 
 
-def _is_for_xla(loader: Any) -> bool:
-    device = loader.device if isinstance(loader, DataLoaderShard) else None
+def _own_share(
+    loader: DataLoader[Any],
+    num_processes: int,
+    groups: int,
+    group: int,
+    dispatch: bool | None,
+    even: bool,
+) -> OwnShare | None:
+    """The share that the dataset gives to this group, where that is to be read; called on all ranks."""
+    share = own_share(loader.dataset, groups, group)
+    if share is None or not may_read_own_share(loader, dispatch=dispatch, even=even, given=share.is_given):
+        return None
+    transport = current_transport()
+    if transport.size != num_processes:  # processes that cannot be asked
+        return None
+    return share if share.is_given or is_the_same_everywhere(loader.dataset, transport) else None
+
+
+def _is_xla(device: Any) -> bool:
     return device is not None and torch.device(device).type == "xla"
+
+
+def _is_for_xla(loader: Any) -> bool:
+    return _is_xla(loader.device if isinstance(loader, DataLoaderShard) else None)
 
 
 def _moved_in_background(loader: DataLoaderShard) -> Any:
@@ -141,7 +169,11 @@ def _shared_out(
     """The share of one group: dataset, index sampler, and the generator that must be the same everywhere."""
     dataset, alone = loader.dataset, decided.how == "leave"
     if isinstance(dataset, IterableDataset):
-        return (dataset if alone else _shard_of_iterable(loader, decided)), index_sampler, None
+        return (
+            (_shard_of_iterable(loader, decided) if decided.how == "shard" else dataset),
+            index_sampler,
+            None,
+        )
     generator = None
     if num_processes > 1:
         index_sampler, generator = _with_agreed_generator(loader, index_sampler)
@@ -178,7 +210,7 @@ def _users_shard(loader: DataLoader[Any]) -> IterableDatasetShard:
 def _index_arguments(loader: DataLoader[Any], index_sampler: Any, decided: ShardPlan) -> dict[str, Any]:
     """Which of torch's arguments, of which some exclude others, say in what order the dataset is read."""
     if isinstance(loader.dataset, IterableDataset):
-        size = decided.batch_size if decided.how == "shard" else loader.batch_size
+        size = loader.batch_size if decided.how == "dispatch" else decided.batch_size
         return {"batch_size": size, "drop_last": loader.drop_last}
     if loader.batch_sampler is None:
         return {"batch_size": None, "sampler": index_sampler}

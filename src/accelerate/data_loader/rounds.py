@@ -98,7 +98,7 @@ class Dealer:
         counts = real_per_part(samples, part, self.groups)
         missing = part * self.groups - samples if self.even else 0
         if missing:
-            whole = concatenate([whole, *_fill(first, missing)])
+            whole = concatenate([whole, *fill(first, missing)])
         parts = [
             self._slice(whole, index * part, index, count if not self.even else part, samples + missing)
             for index, count in enumerate(counts)
@@ -180,8 +180,13 @@ def _first_count(items: Any) -> int | None:
     return next(counts)
 
 
-def _fill(first: list[Any], missing: int) -> Iterator[Any]:
-    """Batches of `missing` samples in all, from the beginning of the pass, over again where that is short."""
+def fill(first: list[Any], missing: int) -> Iterator[Any]:
+    """Give batches of `missing` samples in all, from the beginning of the pass, over again if that is short.
+
+    Args:
+        first: The batches that the pass began with.
+        missing: How many samples.
+    """
     beginning = first[0] if len(first) == 1 else concatenate(first)
     samples = count_samples(beginning) or 1
     while missing > 0:

@@ -8,10 +8,13 @@ from typing import Any
 
 from accelerate.base.enums import RNGType
 from accelerate.data_loader.base import Carrier, DataLoaderAdapter, DataLoaderStateMixin, find_shard
+from accelerate.data_loader.in_step import InStep
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.reading import choose_placement, give
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
+from accelerate.data_loader.validity import Fillers
+from accelerate.ops.transport import current_transport
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState
 
@@ -33,6 +36,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: Number of the first epoch.
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
+
+    _step: InStep | None = None
+    _goes_on_with: Any = None
+    _group_of: list[int] | None = None
 
     def __init__(
         self,
@@ -84,6 +91,53 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
             self._advance(epoch)
 
+    def _open_source(
+        self, skip: int, carrier: Carrier | None = None
+    ) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
+        if not self._goes_in_step:
+            return super()._open_source(skip, carrier)
+        step = self._step = InStep(
+            current_transport(),
+            self._groups_of_ranks(),
+            fills_short=self._auto_collation,
+            drop_last=self._drop_last,
+        )
+        kept = self.batches_kept if self.keeps_first_round else 0
+        source, _, fillers = self._open_batches(skip, kept)
+        step.first, self._goes_on_with = self._goes_on_with, None
+        if kept:
+            step.first = next(source, None)
+        number = self._first_number() + skip
+        return step.take(source, self.choose_note(), self.keep_note, number, fillers), fillers
+
+    @property
+    def _goes_in_step(self) -> bool:
+        return self.plan.how == "dataset_shards" and (self.plan.even or self._drop_last)
+
+    def _groups_of_ranks(self) -> list[int]:
+        if self._group_of is None:
+            self._group_of = current_transport().gather_object(self.plan.group)
+        return self._group_of
+
+    @property
+    def batches_kept(self) -> int:
+        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
+        return int(self._goes_in_step)
+
+    @property
+    def batches_in_round(self) -> int:
+        """How many batches of the dataset, or of this group's share, one batch of this loader takes."""
+        return 1 if self.plan.how == "dataset_shards" else super().batches_in_round
+
+    def _first_round(self) -> list[Any]:
+        return [self._step.first] if self._step is not None else super()._first_round()
+
+    def _fill_with(self, first: list[Any]) -> None:
+        if self._goes_in_step:
+            (self._goes_on_with,) = first
+        else:
+            super()._fill_with(first)
+
     def _synchronize_generators(self) -> None:
         if self.position.resume is not None:  # its own states are about to be set
             return
@@ -100,6 +154,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         size: int | None = getattr(self._index_sampler, "batch_size", None)
         if isinstance(shard, BatchSamplerShard):
             return size if shard.split_batches or not size else size * shard.num_processes
+        if self.plan.how == "dataset_shards":
+            return size and size * self.plan.groups
         if isinstance(self.dataset, IterableDatasetShard) and size:
             return size * self.dataset.num_processes
         return None if isinstance(shard, SamplerShard) else size

@@ -1,0 +1,245 @@
+"""Iterable datasets that share themselves out: each process reads its share, and all end together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.base.errors import CheckpointError, PreparationError
+
+Run = Callable[..., list[Any]]
+
+
+class Shards(IterableDataset[Any]):
+    """Shards of numbers that are shuffled as one, by a seed; `reads` counts the samples read here."""
+
+    def __init__(self, shards: list[list[int]], seed: int | None = None) -> None:
+        self.shards, self.num_shards, self.reads = shards, len(shards), 0
+        self.shuffler = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        share = type(self)(self.shards[index::num_shards])
+        share.shuffler = self.shuffler
+        return share
+
+    def order(self) -> list[int]:
+        if self.shuffler is None:
+            return list(range(len(self.shards)))
+        return torch.randperm(len(self.shards), generator=self.shuffler).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        for place in self.order():
+            for sample in self.shards[place]:
+                self.reads += 1
+                yield sample
+
+
+class GoesOn(Shards):
+    """The same, and it can say where it is."""
+
+    index = 0
+
+    def __iter__(self) -> Iterator[int]:
+        samples = list(chain.from_iterable(self.shards))
+        while self.index < len(samples):
+            self.index += 1
+            yield samples[self.index - 1]
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+def cut(sizes: list[int]) -> list[list[int]]:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+SIZES = ([5, 4, 6], [1, 9, 2, 2], [3, 3, 3, 3, 3, 3], [20, 1, 1])
+
+
+def read(sizes: list[int], batch_size: int | None, workers: int = 0, **config: Any) -> Any:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
+    loader = accelerator.prepare(DataLoader(Shards(cut(sizes)), batch_size, num_workers=workers))
+    gathered, steps, ends = [], 0, []
+    for batch in loader:
+        steps += 1
+        gathered += accelerator.gather_for_metrics(batch).reshape(-1).tolist()
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    return sorted(gathered), steps, ends, loader.plan.how, loader.dataset.reads
+
+
+def read_all(processes: int) -> list[Any]:
+    return [read(sizes, batch) for sizes in SIZES for batch in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_all_samples_come_back_once_and_all_ranks_end_together(run: Run, processes: int) -> None:
+    ranks = run(read_all, processes, processes=processes)
+    cases = [sizes for sizes in SIZES for _ in range(3)]
+    for place, sizes in enumerate(cases):
+        results = [rank[place] for rank in ranks]
+        assert [gathered for gathered, *_ in results] == [list(range(sum(sizes)))] * processes
+        assert len({steps for _, steps, *_ in results}) == 1
+        assert all(ends == [False] * (len(ends) - 1) + [True] for _, _, ends, *_ in results)
+        assert {how for *_, how, _ in results} == {"dataset_shards"}
+        assert sum(reads for *_, reads in results) == sum(sizes)  # nobody reads for another
+
+
+def read_with_workers() -> Any:
+    return read([5, 4, 6], 2, workers=1)
+
+
+def test_shares_are_read_by_workers_too(run: Run) -> None:
+    assert [rank[0] for rank in run(read_with_workers)] == [list(range(15))] * 2
+
+
+def prepare(dataset: Any, **settings: Any) -> tuple[str, list[int]]:
+    drop_last, batch = settings.pop("drop_last", False), settings.pop("batch_size", 2)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    loader = accelerator.prepare(DataLoader(dataset, batch, drop_last=drop_last))
+    return loader.plan.how, [sample for batch in loader for sample in batch.reshape(-1).tolist()]
+
+
+def prepare_kinds() -> list[Any]:
+    rank, even = PartialState().process_index, cut([4, 4])
+    return [
+        prepare(Shards(even, seed=1)),
+        prepare(Shards(even, seed=rank)),  # each its own shuffle: process 0 reads for all
+        prepare(Shards(even), drop_last=True),
+        prepare(Shards(even), even_batches=False),
+        prepare(Shards(even), dispatch_batches=True),
+        prepare(Shards(cut([8]))),  # fewer shards than processes
+        prepare(Shards(even), split_batches=True),
+    ]
+
+
+def test_shares_are_read_where_they_give_the_same_samples(run: Run) -> None:
+    first, second = run(prepare_kinds)
+    hows = ["dataset_shards", *["dispatch"] * 5, "dataset_shards"]
+    assert [how for how, _ in first] == hows == [how for how, _ in second]
+    for (_, mine), (_, others) in zip(first, second, strict=True):
+        assert sorted(mine + others) == list(range(8))
+
+
+def read_an_empty_share() -> str:
+    with pytest.raises(PreparationError) as caught:
+        prepare(Shards([[0, 1], []]))
+    return str(caught.value)
+
+
+def test_an_empty_share_is_the_same_error_everywhere(run: Run) -> None:
+    first, second = run(read_an_empty_share)
+    assert first == second
+    assert "[1] of 2 are empty" in first
+
+
+def go_on(kind: str, stateful: bool) -> list[tuple[list[Any], list[Any]]]:
+    """For each stop: what the interrupted run gives in all, and the one that is not."""
+    warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own
+    dataset = {"skips": Shards, "goes on": GoesOn}[kind]
+
+    def build() -> tuple[Accelerator, Any]:
+        config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        accelerator = Accelerator(dataloader_config=config)
+        return accelerator, accelerator.prepare(DataLoader(dataset(cut([5, 4, 6])), batch_size=2))
+
+    def epochs(loader: Any, count: int) -> list[Any]:
+        return [batch.tolist() for _ in range(count) for batch in loader]
+
+    found = []
+    whole = epochs(build()[1], 2)
+    for stop in range(1, len(whole) // 2 + 1):
+        accelerator, loader = build()
+        before = []
+        for batch in loader:
+            before.append(batch.tolist())
+            if len(before) == stop:
+                accelerator.save_state("stopped")
+                break
+        accelerator, loader = build()
+        accelerator.load_state("stopped")
+        rest = loader if stateful else accelerator.skip_first_batches(loader, stop)
+        found.append((before + epochs(rest, 1) + epochs(loader, 1), whole))
+    return found
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", ["skips", "goes on"])
+def test_interrupted_shares_go_on_as_if_nothing_had_been(
+    run: Run, kind: str, stateful: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in run(go_on, kind, stateful, timeout=120):
+        for interrupted, whole in rank:
+            assert interrupted == whole
+
+
+def stop_in_the_middle(folder: str) -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Shards(cut([5, 4, 6])), batch_size=2))
+    next(iter(loader))
+    for _ in loader:
+        accelerator.save_state(folder)
+        break
+
+
+def go_on_with_another_number(folder: str) -> str:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Shards(cut([5, 4, 6])), batch_size=2))
+    accelerator.load_state(folder)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.skip_first_batches(loader, 1)
+    return str(caught.value)
+
+
+def test_other_shares_than_those_of_the_checkpoint_are_refused(run: Run, tmp_path: Any) -> None:
+    folder = str(tmp_path / "stopped")
+    run(stop_in_the_middle, folder, processes=2)
+    for processes in (1, 3):
+        for message in run(go_on_with_another_number, folder, processes=processes):
+            assert "2 data-parallel groups" in message
+            assert f"{processes} groups" in message
+
+
+def read_streams_of_datasets(shards: int) -> Any:
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    state = PartialState()
+    stream = Dataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=shards)
+    mine = split_dataset_by_node(stream, rank=state.process_index, world_size=state.num_processes)
+    kinds = {
+        "plain": stream,
+        "seeded": stream.shuffle(seed=3, buffer_size=4),
+        "unseeded": stream.shuffle(buffer_size=4),
+        "mapped": stream.map(lambda row: {"x": row["x"]}),
+        "split": mine,
+    }
+    accelerator = Accelerator()
+    found = {}
+    for name, dataset in kinds.items():
+        loader = accelerator.prepare(DataLoader(dataset.with_format("torch"), batch_size=4))
+        seen = [x for batch in loader for x in accelerator.gather_for_metrics(batch["x"]).tolist()]
+        found[name] = (loader.plan.how, sorted(seen))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 4, 5])
+def test_streams_of_the_library_datasets(run: Run, shards: int) -> None:
+    pytest.importorskip("datasets")
+    for found in run(read_streams_of_datasets, shards, timeout=120):
+        hows = {name: how for name, (how, _) in found.items()}
+        assert hows == {**dict.fromkeys(found, "dataset_shards"), "unseeded": "dispatch"}
+        assert all(seen == list(range(23)) for _, seen in found.values())
