@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from accelerate.launchers import debug_launcher as debug_launcher
     from accelerate.launchers import notebook_launcher as notebook_launcher
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+    from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
     from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
@@ -72,6 +73,7 @@ _HOMES = {
     "DataLoaderConfiguration": "accelerate.plugins.training",
     "DistributedDataParallelKwargs": "accelerate.plugins.handlers",
     "DistributedType": "accelerate.base.enums",
+    "FullyShardedDataParallelPlugin": "accelerate.plugins.fsdp",
     "GradScalerKwargs": "accelerate.plugins.handlers",
     "InitProcessGroupKwargs": "accelerate.plugins.handlers",
     "ParallelismConfig": "accelerate.parallelism_config",

@@ -68,6 +68,7 @@ from accelerate.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.plugins.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accelerate.plugins.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.plugins.fp8 import TERecipeKwargs as TERecipeKwargs
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
 from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
@@ -78,6 +79,7 @@ from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.plugins.training import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.plugins.training import ProjectConfiguration as ProjectConfiguration
+from accelerate.precision.amp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from accelerate.precision.amp import get_grad_scaler as get_grad_scaler
 from accelerate.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
@@ -85,6 +87,13 @@ from accelerate.precision.amp import (
 from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.strategies.fsdp.loading import ensure_weights_retied as ensure_weights_retied
+from accelerate.strategies.fsdp.parameters import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.strategies.fsdp.parameters import (
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accelerate.strategies.fsdp.sharding import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model as fsdp2_prepare_model
 from accelerate.tracking.base import GeneralTracker as GeneralTracker
 from accelerate.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from accelerate.tracking.registry import filter_trackers as filter_trackers

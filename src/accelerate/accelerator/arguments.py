@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
 from accelerate.base.environ import str_to_bool
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -33,6 +35,8 @@ _UNSET = object()
 _PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
 _ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _CPU_VARIABLE = "ACCELERATE_USE_CPU"
+_FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
+_MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
     "ddp": DistributedDataParallelKwargs,
@@ -46,10 +50,8 @@ _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
 _OTHER_METHODS = {
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
     "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FullyShardedDataParallel"),
     "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
     "torch_tp_plugin": ("ACCELERATE_USE_TP", "tensor parallelism"),
-    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
 }
 """Arguments and variables that ask for a way of training which this version does not have."""
 
@@ -74,6 +76,8 @@ class Arguments:
     kwargs_handlers: Sequence[KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
 
 
 def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunRequest:
@@ -99,6 +103,8 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         accumulation=_accumulation(arguments, environ, notes),
         project=_project(arguments),
         dynamo=_dynamo(arguments),
+        fsdp=_fsdp(arguments, environ),
+        parallelism=_parallelism(arguments, environ),
         handlers=tuple(arguments.kwargs_handlers or ()),
         notes=tuple(notes),
         **_handlers(arguments),
@@ -119,8 +125,8 @@ def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -
         )
         if asked is not None:
             raise ConfigurationError(
-                f"{asked} asks for {method}, which this version cannot train with: it has one process and "
-                "DistributedDataParallel. Leave it out (and drop it from the launch configuration)."
+                f"{asked} asks for {method}, which this version cannot train with: it has one process, "
+                "DistributedDataParallel and FSDP. Leave it out (and drop it from the launch configuration)."
             )
 
 
@@ -278,6 +284,34 @@ def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
     if arguments.dynamo_plugin is not None:
         return arguments.dynamo_plugin
     return TorchDynamoPlugin(backend=arguments.dynamo_backend)
+
+
+def _fsdp(arguments: Arguments, environ: Mapping[str, str]) -> FullyShardedDataParallelPlugin | None:
+    plugin = arguments.fsdp_plugin
+    if plugin is None:
+        return FullyShardedDataParallelPlugin() if _flag(environ, _FSDP_VARIABLE) else None
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise wrong_value(
+            "fsdp_plugin",
+            type(plugin).__name__,
+            "it is not a FullyShardedDataParallelPlugin",
+            "Pass FullyShardedDataParallelPlugin(...)",
+        )
+    return plugin
+
+
+def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> ParallelismConfig | None:
+    config = arguments.parallelism_config
+    if config is None:
+        return ParallelismConfig() if _flag(environ, _MESH_VARIABLE) else None
+    if not isinstance(config, ParallelismConfig):
+        raise wrong_value(
+            "parallelism_config",
+            type(config).__name__,
+            "it is not a ParallelismConfig",
+            "Pass ParallelismConfig(...)",
+        )
+    return config
 
 
 def _handlers(arguments: Arguments) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.devices.memory import release_memory
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.plugins.training import (
     DataLoaderConfiguration,
@@ -63,7 +65,8 @@ class Accelerator(
         dataloader_config: how loaders are sharded; a live object, fields assigned later count at the next
             `prepare`.
         deepspeed_plugin: refused, this version trains without DeepSpeed.
-        fsdp_plugin: refused, this version trains without sharded parameters.
+        fsdp_plugin: how parameters are sharded between processes; the default is what the launcher set,
+            else they are whole on each. A live object, fields assigned later count at the next `prepare`.
         torch_tp_plugin: refused, this version trains without tensor parallelism.
         megatron_lm_plugin: refused, this version trains without Megatron-LM.
         rng_types: random generators that are made equal on all ranks at the start of each epoch; the default
@@ -80,7 +83,8 @@ class Accelerator(
         dynamo_backend: compiler backend for `torch.compile`.
         dynamo_plugin: compilation with all its choices, instead of `dynamo_backend`.
         deepspeed_plugins: refused like `deepspeed_plugin`.
-        parallelism_config: refused, this version trains without a device mesh.
+        parallelism_config: sizes of the axes of the device mesh; the default is what the launcher set, else
+            one axis of all processes.
 
     Raises:
         ConfigurationError: for a value that cannot work, with the mend.
@@ -95,7 +99,7 @@ class Accelerator(
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: list[str | RNGType] | None = None,
@@ -108,17 +112,15 @@ class Accelerator(
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         variables = environ.current()
         refuse_other_methods(
             {
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
-                "fsdp_plugin": fsdp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
-                "parallelism_config": parallelism_config,
             },
             variables,
         )
@@ -138,6 +140,8 @@ class Accelerator(
                 kwargs_handlers=kwargs_handlers,
                 dynamo_backend=dynamo_backend,
                 dynamo_plugin=dynamo_plugin,
+                fsdp_plugin=fsdp_plugin,
+                parallelism_config=parallelism_config,
             ),
             variables,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import environ
+from accelerate.base.errors import wrong_value
 from accelerate.checkpointing.session import Session
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
@@ -62,19 +64,35 @@ def build_runtime(request: RunRequest) -> Runtime:
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
     fresh = not is_initialized()
+    alone = fresh and PartialState(request.cpu, **group_arguments).num_processes == 1
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
         dynamo_plugin=request.dynamo,
+        fsdp_plugin=None if alone else request.fsdp,  # clients take the attribute for a sharded run
+        parallelism_config=request.parallelism,
         _from_accelerator=True,
         **group_arguments,
     )
     try:
-        return _assemble(request, state)
+        return _assemble(_as_begun(request, state), state)
     except Exception:
         if fresh:  # a refused run must not decide for the next one
             AcceleratorState._reset_state()
         raise
+
+
+def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
+    """Return a request with the way of training that this process has begun with: there is one in a run."""
+    begun = getattr(state, "fsdp_plugin", None)
+    if begun is None and request.fsdp is not None and state.num_processes > 1:
+        raise wrong_value(
+            "fsdp_plugin",
+            request.fsdp,
+            "this process already runs without FSDP",
+            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+        )
+    return replace(request, fsdp=begun, parallelism=state.parallelism_config)
 
 
 def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:

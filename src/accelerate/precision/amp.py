@@ -178,6 +178,15 @@ def get_mixed_precision_context_manager(
     return torch.autocast(state.device.type, dtype, settings.enabled, settings.cache_enabled)
 
 
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler for FSDP 2: torch's own, which asks all ranks about distributed gradients.
+
+    Args:
+        **kwargs: arguments of `torch.amp.GradScaler`.
+    """
+    return get_grad_scaler(DistributedType.FSDP, **kwargs)
+
+
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Return the gradient scaler that suits the device of this process.
 

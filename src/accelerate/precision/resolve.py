@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch.amp import GradScaler
+
 from accelerate.base.errors import wrong_value
 from accelerate.devices.backend import DeviceBackend
 from accelerate.plugins.handlers import AutocastKwargs, GradScalerKwargs
@@ -27,6 +29,7 @@ class PrecisionRequest:
     backend: DeviceBackend
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
+    make_scaler: Callable[..., GradScaler] | None = None
 
 
 def _full(request: PrecisionRequest) -> Precision:
@@ -39,9 +42,8 @@ def _bfloat16(request: PrecisionRequest) -> Precision:
 
 def _float16(request: PrecisionRequest) -> Precision:
     arguments = request.scaler.to_kwargs() if request.scaler else {}
-    return ScaledPrecision(
-        "fp16", request.backend.name, request.backend.grad_scaler(**arguments), request.autocast
-    )
+    make_scaler = request.make_scaler or request.backend.grad_scaler
+    return ScaledPrecision("fp16", request.backend.name, make_scaler(**arguments), request.autocast)
 
 
 FORMATS: dict[str, Callable[[PrecisionRequest], Precision]] = {

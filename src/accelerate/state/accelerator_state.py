@@ -100,7 +100,7 @@ class AcceleratorState(SharedState, ProcessControl):
             deepspeed_plugins=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
-            device_mesh=None,
+            device_mesh=_build_mesh(parallelism_config, partial),
             dynamo_plugin=dynamo_plugin,
             _mixed_precision=asked,
             distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
@@ -297,6 +297,13 @@ def _label(
         (megatron_lm_plugin, DistributedType.MEGATRON_LM),
     )
     return next((label for plugin, label in methods if plugin is not None), plain)
+
+
+def _build_mesh(parallelism_config: Any, partial: PartialState) -> Any:
+    if parallelism_config is None:
+        return None
+    parallelism_config._validate_accelerator(partial)
+    return parallelism_config.get_device_mesh(partial.device.type)
 
 
 def _publish_xla_bf16() -> bool:

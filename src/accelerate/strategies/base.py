@@ -74,6 +74,9 @@ class Strategy:
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 
+    make_scaler: Callable[..., torch.amp.GradScaler] | None = None
+    """Builds the gradient scaler of float16; `None` takes the one of the hardware."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.precision = self.choose_precision()
@@ -85,7 +88,11 @@ class Strategy:
         request = self.context.request
         return resolve_precision(
             PrecisionRequest(
-                self.context.mixed_precision, self.context.backend, request.autocast, request.scaler
+                self.context.mixed_precision,
+                self.context.backend,
+                request.autocast,
+                request.scaler,
+                self.make_scaler,
             )
         )
 
@@ -190,7 +197,10 @@ class Strategy:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    # End
+    # Save and end
+
+    def check_saving(self) -> None:
+        """Refuse to save or load the whole run, before anything is written or changed."""
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state of `model` on every rank that asks."""

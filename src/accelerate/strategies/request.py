@@ -8,7 +8,9 @@ from typing import Any
 
 from accelerate.base.enums import RNGType
 from accelerate.devices.backend import DeviceBackend
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -49,6 +51,8 @@ class RunRequest:
         autocast: arguments of autocast.
         process_group: arguments of the process group.
         profile: arguments of the profiler.
+        fsdp: how parameters are sharded; `None` keeps them whole.
+        parallelism: sizes of the mesh; `None` for one axis of all processes.
         handlers: all handlers the user gave, also those of other number formats.
         notes: what the user should know about how the request came about, one line each.
     """
@@ -67,6 +71,8 @@ class RunRequest:
     autocast: AutocastKwargs | None = None
     process_group: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
     handlers: tuple[KwargsHandler, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.state.topology import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
@@ -15,5 +16,59 @@ def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
     Args:
         request: what the run asks for.
         topology: how many processes there are.
+
+    Raises:
+        ConfigurationError: what is asked for does not go together.
     """
-    return DataParallel if topology.size > 1 else SingleProcess
+    _check_mesh(request)
+    if topology.size == 1:
+        return SingleProcess
+    return DataParallel if request.fsdp is None else _sharded(request.fsdp.fsdp_version)
+
+
+def _sharded(version: int) -> type[Strategy]:
+    """Return the class for a version of FSDP; torch's part of it takes a second to import."""
+    if version == 1:
+        from accelerate.strategies.fsdp.v1 import FullySharded
+
+        return FullySharded
+    from accelerate.strategies.fsdp.v2 import FullyShard
+
+    return FullyShard
+
+
+def _check_mesh(request: RunRequest) -> None:
+    mesh, plugin = request.parallelism, request.fsdp
+    if mesh is None:
+        return
+    for axis in mesh.non_dp_dim_names:
+        raise wrong_value(
+            f"{axis}_size",
+            getattr(mesh, f"{axis}_size"),
+            "this version has meshes of data parallelism only",
+            f"Leave {axis}_size at 1",
+        )
+    if plugin is None and mesh.dp_shard_enabled:
+        raise wrong_value(
+            "dp_shard_size",
+            mesh.dp_shard_size,
+            "nothing says how parameters are sharded",
+            "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
+            "--fsdp_version 2",
+        )
+    if plugin is not None and not mesh.dp_shard_enabled:
+        raise wrong_value(
+            "dp_shard_size",
+            mesh.dp_shard_size,
+            "fsdp_plugin shards parameters, and the mesh has no axis for it",
+            "Set dp_shard_size to the number of processes that share a copy of the model, or leave "
+            "fsdp_plugin out",
+        )
+    if plugin is not None and plugin.fsdp_version == 1:
+        strategy = plugin.sharding_strategy.name
+        if not (mesh.dp_replicate_enabled and "HYBRID" in strategy):
+            raise ConfigurationError(
+                f"A mesh with fsdp_version=1 and sharding_strategy={strategy}: FSDP 1 takes a mesh for "
+                "hybrid sharding only. Set fsdp_version=2, or sharding_strategy=HYBRID_SHARD and "
+                "dp_replicate_size."
+            )

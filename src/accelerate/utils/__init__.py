@@ -194,6 +194,7 @@ from accelerate.ops.padding import (
 )
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.plugins.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
@@ -220,6 +221,7 @@ from accelerate.plugins.training import (
     ProjectConfiguration as ProjectConfiguration,
 )
 from accelerate.precision.amp import (
+    get_fsdp2_grad_scaler as get_fsdp2_grad_scaler,
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
@@ -231,6 +233,23 @@ from accelerate.rng import (
 from accelerate.state.accelerator_state import deepspeed_required as deepspeed_required
 from accelerate.state.environments import get_cpu_distributed_information as get_cpu_distributed_information
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.strategies.fsdp.loading import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    ensure_weights_retied as ensure_weights_retied,
+    fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
+)
+from accelerate.strategies.fsdp.merge import (
+    merge_fsdp_weights as merge_fsdp_weights,
+)
+from accelerate.strategies.fsdp.parameters import (
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accelerate.strategies.fsdp.sharding import (
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+)
 from accelerate.unwrapping import (
     extract_model_from_parallel as extract_model_from_parallel,
     is_peft_model as is_peft_model,

@@ -50,6 +50,8 @@ from accelerate.devices.availability import (
 )
 from accelerate.nested import TensorInformation as TensorInformation
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.plugins.fsdp_wrapping import get_module_class_from_name as get_module_class_from_name
 from accelerate.plugins.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,

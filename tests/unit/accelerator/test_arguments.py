@@ -9,7 +9,9 @@ import pytest
 from accelerate.accelerator.arguments import Arguments, build_request, refuse_other_methods
 from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
 from accelerate.base.errors import ConfigurationError
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from accelerate.plugins.training import (
     DataLoaderConfiguration,
@@ -146,11 +148,9 @@ def test_other_arguments() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "named"),
     [
-        ({"fsdp_plugin": object()}, {}, "fsdp_plugin asks for FullyShardedDataParallel"),
-        ({}, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP asks for"),
         ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED asks for DeepSpeed"),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
-        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism config"),
+        ({"torch_tp_plugin": object()}, {}, "torch_tp_plugin asks for tensor parallelism"),
     ],
 )
 def test_other_methods_are_refused_and_not_ignored(
@@ -158,4 +158,23 @@ def test_other_methods_are_refused_and_not_ignored(
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         refuse_other_methods(given, environ)
-    refuse_other_methods({"fsdp_plugin": None}, {"ACCELERATE_USE_FSDP": "false"})
+    refuse_other_methods({"deepspeed_plugin": None}, {"ACCELERATE_USE_DEEPSPEED": "false"})
+
+
+def test_fsdp_and_mesh_come_from_arguments_or_the_environment() -> None:
+    assert build_request(Arguments(), {"ACCELERATE_USE_FSDP": "false"}).fsdp is None
+    launched = build_request(
+        Arguments(), {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    )
+    assert isinstance(launched.fsdp, FullyShardedDataParallelPlugin)
+    assert isinstance(launched.parallelism, ParallelismConfig)
+    plugin, mesh = FullyShardedDataParallelPlugin(fsdp_version=2), ParallelismConfig(dp_shard_size=2)
+    given = build_request(Arguments(fsdp_plugin=plugin, parallelism_config=mesh), {})
+    assert given.fsdp is plugin
+    assert given.parallelism is mesh
+
+
+@pytest.mark.parametrize("argument", ["fsdp_plugin", "parallelism_config"])
+def test_an_object_of_another_kind_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument}='dict': it is not a"):
+        build_request(Arguments(**{argument: {}}), {})

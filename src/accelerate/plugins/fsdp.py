@@ -1,0 +1,342 @@
+"""FullyShardedDataParallelPlugin: how a model is sharded by FSDP 1 or 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base import environ
+from accelerate.base.errors import wrong_value
+from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
+from accelerate.settings.sections.fsdp import FsdpSection
+from accelerate.settings.variables import read
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import StateDictType
+
+EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+"""The variable by which libraries that load weights learn that only rank 0 shall."""
+
+_OPTIONS = {
+    "fsdp_version": "fsdp_version",
+    "sharding_strategy": "fsdp_sharding_strategy",
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "backward_prefetch": "fsdp_backward_prefetch",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "cpu_offload": "fsdp_offload_params",
+    "ignored_modules": "fsdp_ignored_modules",
+    "state_dict_type": "fsdp_state_dict_type",
+    "use_orig_params": "fsdp_use_orig_params",
+    "sync_module_states": "fsdp_sync_module_states",
+    "forward_prefetch": "fsdp_forward_prefetch",
+    "activation_checkpointing": "fsdp_activation_checkpointing",
+    "activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
+    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_min_num_params",
+}
+"""Fields that the environment fills -> the option whose variable holds them."""
+
+_VERSION_ONE = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+)
+"""Fields that are None with FSDP 2, which has nothing of the kind."""
+
+_FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+_FLAGS_OF_ONE = ("use_orig_params", "sync_module_states", "forward_prefetch")
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How parameters, gradients and optimizer states are sharded between processes.
+
+    What is not given is read from the environment when the object is built (FSDP_ and the option's name in
+    capitals, as the launcher sets them). Text is accepted everywhere; afterwards the fields hold torch's
+    objects. They are read when a model is prepared, so they may be changed until then.
+
+    Args:
+        fsdp_version: 1 (`FullyShardedDataParallel`) or 2 (`fully_shard`); otherwise 1.
+        sharding_strategy: FSDP 1: what is sharded, by name or number; otherwise FULL_SHARD.
+        reshard_after_forward: FSDP 2: whether parameters are freed between forward and backward, otherwise
+            yes. FSDP 1: another name for `sharding_strategy`.
+        backward_prefetch: FSDP 1: when the next unit is fetched in backward; otherwise never.
+        mixed_precision_policy: number formats of sharded parameters: a format by name, the fields of the
+            policy as a dictionary, or torch's object. Without one, that of the run is taken.
+        auto_wrap_policy: how a model is cut into units: "transformer_based_wrap", "size_based_wrap",
+            "no_wrap", or a torch policy; otherwise the whole model is one unit.
+        cpu_offload: whether parameters and gradients stay on the CPU, or torch's object; otherwise no.
+        ignored_modules: modules that are not sharded, or a regular expression for their names.
+        state_dict_type: how states are saved; otherwise FULL_STATE_DICT with FSDP 1 and SHARDED_STATE_DICT
+            with FSDP 2.
+        state_dict_config: details of saving models; otherwise what suits the type.
+        optim_state_dict_config: details of saving optimizers; otherwise what suits the type.
+        limit_all_gathers: FSDP 1: whether fetching waits for memory.
+        use_orig_params: FSDP 1: whether the model keeps its own parameters, so that some can be frozen;
+            otherwise no.
+        param_init_fn: FSDP 1: gives values to the parameters of a module on the meta device.
+        sync_module_states: FSDP 1: whether all ranks start from the weights of rank 0; otherwise only with
+            `cpu_ram_efficient_loading`.
+        forward_prefetch: FSDP 1: whether the next unit is fetched during forward; otherwise no.
+        activation_checkpointing: whether units recompute their activations in backward; otherwise no.
+        activation_checkpointing_offload: FSDP 2: whether kept activations wait on the CPU; otherwise no.
+        cpu_ram_efficient_loading: whether only rank 0 reads weights and sends them to the others; otherwise
+            no.
+        transformer_cls_names_to_wrap: class names of the layers that become units; otherwise what the model
+            says in `_no_split_modules`.
+        min_num_params: modules with at least this many parameters become units.
+
+    Raises:
+        ConfigurationError: a value that cannot be, or values that do not go together.
+    """
+
+    # Any: what users write is text, and torch's objects of the version after construction
+    fsdp_version: Any = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        variables = read(environ.current(), (FsdpSection,))
+        found = {field: variables[option] for field, option in _OPTIONS.items() if option in variables}
+        self.fsdp_version = _version(self.fsdp_version, found)
+        self._read_policy(found)
+        self._read_units(found)
+        for name in _FLAGS:
+            setattr(self, name, self._flag(name, found))
+        if self.fsdp_version == 1:
+            self._read_version_one(found)
+        else:
+            self._read_version_two(found)
+        self._check_together()
+        if self.cpu_offload is None:
+            self.cpu_offload = found.get("cpu_offload", False)
+        self.set_cpu_offload()
+        self.set_state_dict_type(self.state_dict_type)
+        if isinstance(self.mixed_precision_policy, dict):
+            self.mixed_precision_policy = choices.policy_of_mapping(
+                self.fsdp_version, self.mixed_precision_policy
+            )
+        elif isinstance(self.mixed_precision_policy, str):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        self.validate_mixed_precision_policy()
+        if self.cpu_ram_efficient_loading:
+            environ.assign({EFFICIENT_LOADING: "True"})
+
+    def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
+        """Choose the form in which states are saved, with the details that suit it.
+
+        Args:
+            state_dict_type: the form; None takes FSDP_STATE_DICT_TYPE, or that of the version.
+
+        Raises:
+            ConfigurationError: there is no such form, or not in this version.
+        """
+        if state_dict_type is None:
+            usual = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+            state_dict_type = read(environ.current(), (FsdpSection,)).get("fsdp_state_dict_type", usual)
+        kind = choices.read_state_dict_type(state_dict_type)
+        if self.fsdp_version == 2 and kind.name == "LOCAL_STATE_DICT":
+            raise choices.refuse(
+                "FSDP 2 has no LOCAL_STATE_DICT", "Choose SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
+        self.state_dict_type = kind
+        models, optimizers = choices.state_dict_configs(kind)
+        if not isinstance(self.state_dict_config, type(models)):
+            self.state_dict_config = models
+        if not isinstance(self.optim_state_dict_config, type(optimizers)):
+            self.optim_state_dict_config = optimizers
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Let the policy know the model that it cuts into units.
+
+        Args:
+            model: the model.
+
+        Raises:
+            ConfigurationError: it has no layer of a name in `transformer_cls_names_to_wrap`.
+        """
+        self.auto_wrap_policy = bind_policy(
+            read_policy(self.auto_wrap_policy), model, self.transformer_cls_names_to_wrap, self.min_num_params
+        )
+
+    def set_mixed_precision(
+        self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute in a number format; what was chosen before stays unless `override` says otherwise.
+
+        Args:
+            mixed_precision: "fp16", "bf16", "fp8" (what FP8 layers leave over is bfloat16), "fp32" or a
+                dtype.
+            buffer_autocast: whether autocast takes care of buffers, so that they stay float32.
+            override: whether a policy that is set already is replaced.
+
+        Raises:
+            ConfigurationError: there is no such format.
+        """
+        import torch
+
+        dtype = choices.read_dtype(mixed_precision)
+        buffers = torch.float32 if buffer_autocast else dtype
+        if override or self.mixed_precision_policy is None:
+            self.mixed_precision_policy = choices.policy_of_dtype(self.fsdp_version, dtype, buffers)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Refuse a policy of the other version.
+
+        Raises:
+            ConfigurationError: the policy is not of the class that this version takes.
+        """
+        kind = choices.policy_class(self.fsdp_version)
+        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
+            raise wrong_value(
+                "mixed_precision_policy",
+                self.mixed_precision_policy,
+                f"fsdp_version={self.fsdp_version} takes torch.distributed.fsdp.{kind.__name__}",
+                "Give that, a dictionary of its fields, or the name of a number format",
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Turn a yes or no into torch's object for this version.
+
+        Raises:
+            ConfigurationError: it is neither, or the object of the other version.
+        """
+        self.cpu_offload = choices.offload_of(self.fsdp_version, self.cpu_offload)
+
+    def validate_cpu_offload(self) -> None:
+        """Refuse an object of the other version.
+
+        Raises:
+            ConfigurationError: the object is not of the class that this version takes.
+        """
+        choices.offload_of(self.fsdp_version, self.cpu_offload)
+
+    # How the fields are filled
+
+    def _flag(self, name: str, found: Mapping[str, Any]) -> bool:
+        given = getattr(self, name)
+        return choices.read_flag(name, found.get(name, False) if given is None else given)
+
+    def _read_policy(self, found: Mapping[str, Any]) -> None:
+        if self.auto_wrap_policy is None:
+            self.auto_wrap_policy = found.get("auto_wrap_policy")
+        self.auto_wrap_policy = read_policy(self.auto_wrap_policy)
+        if self.ignored_modules is None:
+            self.ignored_modules = found.get("ignored_modules")
+
+    def _read_units(self, found: Mapping[str, Any]) -> None:
+        name = getattr(self.auto_wrap_policy, "__name__", "")
+        layers = self.transformer_cls_names_to_wrap
+        if layers is None and name == "transformer_auto_wrap_policy":
+            layers = found.get("transformer_cls_names_to_wrap")
+        if isinstance(layers, str):
+            layers = [layer.strip() for layer in layers.split(",") if layer.strip()]
+        self.transformer_cls_names_to_wrap = layers
+        if self.min_num_params is None and name == "size_based_auto_wrap_policy":
+            self.min_num_params = found.get("min_num_params", 0)
+
+    def _read_version_one(self, found: Mapping[str, Any]) -> None:
+        given, same = self.sharding_strategy, self.reshard_after_forward
+        if isinstance(same, bool):
+            raise wrong_value(
+                "reshard_after_forward",
+                same,
+                "FSDP 1 takes a sharding strategy there",
+                "Give FULL_SHARD (for True), SHARD_GRAD_OP (for False) or another, or fsdp_version=2",
+            )
+        if same is None and str(found.get("reshard_after_forward", "true")).lower() not in ("true", "false"):
+            same = found["reshard_after_forward"]
+        if same is not None:
+            self.reshard_after_forward = choices.read_strategy("reshard_after_forward", same)
+        chosen = given or self.reshard_after_forward or found.get("sharding_strategy", "FULL_SHARD")
+        self.sharding_strategy = choices.read_strategy("sharding_strategy", chosen)
+        if self.reshard_after_forward not in (None, self.sharding_strategy):
+            raise choices.refuse(
+                f"sharding_strategy={self.sharding_strategy.name} and reshard_after_forward="
+                f"{self.reshard_after_forward.name} say two different things",
+                "Give one of them",
+            )
+        prefetch = (
+            found.get("backward_prefetch") if self.backward_prefetch is None else self.backward_prefetch
+        )
+        self.backward_prefetch = choices.read_prefetch(prefetch)
+        asked = self.sync_module_states
+        for name in _FLAGS_OF_ONE:
+            setattr(self, name, self._flag(name, found))
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            if asked is not None or "sync_module_states" in found:
+                raise choices.refuse(
+                    "with cpu_ram_efficient_loading only rank 0 has weights, and sync_module_states=False "
+                    "keeps them from the others",
+                    "Set sync_module_states=True",
+                )
+            self.sync_module_states = True
+
+    def _read_version_two(self, found: Mapping[str, Any]) -> None:
+        if self.sharding_strategy is not None:
+            raise wrong_value(
+                "sharding_strategy",
+                self.sharding_strategy,
+                "FSDP 2 has no sharding strategies",
+                "Use reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); a mesh with "
+                "dp_replicate_size for HYBRID_SHARD",
+            )
+        if self._flag("forward_prefetch", found):
+            raise wrong_value(
+                "forward_prefetch",
+                True,
+                "FSDP 2 fetches ahead by itself and has no such switch",
+                "Leave it out, or set fsdp_version=1",
+            )
+        for name in _VERSION_ONE:
+            setattr(self, name, None)
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            reshard = found.get("reshard_after_forward", True)
+        self.reshard_after_forward = choices.read_flag("reshard_after_forward", reshard)
+
+    def _check_together(self) -> None:
+        if not self.activation_checkpointing_offload:
+            return
+        if not self.activation_checkpointing:
+            raise choices.refuse(
+                "activation_checkpointing_offload=True says where checkpointed activations wait, and "
+                "activation_checkpointing is off",
+                "Set activation_checkpointing=True",
+            )
+        if self.fsdp_version == 1:
+            raise choices.refuse(
+                "activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2"
+            )
+
+
+def _version(given: Any, found: Mapping[str, Any]) -> int:
+    version = found.get("fsdp_version", 1) if given is None else given
+    if str(version) not in ("1", "2"):
+        raise wrong_value("fsdp_version", version, "there is no such version of FSDP", "Choose 1 or 2")
+    return int(version)

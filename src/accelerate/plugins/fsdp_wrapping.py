@@ -1,0 +1,134 @@
+"""Which modules of a model FSDP makes units of: names -> classes, policies -> modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.constants import FSDP_AUTO_WRAP_POLICY
+from accelerate.base.errors import ConfigurationError, wrong_value
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Policy = Any
+"""A callable as torch takes it, or one of torch's policy objects."""
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of this name among a module and the modules inside it; None when there is none.
+
+    Args:
+        module: where to look.
+        name: of the class, without its module.
+    """
+    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
+def read_policy(value: Any) -> Policy | None:
+    """Return torch's policy for a name in any case; a policy is returned as it is, None for no units.
+
+    Args:
+        value: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or a policy.
+
+    Raises:
+        ConfigurationError: there is no policy of that name.
+    """
+    if value is None or callable(value):
+        return value
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    policies = (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)
+    table = dict(zip(FSDP_AUTO_WRAP_POLICY, policies, strict=True))
+    name = str(value).upper()
+    if name not in table:
+        raise wrong_value(
+            "auto_wrap_policy",
+            value,
+            "it is neither a policy nor the name of one",
+            f"Choose one of {', '.join(table)}, or give a callable",
+        )
+    return table[name]
+
+
+def bind_policy(
+    policy: Policy | None, model: nn.Module, layers: Iterable[str] | None, min_params: int | None
+) -> Policy | None:
+    """Return a policy that knows its model; one that is bound already, or the user's own, as it is.
+
+    Args:
+        policy: as `read_policy` returns it.
+        model: the model that is cut into units.
+        layers: class names of the layers that become units; None takes the model's `_no_split_modules`.
+        min_params: modules with at least this many parameters become units; without, there are none.
+
+    Raises:
+        ConfigurationError: the model has no layer of a given name.
+    """
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    if policy is transformer_auto_wrap_policy:
+        return partial(policy, transformer_layer_cls=layer_classes(model, layers))
+    if policy is size_based_auto_wrap_policy:
+        return partial(policy, min_num_params=min_params) if min_params else None
+    return policy
+
+
+def layer_classes(model: nn.Module, layers: Iterable[str] | None) -> set[type[nn.Module]]:
+    """Return the classes of a model's layers.
+
+    Args:
+        model: a model.
+        layers: their names, which must be there; None takes those of the model's `_no_split_modules` that
+            are.
+
+    Raises:
+        ConfigurationError: the model has no layer of a given name.
+    """
+    names = list(layers or getattr(model, "_no_split_modules", None) or ())
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    missing = [name for name, found in classes.items() if found is None]
+    if layers and missing:
+        known = sorted({type(inner).__name__ for inner in model.modules() if any(inner.children())})
+        raise ConfigurationError(
+            f"transformer_cls_names_to_wrap names {', '.join(missing)}, and {type(model).__name__} has no "
+            f"module of that class. Name some of {', '.join(known)}."
+        )
+    return {found for found in classes.values() if found is not None}
+
+
+def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
+    """Return the modules inside a model that become units, inner ones first; the model itself is none of
+    them.
+
+    Args:
+        model: the model.
+        policy: bound to it. Called as torch calls it: with `module`, `recurse` and `nonwrapped_numel`.
+    """
+    if policy is None:
+        return []
+    from torch.distributed.fsdp.wrap import _Policy
+
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+        return [
+            module for module in reversed(list(model.modules())) if module in chosen and module is not model
+        ]
+    units: list[nn.Module] = []
+    _collect_units(model, policy, units, root=True)
+    return units
+
+
+def _collect_units(module: nn.Module, policy: Policy, units: list[nn.Module], root: bool = False) -> int:
+    """Add the units inside a module, and then itself; return how many parameters are in units."""
+    if module in units:
+        return 0
+    size = sum(p.numel() for p in module.parameters())
+    inside = 0
+    if policy(module=module, recurse=True, nonwrapped_numel=size):
+        inside = sum(_collect_units(child, policy, units) for child in module.children())
+    if root or not policy(module=module, recurse=False, nonwrapped_numel=size - inside):
+        return inside
+    units.append(module)
+    return size

@@ -1,0 +1,151 @@
+"""What both versions of FSDP have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import ConfigurationError, PreparationError
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
+from accelerate.strategies.bundle import Bundle
+from accelerate.strategies.fsdp.clipping import clip_values
+from accelerate.strategies.fsdp.parameters import Trail, fsdp2_switch_optimizer_parameters
+from accelerate.strategies.request import Context
+
+AUTOCAST = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class ShardingFacts:
+    """What sharding needs to know of a run."""
+
+    state: AcceleratorState
+    device: torch.device
+    mixed_precision: str
+    torch_device_mesh: Any
+
+
+class Sharded(Strategy):
+    """Each process keeps a part of every parameter, of its gradient and of the optimizer's state.
+
+    Optimizers follow their parameters: those of the same `prepare` call, and those that come later although
+    they were built on the parameters that the model had before.
+    """
+
+    distributed_type = DistributedType.FSDP
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.replicas = context.topology.size
+        self.waiting: Sequence[Any] = ()
+        self.moved = WeakIdKeyDictionary()
+        if context.mixed_precision in AUTOCAST:
+            self.plugin.set_mixed_precision(context.mixed_precision)
+
+    @property
+    def plugin(self) -> Any:
+        """The user's plugin: a live object, read when a model is prepared."""
+        return AcceleratorState().fsdp_plugin
+
+    @property
+    def facts(self) -> ShardingFacts:
+        """What sharding needs to know of this run."""
+        context = self.context
+        return ShardingFacts(AcceleratorState(), context.device, context.mixed_precision, context.mesh)
+
+    # Prepare
+
+    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+        """Let optimizers catch up with models that were prepared before them; then check as always."""
+        for optimizer in bundle.optimizers:
+            if not isinstance(optimizer, AcceleratedOptimizer) and len(self.moved):
+                fsdp2_switch_optimizer_parameters(optimizer, self.moved)
+        super().check(bundle, prepared)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse models that a device map has split."""
+        refuse_split_model(model, "and FSDP shards whole models")
+
+    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+        """Prepare all objects; models know which optimizers come with them."""
+        self.waiting = bundle.optimizers
+        try:
+            return super().prepare(bundle, preparer)
+        finally:
+            self.waiting = ()
+
+    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+        """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
+        if evaluation:
+            return super().prepare_model(model, place=place, evaluation=True)
+        return self.wrap(self.precision.convert(model), self.compile)
+
+    def follow(
+        self,
+        model: nn.Module,
+        shard: Callable[[], nn.Module],
+        named: Callable[[nn.Module], Mapping[str, Any]],
+    ) -> nn.Module:
+        """Return a sharded model whose optimizers step its new parameters.
+
+        Args:
+            model: not sharded yet.
+            shard: shards it.
+            named: gives the new parameters by the names they had.
+        """
+        trail = Trail(model, self.waiting)
+        trail.let_go()
+        sharded = shard()
+        parameters = named(sharded)
+        trail.rejoin(parameters)
+        for old, new in trail.moved(parameters):
+            self.moved[old] = new
+        return sharded
+
+    # Step
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Refuse: every forward needs the parts of all ranks."""
+        raise ConfigurationError(
+            "join_uneven_inputs does not work with FSDP: a rank that has run out of batches would keep its "
+            "part of the parameters from the others. Leave even_batches on, or use windows()."
+        )
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut each gradient element, in the parts that lie here."""
+        clip_values(parameters, clip_value)
+
+    # Save and end
+
+    def check_saving(self) -> None:
+        """Refuse: optimizer states lie in parts, and this version has no checkpoints of parts.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "save_state and load_state do not work with FSDP in this version. Save the model with "
+            "save_model() or get_state_dict(), which give whole weights; optimizers are not saved."
+        )
+
+    def keep_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a whole state on the first process of each machine, which writes; nothing elsewhere."""
+        return state if self.context.topology.local_rank == 0 else {}
+
+    def release(self) -> None:
+        """Forget which parameters took whose places."""
+        self.moved.clear()
+
+
+def refuse_unit(model: nn.Module, problem: str, mend: str) -> PreparationError:
+    """Return the error for a model that this version cannot shard as it is; the caller raises it."""
+    return PreparationError(f"{type(model).__name__} {problem}. {mend}.")

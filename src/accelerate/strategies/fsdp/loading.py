@@ -1,0 +1,209 @@
+"""Weights that only rank 0 has read: sent to the others one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from accelerate.base import environ
+from accelerate.base.errors import PreparationError
+from accelerate.base.text import listed
+from accelerate.ops.transport import current_transport
+from accelerate.plugins.fsdp import EFFICIENT_LOADING
+
+MAIN = 0
+"""The rank that has read the weights."""
+
+
+class LoadingRun(Protocol):
+    """What loading needs to know of a run; `Accelerator` is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tell libraries that load weights that only rank 0 shall read them."""
+    environ.assign({EFFICIENT_LOADING: "True", "ACCELERATE_USE_FSDP": "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tell libraries that load weights that every rank shall read them."""
+    environ.assign({EFFICIENT_LOADING: "False"})
+
+
+class Weights:
+    """The weights that rank 0 has read, taken out of a model that goes to the meta device.
+
+    Args:
+        model: on rank 0 with its weights; elsewhere whatever it holds is forgotten. Tied parameters stay
+            tied.
+        units_of_rank_0: parameters whose successors are asked for with `renewed`.
+    """
+
+    def __init__(self, model: nn.Module, units_of_rank_0: set[nn.Parameter]) -> None:
+        self._model = model
+        is_main = current_transport().rank == MAIN
+        self.state: dict[str, torch.Tensor] = dict(model.state_dict()) if is_main else {}
+        persistent = set(model.state_dict(keep_vars=True))
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
+        self._new = empty_model(model)
+        self._wanted = units_of_rank_0
+
+    def renewed(self, parameters: set[nn.Parameter]) -> set[nn.Parameter]:
+        """Return the parameters that have taken the places of others."""
+        return {self._new[id(parameter)] for parameter in parameters}
+
+    def restore_buffers(self, device: torch.device) -> None:
+        """Bring back those buffers that no state dict holds, as rank 0 has them."""
+        for name, buffer in self._buffers.items():
+            value = buffer if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
+            owner, _, attribute = name.rpartition(".")
+            sent = current_transport().broadcast(value.to(device).contiguous(), MAIN)
+            self._model.get_submodule(owner)._buffers[attribute] = sent
+
+
+def empty_model(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Put all tensors of a model on the meta device; tied ones stay tied.
+
+    Returns:
+        Identity of the old parameter -> the new one.
+    """
+    kept: list[torch.Tensor] = []  # identities are unique only among objects that live
+    new: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in new:
+                kept.append(parameter)
+                hollow = torch.empty_like(parameter, device="meta")
+                new[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+            module._parameters[name] = new[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+    return new
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: LoadingRun, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+) -> None:
+    """Fill a sharded model from the whole weights of rank 0, one tensor at a time; called on all ranks.
+
+    Args:
+        accelerator: the run.
+        model: sharded; its tensors may be on the meta device.
+        full_sd: whole tensors by name; those of ranks other than 0 are not looked at.
+        cpu_offload: whether parameters stay on the CPU.
+
+    Raises:
+        PreparationError: rank 0 lacks a tensor, or has one of another shape; on all ranks.
+    """
+    transport = current_transport()
+    is_main = transport.rank == MAIN
+    facts = {name: (tuple(value.shape), value.dtype) for name, value in full_sd.items()} if is_main else None
+    facts = transport.broadcast_object(facts, MAIN)
+    wanted = model.state_dict(keep_vars=True)
+    _check_whole(wanted, facts)
+    filled: dict[int, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, target in wanted.items():
+        if id(target) not in filled:
+            shape, dtype = facts[name]
+            whole = (
+                full_sd[name].detach().to(accelerator.device).contiguous()
+                if is_main
+                else torch.empty(shape, dtype=dtype, device=accelerator.device)
+            )
+            filled[id(target)] = _own_part(transport.broadcast(whole, MAIN), target, cpu_offload)
+        state[name] = filled[id(target)]
+    model.load_state_dict(state, assign=True)
+
+
+def _check_whole(wanted: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+    missing = [name for name in wanted if name not in facts]
+    other = [
+        name for name, target in wanted.items() if name in facts and facts[name][0] != tuple(target.shape)
+    ]
+    if missing or other:
+        wrong = f"lacks {listed(missing)}" if missing else f"has other shapes of {listed(other)}"
+        raise PreparationError(
+            f"The weights of rank 0 do not fill the model: it {wrong}. Build the same model on all ranks and "
+            "load its weights on rank 0 before `prepare`, or set cpu_ram_efficient_loading=False."
+        )
+
+
+def _own_part(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    part = whole
+    if isinstance(target, DTensor):
+        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    if cpu_offload:
+        part = part.to("cpu")
+    if isinstance(target, nn.Parameter):
+        return nn.Parameter(part, requires_grad=target.requires_grad)
+    return part
+
+
+def send_from_main(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks.
+
+    Args:
+        model: tensors on the meta device come to memory; tied parameters stay tied.
+        device: where they travel.
+    """
+    transport = current_transport()
+    filled: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is None:
+                    continue
+                if id(value) not in filled:
+                    filled[id(value)] = _filled_from_main(value, device, transport)
+                tensors[name] = filled[id(value)]  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _filled_from_main(value: torch.Tensor, device: torch.device, transport: Any) -> torch.Tensor:
+    if value.device.type == "meta":
+        empty = torch.empty_like(value, device=device)
+        value = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    sent = transport.broadcast(value.detach().to(device).contiguous(), MAIN)
+    value.data = sent.to(value.device)
+    return value
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], None], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], None]:
+    """Return a function that gives values to a module's parameters, and keeps tied ones tied.
+
+    Args:
+        param_init_fn: gives values to the parameters of one module on the meta device.
+        model: its parameters are tied as they shall be.
+        device: where parameters come to lie; the function brings them there.
+
+    Returns:
+        What FSDP 1 takes as `param_init_fn`.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    ties = {place: group for group in places.values() if len(group) > 1 for place in group}
+    first: dict[int, nn.Parameter] = {}
+
+    def initialise(module: nn.Module) -> None:
+        param_init_fn(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            group = ties.get((module, name))
+            if group is not None:
+                module._parameters[name] = first.setdefault(id(group), parameter)
+
+    return initialise

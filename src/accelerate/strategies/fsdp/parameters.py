@@ -1,0 +1,175 @@
+"""Follow parameters while a model is sharded: by name through a change of identity, for every optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.base.errors import PreparationError
+from accelerate.base.text import listed
+
+Value = TypeVar("Value")
+
+WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""What wrappers call the module inside them; no part of the names that users know."""
+
+
+def clean_name(name: str) -> str:
+    """Return the name that a tensor has without wrappers.
+
+    Args:
+        name: as `named_parameters` of a wrapped model gives it.
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Value]) -> dict[str, Value]:
+    """Return parameters under the names that they have without wrappers.
+
+    Args:
+        named_params: name -> parameter, or anything else.
+    """
+    return {clean_name(name): value for name, value in named_params.items()}
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of a model by clean name; tied ones under each of their names."""
+    return fsdp2_canonicalize_names(dict(model.named_parameters(remove_duplicate=False)))
+
+
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    """Let an optimizer step other parameters in the places of its own.
+
+    Args:
+        optimizer: has taken no step yet.
+        mapping: parameter that it holds -> the one that takes its place; others stay. Where several are
+            replaced by the same one, it is stepped once.
+
+    Raises:
+        PreparationError: one parameter would stand in two groups.
+    """
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        replaced = {id(new): new for new in (mapping.get(old, old) for old in group["params"])}
+        _refuse_two_groups(seen, replaced.values(), optimizer)
+        seen |= set(replaced)
+        _put(group, list(replaced.values()))
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of a model, moved to a device.
+
+    Args:
+        modules: the modules, or a regular expression that matches their whole names; None for none.
+        model: the model they are in.
+        device: where the parameters shall lie; None leaves them where they are.
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update((module if device is None else module.to(device)).parameters())
+    return found
+
+
+class Trail:
+    """Knows where optimizers hold the parameters of a model, while sharding gives it new ones.
+
+    Optimizers let go of the old parameters meanwhile: else the whole model would stay in memory.
+
+    Args:
+        model: not sharded yet.
+        optimizers: prepared or not; those of other models are left alone.
+
+    Raises:
+        PreparationError: an optimizer has taken a step already.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
+        names: dict[int, str] = {}
+        self._old = WeakIdKeyDictionary()
+        for name, parameter in named_parameters(model).items():
+            names.setdefault(id(parameter), name)
+            self._old[parameter] = names[id(parameter)]
+        self._groups: list[tuple[Any, dict[str, Any], list[Any]]] = []
+        for optimizer in optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self._note(inner, names)
+
+    def _note(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        places = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+        if not any(isinstance(place, str) for group in places for place in group):
+            return
+        if optimizer.state:
+            raise PreparationError(
+                f"{type(optimizer).__name__} holds the state of {len(optimizer.state)} parameters, which "
+                "cannot be sharded with them. Prepare model and optimizer before the first step, and load an "
+                "optimizer's state afterwards."
+            )
+        self._groups += [(optimizer, *pair) for pair in zip(optimizer.param_groups, places, strict=True)]
+
+    def let_go(self) -> None:
+        """Take all parameters out of the optimizers."""
+        for _, group, _ in self._groups:
+            group["params"] = []
+
+    def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give the optimizers the new parameters.
+
+        Args:
+            parameters: clean name -> new parameter.
+
+        Raises:
+            PreparationError: one is gone, or would stand in two groups.
+        """
+        seen: dict[int, set[int]] = {}
+        for optimizer, group, places in self._groups:
+            lost = [place for place in places if isinstance(place, str) and place not in parameters]
+            if lost:
+                raise PreparationError(
+                    f"{len(lost)} parameters that {type(optimizer).__name__} steps are gone after sharding: "
+                    f"{listed(lost)}. Build the optimizer after `prepare` has returned the model."
+                )
+            found = [parameters[place] if isinstance(place, str) else place for place in places]
+            unique = {id(parameter): parameter for parameter in found}
+            known = seen.setdefault(id(optimizer), set())
+            _refuse_two_groups(known, unique.values(), optimizer)
+            known |= set(unique)
+            _put(group, list(unique.values()))
+
+    def moved(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """Iterate over those old parameters that somebody still holds, with the new ones.
+
+        Args:
+            parameters: clean name -> new parameter.
+        """
+        for old, name in list(self._old.items()):  # type: ignore[no-untyped-call]
+            new = parameters.get(name)
+            if new is not None and new is not old:
+                yield old, new
+
+
+def _refuse_two_groups(seen: set[int], parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
+    if any(id(parameter) in seen for parameter in parameters):
+        raise PreparationError(
+            f"The groups of {type(optimizer).__name__} share parameters that FSDP 1 has joined into one, so "
+            "they cannot have settings of their own. Set use_orig_params=True, or fsdp_version=2."
+        )
+
+
+def _put(group: dict[str, Any], parameters: list[Any]) -> None:
+    if len(parameters) != len(group.get("param_names", parameters)):
+        del group["param_names"]
+    group["params"] = parameters

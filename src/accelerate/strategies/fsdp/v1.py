@@ -1,0 +1,196 @@
+"""FSDP 1: units are wrappers with one flat parameter each.
+
+Source: https://docs.pytorch.org/docs/stable/fsdp.html
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.base.text import listed
+from accelerate.strategies.fsdp import clipping
+from accelerate.strategies.fsdp.base import Sharded, refuse_unit
+from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
+from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
+from accelerate.strategies.fsdp.sharding import keep_master_weights, recompute, warn_about_ignored
+from accelerate.strategies.fsdp.units import choose_units, holdings
+from accelerate.strategies.request import Context
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+PASSED_ON = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "param_init_fn",
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+)
+"""Fields of the plugin that torch takes under the same name."""
+
+
+class FullySharded(Sharded):
+    """Sharding by FSDP 1."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._groups = WeakIdKeyDictionary()
+
+    def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
+        """Return a gradient scaler that tells all ranks when one has gradients that are not finite."""
+        return ShardedGradScaler(device=self.context.device.type, **arguments)
+
+    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return the wrapped model, compiled around its wrapper."""
+        plugin, device = self.plugin, self.context.device
+        if self.context.mixed_precision != "no":
+            keep_master_weights(model)
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        warn_about_ignored(model, ignored)
+        units = choose_units(plugin, model)
+        for held in holdings(model, units, ignored):
+            self._check_unit(model, [(h.name, h.parameter) for h in held])
+        if plugin.sync_module_states and device.type == "cpu":  # torch itself sends between accelerators only
+            send_from_main(model, device)
+        sharded = self.follow(model, partial(self._shard, model, units, ignored), joined_parameters)
+        for parameter, group in sharded_parameters(sharded):
+            self._groups[parameter] = (group,)
+        if plugin.activation_checkpointing:
+            recompute(sharded, units)
+        return compile(sharded)
+
+    def _check_unit(self, model: nn.Module, held: list[tuple[str, nn.Parameter]]) -> None:
+        """Refuse what torch cannot join into one parameter."""
+        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in held}
+        if len(dtypes) > 1:
+            raise refuse_unit(
+                model,
+                f"has parameters of several dtypes ({', '.join(sorted(dtypes))}) in one unit, which FSDP 1 "
+                f"joins into one: {listed([name for name, _ in held])}",
+                "Set fsdp_version=2, or cast the model to one dtype",
+            )
+        frozen = [name for name, p in held if not p.requires_grad]
+        if frozen and len(frozen) < len(held) and not self.plugin.use_orig_params:
+            raise refuse_unit(
+                model,
+                f"has frozen and trainable parameters in one unit, which FSDP 1 joins into one: "
+                f"{listed(frozen)} are frozen",
+                "Set use_orig_params=True, or fsdp_version=2",
+            )
+
+    def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> nn.Module:
+        plugin, device = self.plugin, self.context.device
+        chosen = {id(unit) for unit in units}
+        arguments = {name: getattr(plugin, name) for name in PASSED_ON}
+        if device.type == "cpu":
+            arguments["sync_module_states"] = False
+        elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
+            hollow = plugin.param_init_fn or partial(_to_empty, device=device)
+            arguments["param_init_fn"] = ensure_weights_retied(hollow, model, device)
+        return FSDP(
+            model,
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if units else None,
+            mixed_precision=plugin.mixed_precision_policy,
+            cpu_offload=None if device.type == "cpu" else plugin.cpu_offload,
+            ignored_states=list(ignored) or None,
+            device_id=device if device.index is not None else torch.device(device.type),
+            device_mesh=self._mesh(plugin.sharding_strategy),
+            **arguments,
+        )
+
+    def _mesh(self, strategy: ShardingStrategy) -> DeviceMesh | None:
+        """Return which ranks share a copy of the model, for strategies with several copies: one a machine."""
+        if strategy not in HYBRID:
+            return None
+        if self.context.mesh is not None:
+            return self.context.mesh["dp_replicate", "dp_shard"]  # type: ignore[no-any-return]
+        topology = self.context.topology
+        shape = (topology.size // topology.local_size, topology.local_size)
+        return init_device_mesh(self.context.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    # Step
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return torch's `no_sync` of the outermost unit."""
+        root = root_of(model)
+        return nullcontext() if root is None else root.no_sync()
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Scale gradients by their norm over all ranks; return it."""
+        parameters = clipping.listed(parameters)
+        norm = clipping.measure(parameters, norm_type, self.context.device, self._spread)
+        clipping.scale_down(parameters, norm, max_norm)
+        return norm
+
+    def _spread(self, parameter: torch.Tensor) -> clipping.Groups:
+        groups: clipping.Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
+        return groups
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state on the CPU of each machine's first process; names are without wrappers."""
+        root = root_of(model)
+        if root is None:
+            return super().state_dict(model, unwrap=unwrap)
+        topology, device = self.context.topology, self.context.device.type
+        config = FullStateDictConfig(
+            offload_to_cpu=device != "cpu",  # torch crashes where there is nothing to offload
+            rank0_only=topology.size == topology.local_size,
+        )
+        with warnings.catch_warnings():
+            # what torch recommends instead leaves the state on one rank of all machines
+            warnings.filterwarnings("ignore", r"FSDP\.state_dict_type", FutureWarning)
+            warnings.filterwarnings("ignore", "When using ``NO_SHARD``", UserWarning)
+            with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, config):
+                return self.keep_whole(root.state_dict())
+
+
+def root_of(model: nn.Module) -> FSDP | None:
+    """Return the outermost unit of a model, also under torch.compile's wrapper; None without units."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, FSDP) else None
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
+    """Iterate over the parameters of a sharded model that lie in parts, with the ranks that have them."""
+    for unit in FSDP.fsdp_modules(model):
+        handle = unit._handle
+        if handle is None or unit.process_group is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        for parameter in flat._params or () if unit._use_orig_params else (flat,):
+            yield parameter, unit.process_group
+
+
+def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of a sharded model under the clean names they had before.
+
+    Without `use_orig_params` several names stand for the one flat parameter that holds them.
+    """
+    found = named_parameters(model)
+    for prefix, unit in model.named_modules():
+        if not isinstance(unit, FSDP) or unit._handle is None or unit._use_orig_params:
+            continue
+        flat = unit._handle.flat_param
+        found.update({clean_name(f"{prefix}.{name}").lstrip("."): flat for name in flat._fqns})
+    return found
+
+
+def _to_empty(module: nn.Module, device: torch.device) -> None:
+    module.to_empty(device=device, recurse=False)

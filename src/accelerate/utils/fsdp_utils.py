@@ -1,0 +1,23 @@
+"""Old import path of what shards, loads and merges models under FSDP."""
+
+from accelerate.plugins.fsdp_wrapping import get_module_class_from_name as get_module_class_from_name
+from accelerate.precision.amp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategies.fsdp.loading import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    ensure_weights_retied as ensure_weights_retied,
+    fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
+)
+from accelerate.strategies.fsdp.merge import (
+    merge_fsdp_weights as merge_fsdp_weights,
+)
+from accelerate.strategies.fsdp.parameters import (
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+    get_parameters_from_modules as get_parameters_from_modules,
+)
+from accelerate.strategies.fsdp.sharding import (
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+)

@@ -1,0 +1,147 @@
+"""Every way of training gives the losses of one process on the joined batch, accumulating and clipping."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+STEPS, ACCUMULATION, BATCH = 10, 2, 2
+VOCABULARY, WIDTH, LENGTH = 29, 12, 6  # sizes that two ranks do not share evenly everywhere
+CLIP = 0.5
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+Run = Callable[..., list[Any]]
+
+UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+ONE = {"fsdp_version": 1, **UNITS}
+TWO = {"fsdp_version": 2, **UNITS}
+MESH = {"dp_replicate_size": 2, "dp_shard_size": 2}
+
+WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
+    "single": (None, None, 1),
+    "ddp": (None, None, 2),
+    "fsdp1 full": ({**ONE, "sharding_strategy": "FULL_SHARD"}, None, 2),
+    "fsdp1 full, own parameters": ({**ONE, "use_orig_params": True}, None, 2),
+    "fsdp1 grad": ({**ONE, "sharding_strategy": "SHARD_GRAD_OP"}, None, 2),
+    "fsdp1 none": ({**ONE, "sharding_strategy": "NO_SHARD"}, None, 2),
+    "fsdp1 hybrid": ({**ONE, "sharding_strategy": "HYBRID_SHARD"}, None, 2),
+    "fsdp1 hybrid grad": ({**ONE, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, None, 2),
+    "fsdp2 reshard": ({**TWO, "reshard_after_forward": True}, None, 2),
+    "fsdp2 keep": ({**TWO, "reshard_after_forward": False}, None, 2),
+    "fsdp2 offload": ({**TWO, "cpu_offload": True}, None, 2),
+    "fsdp2 recompute": ({**TWO, "activation_checkpointing": True}, None, 2),
+    "fsdp1 recompute": ({**ONE, "activation_checkpointing": True}, None, 2),
+    "fsdp2 one unit": ({"fsdp_version": 2}, None, 2),
+    "fsdp1 one unit": ({"fsdp_version": 1}, None, 2),
+    "fsdp1 hybrid 2x2": ({**ONE, "sharding_strategy": "HYBRID_SHARD"}, MESH, 4),
+    "fsdp1 hybrid grad 2x2": ({**ONE, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, MESH, 4),
+    "fsdp2 2x2": (TWO, MESH, 4),
+}
+"""Name -> fields of the plugin, sizes of the mesh, number of processes."""
+
+CORE = ("single", "ddp", "fsdp1 full", "fsdp1 grad", "fsdp2 reshard", "fsdp2 keep", "fsdp2 offload")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # a bias of keys would get no gradient
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH + 1)
+        self.narrow = nn.Linear(4 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return x + self.narrow(torch.nn.functional.gelu(self.widen(x)))
+
+
+class Transformer(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def texts(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randint(VOCABULARY, (count, LENGTH), generator=generator))
+
+
+def train(plugin: dict[str, Any] | None, mesh: dict[str, int] | None, share: int) -> dict[str, Any]:
+    """Ten updates on batches of which this process sees one in `share`."""
+    warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
+        parallelism_config=None if mesh is None else ParallelismConfig(**mesh),
+    )
+    torch.manual_seed(1)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(texts(STEPS * ACCUMULATION * BATCH * 4), batch_size=BATCH * 4 // share)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+    state = accelerator.get_state_dict(model)
+    return {"losses": losses, "norms": norms, "state": {name: t.clone() for name, t in state.items()}}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    result = train(None, None, 1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return result
+
+
+@pytest.mark.parametrize(
+    "way", [name if name in CORE else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+)
+def test_losses_and_weights_are_those_of_one_process(run: Run, reference: dict[str, Any], way: str) -> None:
+    plugin, mesh, processes = WAYS[way]
+    results = run(train, plugin, mesh, processes, processes=processes)
+    assert len(reference["losses"]) == STEPS * ACCUMULATION
+    assert max(reference["norms"]) > CLIP  # the bound bites
+    for result in results:
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(reference["losses"]), **TOLERANCE
+        )
+        torch.testing.assert_close(
+            torch.tensor(result["norms"]), torch.tensor(reference["norms"]), **TOLERANCE
+        )
+    main = results[0]["state"]
+    assert list(main) == list(reference["state"])
+    for name, tensor in main.items():
+        torch.testing.assert_close(tensor, reference["state"][name], rtol=1e-3, atol=1e-4, msg=name)

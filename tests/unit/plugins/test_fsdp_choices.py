@@ -1,0 +1,54 @@
+"""Text of users and the objects of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.plugins import fsdp_choices as choices
+
+
+@pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
+def test_flags(value: Any, expected: bool) -> None:
+    assert choices.read_flag("name", value) is expected
+
+
+def test_a_flag_that_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="name='maybe'"):
+        choices.read_flag("name", "maybe")
+
+
+def test_objects_of_torch_come_back() -> None:
+    assert choices.read_strategy("name", ShardingStrategy.NO_SHARD) is ShardingStrategy.NO_SHARD
+    assert choices.read_state_dict_type(StateDictType.FULL_STATE_DICT) is StateDictType.FULL_STATE_DICT
+    assert choices.read_dtype(torch.float16) is torch.float16
+    assert choices.read_prefetch(None) is None
+
+
+@pytest.mark.parametrize("number", ["0", "6", 6])
+def test_numbers_of_strategies_end(number: Any) -> None:
+    with pytest.raises(ConfigurationError, match="sharding_strategy"):
+        choices.read_strategy("sharding_strategy", number)
+
+
+def test_fp8_layers_leave_bfloat16_over() -> None:
+    assert choices.read_dtype("fp8") is torch.bfloat16
+    assert choices.read_dtype("FP32") is torch.float32
+
+
+def test_fields_of_policies() -> None:
+    fields = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    assert choices.policy_of_mapping(2, fields) == MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, None, cast_forward_inputs=False
+    )
+    assert choices.policy_of_dtype(1, torch.float16, torch.float32) == MixedPrecision(
+        torch.float16, torch.float16, torch.float32
+    )
+
+
+def test_local_states_have_no_details() -> None:
+    assert choices.state_dict_configs(StateDictType.LOCAL_STATE_DICT) == (None, None)

@@ -1,0 +1,58 @@
+"""The way of training follows from request and topology."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base.errors import ConfigurationError
+from accelerate.state.topology import Topology
+from accelerate.strategies.ddp import DataParallel
+from accelerate.strategies.fsdp.v1 import FullySharded
+from accelerate.strategies.fsdp.v2 import FullyShard
+from accelerate.strategies.request import RunRequest
+from accelerate.strategies.resolve import resolve
+from accelerate.strategies.single import SingleProcess
+
+
+def request(version: int | None = None, mesh: dict[str, int] | None = None, **fields: Any) -> RunRequest:
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version, **fields)
+    return RunRequest(fsdp=plugin, parallelism=None if mesh is None else ParallelismConfig(**mesh))
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "expected"),
+    [
+        (request(), 1, SingleProcess),
+        (request(), 2, DataParallel),
+        (request(2), 1, SingleProcess),
+        (request(1), 2, FullySharded),
+        (request(2), 2, FullyShard),
+        (request(2, {"dp_shard_size": 2}), 2, FullyShard),
+        (request(2, {"dp_replicate_size": 2, "dp_shard_size": 2}), 4, FullyShard),
+        (
+            request(1, {"dp_replicate_size": 2, "dp_shard_size": 2}, sharding_strategy="HYBRID_SHARD"),
+            4,
+            FullySharded,
+        ),
+        (request(None, {"dp_replicate_size": 2}), 2, DataParallel),
+    ],
+)
+def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: type) -> None:
+    assert resolve(asked, Topology(size=size)) is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (request(2, {"tp_size": 2}), "tp_size=2: .* Leave tp_size at 1"),
+        (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: nothing says .* Pass fsdp_plugin"),
+        (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
+        (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(asked, Topology(size=2))
