@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,13 +103,14 @@ def _num_shards(dataset: Any) -> int | None:
 def _generators_within(dataset: Any) -> list[Any]:
     """The random generators that a dataset, or what it is made of, holds."""
     package = type(dataset).__module__.partition(".")[0]
+    kinds = tuple(_ways_of_state())
     seen: set[int] = set()
 
     def walk(value: Any, depth: int) -> Iterator[Any]:
         if depth > _DEPTH or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, kinds):
             yield value
             return
         for part in _parts_of(value, package):
@@ -126,14 +128,17 @@ def _parts_of(value: Any, package: str) -> list[Any]:
     return list(vars(value).values()) if is_of_the_dataset and hasattr(value, "__dict__") else []
 
 
-_STATES: dict[type, Callable[[Any], Any]] = {
-    torch.Generator: lambda generator: generator.get_state().tolist(),
-    random.Random: lambda generator: generator.getstate(),
-    np.random.Generator: lambda generator: repr(generator.bit_generator.state),
-    np.random.RandomState: lambda generator: repr(generator.get_state()),
-}
-_GENERATORS = tuple(_STATES)
+@cache
+def _ways_of_state() -> dict[type, Callable[[Any], Any]]:
+    """What gives the state of each kind of generator; numpy loads its own when they are asked for."""
+    return {
+        torch.Generator: lambda generator: generator.get_state().tolist(),
+        random.Random: lambda generator: generator.getstate(),
+        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+        np.random.RandomState: lambda generator: repr(generator.get_state()),
+    }
 
 
 def _state_of(generator: Any) -> Any:
-    return next(state(generator) for kind, state in _STATES.items() if isinstance(generator, kind))
+    ways = _ways_of_state().items()
+    return next(state(generator) for kind, state in ways if isinstance(generator, kind))

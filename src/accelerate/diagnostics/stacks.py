@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -15,13 +15,6 @@ import torch
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = (
-    _OURS,
-    _TORCH,
-    contextlib.__file__,
-    "<frozen ",
-    *(f"{path}{os.sep}" for path in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")}),
-)
 _RUNNERS = (f"{_OURS}launch{os.sep}", "<frozen runpy>")
 _COLLECTIVES = tuple(f"{_TORCH}{path}" for path in (f"distributed{os.sep}", f"nn{os.sep}parallel{os.sep}"))
 _AUTOGRAD = f"{_TORCH}autograd{os.sep}"
@@ -64,7 +57,7 @@ def read_position(frame: FrameType) -> Position:
         frame: its innermost frame.
     """
     frames = _outwards(frame)
-    index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_LIBRARIES)), len(frames) - 1)
+    index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_libraries())), len(frames) - 1)
     user = frames[index]
     called = frames[index - 1] if index else user
     return Position(
@@ -122,3 +115,12 @@ def _lines(frames: list[FrameType]) -> list[tuple[FrameType, int]]:
 
 def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Where code lies that is not the user's."""
+    import sysconfig  # slow to import, and only needed where something hangs
+
+    paths = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    return (_OURS, _TORCH, contextlib.__file__, "<frozen ", *(f"{path}{os.sep}" for path in paths))
