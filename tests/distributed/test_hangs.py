@@ -164,9 +164,15 @@ HANGS = {
         r"rank 0 waits in gather #\d+, <RECEIVES-0>, .*; rank 1 waits in recv .*<RECEIVES-1>",
         fast=False,
     ),
-    "skips torch's own": Fault(skip_raw, r"rank 0 waits in all_reduce .*, <RAW-0>, .*; rank 1 is .*<RAW-1>"),
+    "skips torch's own": Fault(
+        skip_raw,
+        r"rank 0 waits in all_reduce .*, <RAW-0>, .*; rank 1 is .*<RAW-1>"
+        r".*torch recorded on rank 0: .* gloo:all_reduce of \[2\] Float",
+    ),
     "skips a backward": Fault(
-        skip_backward, r"rank 0 waits in backward .*, <BACKWARD-0>, .*; rank 1 is .*<BACKWARD-1>"
+        skip_backward,
+        r"rank 0 waits in backward .*, <BACKWARD-0>, .*; rank 1 is .*<BACKWARD-1>"
+        r".*torch recorded on rank 0: .* gloo:all_reduce of \[6\] Float",
     ),
     "skips a barrier": Fault(
         skip_barrier,

@@ -16,6 +16,10 @@ ELSEWHERE = "elsewhere"
 SILENT = "silent"
 ENDED = "ended"
 
+BACKWARD = "backward"
+DEVICE = "unfinished collectives of its device"
+_LONG = {BACKWARD, DEVICE}  # what may take long on all ranks, without any of them waiting in vain
+
 
 @dataclass(frozen=True)
 class RankState:
@@ -36,6 +40,7 @@ class RankState:
         stack: of the thread that trains.
         host: machine of the process.
         pid: its number there.
+        recorded: what torch's flight recorder says of it.
     """
 
     rank: int
@@ -50,6 +55,7 @@ class RankState:
     stack: str = ""
     host: str = ""
     pid: int = 0
+    recorded: str = ""
 
     @property
     def waits(self) -> bool:
@@ -58,7 +64,7 @@ class RankState:
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
-    """Whether ranks wait for others in vain; a backward that takes long on all ranks is no hang.
+    """Whether ranks wait for others in vain; a step that takes long on all ranks is no hang.
 
     Args:
         states: of all ranks.
@@ -66,8 +72,9 @@ def is_hang(states: Sequence[RankState]) -> bool:
     waiting = [state for state in states if state.waits]
     if not waiting:
         return False
-    alike = len(waiting) == len(states) and all(state.operation == "backward" for state in waiting)
-    return not alike
+    operations = {state.operation for state in waiting}
+    is_long_step = len(waiting) == len(states) and len(operations) == 1 and operations <= _LONG
+    return not is_long_step
 
 
 def compose(states: Sequence[RankState], folder: str) -> str:
@@ -87,6 +94,8 @@ def compose(states: Sequence[RankState], folder: str) -> str:
                 f"rank {state.rank} (process {state.pid} on {state.host}) stands at:",
                 state.stack.rstrip(),
             ]
+    if any(state.doing == TORCH for state in states):
+        lines += _compare_records(states)
     return "\n".join(lines)
 
 
@@ -115,6 +124,17 @@ def odd_groups(groups: Sequence[list[RankState]]) -> list[list[RankState]]:
     leaders = [group for group in waiting if len(group) == most]
     common = leaders[0] if len(leaders) == 1 else None
     return sorted((group for group in groups if group is not common), key=lambda group: group[0].waits)
+
+
+def _compare_records(states: Sequence[RankState]) -> list[str]:
+    """How far the collectives of torch have come on the ranks, where that differs."""
+    groups: dict[str, list[int]] = {}
+    for state in states:
+        if state.recorded:
+            groups.setdefault(state.recorded, []).append(state.rank)
+    if len(groups) < 2:
+        return []
+    return [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in groups.items()]
 
 
 def _likeness(state: RankState) -> tuple[object, ...]:

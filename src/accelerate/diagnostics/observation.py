@@ -6,12 +6,14 @@ import time
 from types import FrameType
 from typing import Any
 
-from accelerate.diagnostics import stacks
-from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, TORCH, RankState
+from accelerate.diagnostics import flight, stacks
+from accelerate.diagnostics.hang_report import COLLECTIVE, DEVICE, ELSEWHERE, TORCH, RankState
 from accelerate.ops.record import Entry, Ring
 
 MOST_WORK = 0.5
 """Part of the time that a process which only waits may spend on its processors, for all of its threads."""
+STILL = 2.0
+"""Seconds on one line after which the device is asked what it waits for."""
 
 
 class Observation:
@@ -43,17 +45,24 @@ class Observation:
             self._still = None
             return entry.sequence, time.monotonic() - entry.started
         frame = stacks.innermost(self._ring.owner or 0)
-        if frame is None or not stacks.may_wait(frame):
+        if frame is None:
             self._still = None
             return None, 0.0
+        seconds = self._seconds_in(frame)
+        if not stacks.may_wait(frame):
+            seconds = min(seconds, flight.seconds_on_device()) if seconds > STILL else 0.0
+            return (("device", self._since), seconds) if seconds else (None, 0.0)
+        if stacks.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
+            return None, 0.0
+        return ("torch", self._since), seconds
+
+    def _seconds_in(self, frame: FrameType) -> float:
+        """For how long the thread has been seen on the same instruction."""
         # The frame itself is kept until the next look: a number of it may come again in the next round.
         if self._still is None or self._still[0] is not frame or self._still[1] != frame.f_lasti:
             self._still = (frame, frame.f_lasti)
             self._since, self._used = time.monotonic(), time.process_time()
-        seconds = time.monotonic() - self._since
-        if stacks.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
-            return None, 0.0
-        return ("torch", self._since), seconds
+        return time.monotonic() - self._since
 
     def state(self) -> RankState:
         """Describe the thread."""
@@ -65,14 +74,15 @@ class Observation:
         if entry is not None:
             return self._in_operation(entry, position)
         token, seconds = self.waited()
-        waits = token is not None and position.waits_in != ""
+        waits_in = "" if token is None else position.waits_in or DEVICE
         return RankState(
-            doing=TORCH if waits else ELSEWHERE,
-            operation=position.waits_in or position.function,
+            doing=TORCH if waits_in else ELSEWHERE,
+            operation=waits_in or position.waits_in or position.function,
             file=position.file,
             line=position.line,
             seconds=seconds,
             stack=position.stack,
+            recorded=flight.describe_recorded(),
             **self._who,
         )
 

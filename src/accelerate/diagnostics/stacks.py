@@ -13,6 +13,8 @@ from types import FrameType
 
 import torch
 
+from accelerate.diagnostics.hang_report import BACKWARD
+
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _RUNNERS = (f"{_OURS}launch{os.sep}", "<frozen runpy>")
@@ -96,7 +98,7 @@ def waiting_operation(frames: list[FrameType]) -> str:
     if not frames or not may_wait(frames[0]):
         return ""
     if _file(frames[0]).startswith(_AUTOGRAD):
-        return "backward"
+        return BACKWARD
     names = [f.f_code.co_name for f in frames if _file(f).startswith(_COLLECTIVES)]
     return next((name for name in reversed(names) if name not in _WRAPPERS), names[-1])
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accelerate.diagnostics.hang_report import (
     COLLECTIVE,
+    DEVICE,
     ELSEWHERE,
     ENDED,
     SILENT,
@@ -76,3 +79,22 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
 )
 def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
     assert is_hang(states) is expected
+
+
+def test_what_torch_recorded_is_told_where_ranks_differ() -> None:
+    states = [
+        RankState(0, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
+        RankState(1, ELSEWHERE, "<module>", file="/job/train.py", line=3, recorded="default_pg: 7 of 7"),
+        RankState(2, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
+    ]
+    lines = compose(states, "/job").splitlines()
+    assert lines[-2:] == [
+        "torch recorded on ranks 0, 2: default_pg: 7 of 8.",
+        "torch recorded on rank 1: default_pg: 7 of 7.",
+    ]
+    assert "recorded" not in compose([replace(state, recorded="the same") for state in states], "/job")
+
+
+def test_a_device_that_takes_long_on_all_ranks_is_no_hang() -> None:
+    assert not is_hang([RankState(rank, TORCH, DEVICE) for rank in range(2)])
+    assert is_hang([RankState(0, TORCH, DEVICE), RankState(1, TORCH, "backward")])

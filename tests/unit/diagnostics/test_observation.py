@@ -7,7 +7,7 @@ import time
 import pytest
 
 from accelerate.diagnostics import stacks
-from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE
+from accelerate.diagnostics.hang_report import COLLECTIVE, DEVICE, ELSEWHERE, TORCH
 from accelerate.diagnostics.observation import Observation
 from accelerate.ops.record import Ring
 
@@ -52,3 +52,29 @@ def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch
     observation.release()
     assert [seconds for _, seconds in found] == [0.0, 10.0, 0.0]
     assert found[2][0] is None
+
+
+def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observation = Observation(ring, 0, "host", 7)
+    frame = stacks.innermost(ring.owner or 0)
+    clock, on_device = [0.0], [0.0]
+    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
+    monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("accelerate.diagnostics.observation.flight.seconds_on_device", lambda: on_device[0])
+    assert frame is not None
+    still = type("Frame", (), {"f_lasti": 1, "f_code": frame.f_code})()  # the real one goes on by itself
+    monkeypatch.setattr(stacks, "innermost", lambda _: still)
+
+    found = []
+    for seconds, unfinished in ((0.0, 9.0), (1.0, 9.0), (30.0, 0.0), (40.0, 35.0), (50.0, 70.0)):
+        clock[0], on_device[0] = seconds, unfinished
+        found.append(observation.waited())
+    assert [seconds for _, seconds in found] == [0.0, 0.0, 0.0, 35.0, 50.0]
+    assert found[-1][0] == ("device", 0.0)
+
+    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
+    monkeypatch.setattr(Observation, "waited", lambda self: (("device", 0.0), 50.0))
+    state = observation.state()
+    assert (state.doing, state.operation, state.file) == (TORCH, DEVICE, __file__)
