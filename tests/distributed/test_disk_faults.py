@@ -1,4 +1,4 @@
-"""A disk that fails, or a process that ends, at any one call: the checkpoint before stays, the next is saved."""
+"""A disk that fails, or a process that ends, at any call: the old checkpoint stays, the next is saved."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,8 @@ from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.base.text import describe
 from accelerate.checkpointing import generators, loading, retention, saving
 from accelerate.checkpointing.loading import Source, WorldSizePolicy
-from accelerate.checkpointing.parts import (
-    Apply,
-    GeneratorsPart,
-    Load,
-    LoaderPart,
-    ModelPart,
-    Part,
-    StreamPart,
-    nothing,
-    state_parts,
-)
+from accelerate.checkpointing.part import Apply, Load, Part, nothing
+from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
 from accelerate.checkpointing.saving import Request, Site
 from accelerate.checkpointing.shards import save_sharded
 from accelerate.checkpointing.state import read_device
@@ -145,7 +136,8 @@ class Persistence:
         cause: CheckpointError | None = None
         for source in self._candidates(input_dir):
             loading.announce(source, runtime.state.num_processes, world_size_policy)
-            load = Load(source.folder, device, dict(load_kwargs or {}), options)
+            names = None if source.manifest is None else source.manifest.files
+            load = Load(source.folder, device, dict(load_kwargs or {}), options, names)
             try:
                 changes = self._read(source, load, world_size_policy)
             except CheckpointError as error:
@@ -154,8 +146,7 @@ class Persistence:
                 continue
             for line in skipped:
                 logger.warning(f"A checkpoint was skipped. {line}.")
-            for change in changes:
-                change()
+            _apply_all(source, changes)
             self._go_on_after(source)
             return
         raise loading.nothing_to_load(input_dir, skipped) from cause
@@ -347,7 +338,7 @@ class Persistence:
             return part.read(options)
         if policy == "reseed":
             return partial(generators.reseed, options.read(GeneratorsPart(0).name), part.rank)
-        return part.read(options) if (options.folder / part.name).is_file() else nothing
+        return part.read(options) if options.has(part.name) else nothing
 
     def _go_on_after(self, source: Source) -> None:
         """Take over what is counted."""
@@ -361,6 +352,22 @@ class Persistence:
         project = self._runtime.request.project
         if match and project.automatic_checkpoint_naming:
             project.iteration = int(match[1]) + 1
+
+
+def _apply_all(source: Source, changes: Sequence[Apply]) -> None:
+    """Change all objects; whatever goes wrong on one rank is an error on all."""
+    failure: Exception | None = None
+    try:
+        for change in changes:
+            change()
+    except Exception as error:
+        failure = error
+    try:
+        source.settle("" if failure is None else describe(failure))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. A part of the run has the loaded state by now: load another one, or start again."
+        ) from failure
 
 
 def _numbered_folder(project: ProjectConfiguration) -> Path:

@@ -29,6 +29,8 @@ def restore(states: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: one that this process has is not among them.
     """
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
     wanted = list(rng.capture())
     missing = [name for name in wanted if _name_in_file(name) not in states]
     if missing:
@@ -46,7 +48,7 @@ def reseed(states: Mapping[str, Any], rank: int) -> None:
         states: content of the file of rank 0.
         rank: this process; each has its own generators.
     """
-    state = states.get(_TORCH)
+    state = states.get(_TORCH) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
     rng.set_seed(int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS)
 

@@ -1,14 +1,13 @@
-"""Part: one thing that is saved and loaded, with the file it lies in."""
+"""The kinds of parts that a run has: models, states, random generators, loaders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accelerate.base.constants import (
@@ -23,94 +22,21 @@ from accelerate.base.constants import (
 from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
 from accelerate.checkpointing import generators
+from accelerate.checkpointing.part import Apply, Load, Payload, Stateful, nothing
 from accelerate.data_loader import position
-from accelerate.weights.files import read_safetensors, read_torch, write_torch, write_whole_tensors
+from accelerate.logging import get_logger
+from accelerate.weights.files import (
+    read_safetensors,
+    read_torch,
+    refused_globals,
+    write_torch,
+    write_whole_tensors,
+)
 from accelerate.weights.shared import drop_shared, missing_names
 
+logger = get_logger(__name__)
+
 CUSTOM_NAME = "custom_checkpoint"
-
-
-@dataclass(frozen=True)
-class Load:
-    """How a checkpoint is read.
-
-    Attributes:
-        folder: the checkpoint.
-        device: where weights and states of optimizers are read to.
-        reading: arguments of `torch.load`.
-        model: arguments of `load_state_dict` of models.
-    """
-
-    folder: Path
-    device: str | torch.device = "cpu"
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-
-    def read(self, name: str, device: str | torch.device = "cpu") -> Any:
-        """Read one of torch's files."""
-        return read_torch(self.existing(name), device, **self.reading)
-
-    def existing(self, name: str) -> Path:
-        """Return the path of a file.
-
-        Raises:
-            CheckpointError: it is not there.
-        """
-        path = self.folder / name
-        if not path.is_file():
-            raise CheckpointError(
-                f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
-                "prepare the same ones in the same order, or choose another checkpoint."
-            )
-        return path
-
-
-@dataclass(frozen=True)
-class Payload:
-    """The content of one file, taken from a live object.
-
-    Attributes:
-        name: the file.
-        content: nested lists, tuples and dictionaries of tensors and other values.
-        write: writes such content to a path.
-    """
-
-    name: str
-    content: Any
-    write: Callable[[Any, Path], None] = write_torch
-
-
-Apply = Callable[[], None]
-"""Changes an object to a state that was read."""
-
-
-class Part(Protocol):
-    """One thing that is saved and loaded.
-
-    Attributes:
-        everywhere: whether each process has one of its own; otherwise all have the same, and one writes it.
-    """
-
-    @property
-    def everywhere(self) -> bool: ...
-    def collect(self) -> list[Payload]:
-        """Take the content of its files, without copying it."""
-        ...
-
-    def read(self, options: Load) -> Apply:
-        """Read its files; what is returned brings the object to that state.
-
-        Raises:
-            CheckpointError: a file is missing or broken.
-        """
-        ...
-
-
-class Stateful(Protocol):
-    """What has a state that can be taken and given back."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -121,25 +47,36 @@ class StatePart:
         name: its file.
         owner: the object.
         on_device: whether its state is read to the device of the run.
+        write: writes its state to a path.
     """
 
     name: str
     owner: Stateful
     on_device: bool = False
     everywhere: bool = False
+    write: Callable[[Any, Path], None] = write_torch
 
     def collect(self) -> list[Payload]:
-        return [Payload(self.name, self.owner.state_dict())]
+        return [Payload(self.name, self.owner.state_dict(), self.write)]
 
     def read(self, options: Load) -> Apply:
         state = options.read(self.name, options.device if self.on_device else "cpu")
-        return partial(self._apply, state, options.folder / self.name)
+        return partial(self._apply, state, options)
 
-    def _apply(self, state: Any, path: Path) -> None:
-        try:
+    def _apply(self, state: Any, options: Load) -> None:
+        with options.fitting(self.name, type(self.owner).__name__):
             self.owner.load_state_dict(state)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} does not fit this {type(self.owner).__name__}: {error}") from error
+
+
+def write_custom(content: Any, path: Path) -> None:
+    """Write the state of an object of the user's own, and say so if `load_state` would refuse to read it."""
+    write_torch(content, path)
+    if strange := refused_globals(path):
+        logger.warning_once(
+            f"The state of a registered object ({path.name}) holds {', '.join(strange)}. It is saved, but "
+            'only load_state(load_kwargs={"weights_only": False}) will read it: let `state_dict` return tensors, '
+            "numbers, text and plain containers."
+        )
 
 
 @dataclass(frozen=True)
@@ -180,13 +117,18 @@ class ModelPart:
             number(SAFE_MODEL_NAME, self.index, ".safetensors"),
             number(MODEL_NAME, self.index, ".bin"),
         )
-        if (options.folder / other).is_file() and not (options.folder / safe).is_file():
-            path = options.folder / other
+        name = other if options.has(other) and not options.has(safe) else safe
+        path = options.existing(name)
+        if name == other:
             state = read_torch(path, options.device, **options.reading)
         else:
-            path = options.existing(safe)
             state = read_safetensors(path, options.device)
-        return partial(fill, self.model, state, path, options.model)
+        return partial(self._apply, self.model, state, options, name)
+
+    @staticmethod
+    def _apply(model: nn.Module, state: Any, options: Load, name: str) -> None:
+        with options.fitting(name, type(model).__name__):
+            fill(model, state, options.folder / name, options.model)
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
@@ -199,13 +141,11 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: Path, options: Mappin
         options: arguments of `load_state_dict`; `strict` is True unless given.
 
     Raises:
-        CheckpointError: names or shapes do not fit.
+        CheckpointError: names do not fit.
+        RuntimeError: shapes do not.
     """
     strict = options.get("strict", True)
-    try:
-        outcome = model.load_state_dict(state, **{**options, "strict": False})
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit this {type(model).__name__}: {error}") from error
+    outcome = model.load_state_dict(state, **{**options, "strict": False})
     unexpected = list(getattr(outcome, "unexpected_keys", []))
     missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
     if strict and (missing or unexpected):
@@ -239,7 +179,11 @@ class GeneratorsPart:
         return [Payload(self.name, {"step": self.step, **generators.capture()})]
 
     def read(self, options: Load) -> Apply:
-        return partial(generators.restore, options.read(self.name))
+        return partial(self._apply, options.read(self.name), options)
+
+    def _apply(self, states: Any, options: Load) -> None:
+        with options.fitting(self.name, "process"):
+            generators.restore(states)
 
 
 @dataclass(frozen=True)
@@ -265,16 +209,17 @@ class LoaderPart:
 
     def read(self, options: Load) -> Apply:
         name = sampler_file(self.index)
-        if not position.is_tracked(self.loader) or not (options.folder / name).is_file():
+        if not position.is_tracked(self.loader) or not options.has(name):
             return nothing
         streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
-        found: Any = next((options.read(each) for each in streams if (options.folder / each).is_file()), {})
-        return partial(self._apply, options.read(name), found)
+        found: Any = next((options.read(each) for each in streams if options.has(each)), {})
+        return partial(self._apply, options.read(name), found, options)
 
-    def _apply(self, state: Any, found: Any) -> None:
-        position.restore(self.loader, state, found.get("dataset"))
-        if "torchdata" in found and not state["is_over"]:
-            self.loader.load_state_dict(found["torchdata"])
+    def _apply(self, state: Any, found: Any, options: Load) -> None:
+        with options.fitting(sampler_file(self.index), type(self.loader).__name__):
+            position.restore(self.loader, state, found.get("dataset"))
+            if "torchdata" in found and not state["is_over"]:
+                self.loader.load_state_dict(found["torchdata"])
 
 
 @dataclass(frozen=True)
@@ -300,10 +245,6 @@ class StreamPart:
         return nothing
 
 
-def nothing() -> None:
-    """The state of something that has none in this checkpoint."""
-
-
 def number(stem: str, index: int, suffix: str) -> str:
     """Return the file name of the object at a place: the first one has no number."""
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
@@ -327,8 +268,13 @@ def state_parts(
         ),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), each) for index, each in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler)]),
-        *(StatePart(f"{CUSTOM_NAME}_{index}.pkl", each) for index, each in enumerate(custom)),
+        *(custom_part(index, each) for index, each in enumerate(custom)),
     ]
+
+
+def custom_part(index: int, owner: Stateful) -> StatePart:
+    """Return the part of an object of the user's own, by its place among such objects."""
+    return StatePart(f"{CUSTOM_NAME}_{index}.pkl", owner, write=write_custom)
 
 
 def sampler_file(index: int) -> str:

@@ -20,7 +20,7 @@ from accelerate.checkpointing.council import Council
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
 from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.part import Payload
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)

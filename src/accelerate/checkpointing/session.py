@@ -15,7 +15,7 @@ from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.background import Background
 from accelerate.checkpointing.council import Council, open_council
 from accelerate.checkpointing.loading import Source
-from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Request, Site
 from accelerate.checkpointing.staging import StagingArea
 from accelerate.logging import get_logger

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.part import Payload
 from accelerate.nested import honor_type
 
 

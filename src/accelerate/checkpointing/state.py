@@ -9,15 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.checkpointing.part import Load, Part
 from accelerate.checkpointing.parts import (
-    CUSTOM_NAME,
     GeneratorsPart,
-    Load,
     LoaderPart,
     ModelPart,
-    Part,
-    StatePart,
     StreamPart,
+    custom_part,
     state_parts,
 )
 from accelerate.state import PartialState
@@ -120,7 +118,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         index: its place among such objects.
         save_on_each_node: whether the first process of each machine writes it.
     """
-    _save([StatePart(f"{CUSTOM_NAME}_{index}.pkl", obj)], Path(path), save_on_each_node)
+    _save([custom_part(index, obj)], Path(path), save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
@@ -134,7 +132,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         CheckpointError: the file is missing, broken, or holds objects that can run code.
     """
-    StatePart(f"{CUSTOM_NAME}_{index}.pkl", obj).read(Load(Path(path)))()
+    custom_part(index, obj).read(Load(Path(path)))()
 
 
 def read_device(map_location: Any) -> Any:

@@ -157,6 +157,12 @@ def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
         ) from error
 
 
+def refused_globals(path: Path) -> list[str]:
+    """Return the names of what a file of torch.save holds and `read_torch` would not read; nothing is run."""
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+
+
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
     reason = re.search(r"GLOBAL (\S+)", str(error))
     if reason is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.staging import StagingArea
 
 

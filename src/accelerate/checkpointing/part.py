@@ -1,0 +1,123 @@
+"""Part: one thing that is saved and loaded, with the file it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from accelerate.base.errors import AccelerateError, CheckpointError
+from accelerate.base.text import describe
+from accelerate.weights.files import read_torch, write_torch
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a checkpoint is read.
+
+    Attributes:
+        folder: the checkpoint.
+        names: its files; others in the folder are none of its own. None where nothing tells.
+        device: where weights and states of optimizers are read to.
+        reading: arguments of `torch.load`.
+        model: arguments of `load_state_dict` of models.
+    """
+
+    folder: Path
+    device: str | torch.device = "cpu"
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    names: Container[str] | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether a file is part of the checkpoint."""
+        return (self.names is None or name in self.names) and (self.folder / name).is_file()
+
+    def read(self, name: str, device: str | torch.device = "cpu") -> Any:
+        """Read one of torch's files."""
+        return read_torch(self.existing(name), device, **self.reading)
+
+    def existing(self, name: str) -> Path:
+        """Return the path of a file.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        if not self.has(name):
+            raise CheckpointError(
+                f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
+                "prepare the same ones in the same order, or choose another checkpoint."
+            )
+        return self.folder / name
+
+    @contextmanager
+    def fitting(self, name: str, kind: str) -> Iterator[None]:
+        """Name the file, and what kind of object it does not fit, when it does not.
+
+        Raises:
+            CheckpointError: whatever was raised inside, but for errors that say so themselves.
+        """
+        try:
+            yield
+        except AccelerateError:
+            raise
+        except Exception as error:  # an object of the user's own may raise anything
+            raise CheckpointError(
+                f"{self.folder / name} does not fit this {kind}: {describe(error)}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The content of one file, taken from a live object.
+
+    Attributes:
+        name: the file.
+        content: nested lists, tuples and dictionaries of tensors and other values.
+        write: writes such content to a path.
+    """
+
+    name: str
+    content: Any
+    write: Callable[[Any, Path], None] = write_torch
+
+
+Apply = Callable[[], None]
+"""Changes an object to a state that was read."""
+
+
+class Part(Protocol):
+    """One thing that is saved and loaded.
+
+    Attributes:
+        everywhere: whether each process has one of its own; otherwise all have the same, and one writes it.
+    """
+
+    @property
+    def everywhere(self) -> bool: ...
+    def collect(self) -> list[Payload]:
+        """Take the content of its files, without copying it."""
+        ...
+
+    def read(self, options: Load) -> Apply:
+        """Read its files; what is returned brings the object to that state.
+
+        Raises:
+            CheckpointError: a file is missing or broken.
+        """
+        ...
+
+
+class Stateful(Protocol):
+    """What has a state that can be taken and given back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def nothing() -> None:
+    """The state of something that has none in this checkpoint."""
