@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
@@ -45,14 +47,75 @@ class Stream(IterableDataset[Any]):
         self.index = state["index"]
 
 
+class BareStream(IterableDataset[Any]):
+    """Can only be read from its beginning."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Numbers()[index] for index in range(SAMPLES)])
+
+
+class Batches:
+    """A batch sampler of the user's own: sizes and order from Python's generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        while order:
+            size = random.choice([2, 3])
+            yield order[:size]
+            del order[:size]
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's own, without random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
 def build(kind: str, workers: int = 0) -> DataLoader[Any]:
-    if kind == "stream":
-        return DataLoader(Stream(), batch_size=BATCH, num_workers=workers)
-    return DataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=workers)
+    shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
+    match kind:
+        case "stream":
+            return DataLoader(Stream(), **shared)
+        case "bare stream":
+            return DataLoader(BareStream(), **shared)
+        case "own generator":
+            return DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(3), **shared)
+        case "with replacement":
+            return DataLoader(Numbers(), sampler=RandomSampler(Numbers(), replacement=True), **shared)
+        case "sampler":
+            return DataLoader(Numbers(), sampler=Backwards(), **shared)
+        case "batch sampler":
+            return DataLoader(Numbers(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
+    return DataLoader(Numbers(), shuffle=True, **shared)
+
+
+KINDS = (
+    "shuffled",
+    "own generator",
+    "with replacement",
+    "sampler",
+    "batch sampler",
+    "stream",
+    "bare stream",
+)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "seedable": {"use_seedable_sampler": True},
+    "dispatched": {"dispatch_batches": True},
+    "sharded": {"dispatch_batches": False},
+    "goes on by itself": {"use_stateful_dataloader": True},
+    "dispatched, by itself": {"use_stateful_dataloader": True, "dispatch_batches": True},
+}
 
 
 def train(kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_on: Any = None) -> Any:
     """The documented loop; it stops behind the step `stop`, or goes on behind the step `go_on`."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # by torchdata
     set_seed(99 if go_on else 0)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -67,7 +130,8 @@ def train(kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_
         first, seen = go_on[0], go_on[1] + 1
     for epoch in range(first, EPOCHS):
         goes_on = epoch == first and seen > 0
-        batches = accelerator.skip_first_batches(loader, seen) if goes_on else loader
+        skips = goes_on and not config.get("use_stateful_dataloader")
+        batches = accelerator.skip_first_batches(loader, seen) if skips else loader
         for number, (index, inputs) in enumerate(batches, start=seen if goes_on else 0):
             accelerator.backward(model(inputs).pow(2).mean())
             optimizer.step()
@@ -106,22 +170,24 @@ def test_interrupted_equals_uninterrupted(run: Run, kind: str, config: dict[str,
     check(run, kind, 0, config, 2, [(0, 2), (1, 6)])
 
 
+def test_a_loader_that_goes_on_by_itself(run: Run) -> None:
+    check(run, "batch sampler", 0, CONFIGS["goes on by itself"], 2, [(0, 2)])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"use_seedable_sampler": True},
-        {"dispatch_batches": True},
-        {"dispatch_batches": False},
-    ],
-    ids=["default", "seedable", "dispatched", "sharded"],
-)
-def test_the_whole_matrix(run: Run, kind: str, workers: int, config: dict[str, Any], processes: int) -> None:
-    check(run, kind, workers, config, processes, [(0, 0), (0, 2), (1, 1), (1, 4)])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_matrix(run: Run, kind: str, config: dict[str, Any], processes: int) -> None:
+    check(run, kind, 0, config, processes, [(0, 0), (1, 1), (1, 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "stream", "bare stream"])
+def test_the_matrix_with_workers(run: Run, kind: str, config: dict[str, Any], processes: int) -> None:
+    check(run, kind, 2, config, processes, [(0, 2), (1, 1)])
 
 
 def begin(folder: str, kind: str, config: dict[str, Any], batches: int) -> list[float]:

@@ -74,8 +74,8 @@ def write_custom(content: Any, path: Path) -> None:
     if strange := refused_globals(path):
         logger.warning_once(
             f"The state of a registered object ({path.name}) holds {', '.join(strange)}. It is saved, but "
-            'only load_state(load_kwargs={"weights_only": False}) will read it: let `state_dict` return tensors, '
-            "numbers, text and plain containers."
+            'only load_state(load_kwargs={"weights_only": False}) will read it: let `state_dict` return '
+            "tensors, numbers, text and plain containers."
         )
 
 
