@@ -1,0 +1,37 @@
+"""Files that lie on the disk, with their sizes and checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from accelerate.checkpointing import files
+
+
+@pytest.mark.parametrize("size", [0, 1, files._STRIDE, files._STRIDE + 1])
+def test_the_checksum_is_that_of_the_whole_content(tmp_path: Path, size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    (tmp_path / "file").write_bytes(data[:size])
+    assert files.measure(tmp_path / "file") == (size, xxhash.xxh3_64_hexdigest(data[:size]))
+    assert files.checksum_of(data[:size]) == xxhash.xxh3_64_hexdigest(data[:size])
+
+
+def test_a_sealed_file_is_described(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_bytes(b"1234")
+    record = files.seal(tmp_path, "sub/file", rank=3)
+    assert (record.name, record.size, record.rank) == ("sub/file", 4, 3)
+    assert record.checksum == files.checksum_of(b"1234")
+    with pytest.raises(FileNotFoundError):
+        files.seal(tmp_path, "nothing")
+
+
+def test_files_are_listed_with_their_folders_and_without_them(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "b", "x")
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    files.write_text(tmp_path / "a" / "deep" / "c", "x")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    files.sync_folder(tmp_path)
+    assert list(files.files_under(tmp_path)) == ["a/deep/c", "b"]
