@@ -57,17 +57,15 @@ class FullySharded(Sharded):
 
     def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return the wrapped model, compiled around its wrapper."""
-        plugin, device = self.plugin, self.context.device
+        plugin = self.plugin
         if self.context.mixed_precision != "no":
             keep_master_weights(model)
-        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, None)
         warn_about_ignored(model, ignored)
         units = choose_units(plugin, model)
         for held in holdings(model, units, ignored):
             self._check_unit(model, [(h.name, h.parameter) for h in held])
-        if plugin.sync_module_states and device.type == "cpu":  # torch itself sends between accelerators only
-            send_from_main(model, device)
-        sharded = self.follow(model, partial(self._shard, model, units, ignored), joined_parameters)
+        sharded = self.follow(model, partial(self._shard, model, units), joined_parameters)
         for parameter, group in sharded_parameters(sharded):
             self._groups[parameter] = (group,)
         if plugin.activation_checkpointing:
@@ -93,15 +91,16 @@ class FullySharded(Sharded):
                 "Set use_orig_params=True, or fsdp_version=2",
             )
 
-    def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> nn.Module:
+    def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
         plugin, device = self.plugin, self.context.device
         chosen = {id(unit) for unit in units}
         arguments = {name: getattr(plugin, name) for name in PASSED_ON}
-        if device.type == "cpu":
-            arguments["sync_module_states"] = False
+        if device.type == "cpu" and arguments.pop("sync_module_states"):
+            send_from_main(model, device)  # torch itself sends between accelerators only
         elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
             hollow = plugin.param_init_fn or partial(_to_empty, device=device)
             arguments["param_init_fn"] = ensure_weights_retied(hollow, model, device)
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if units else None,

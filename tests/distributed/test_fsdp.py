@@ -1,0 +1,376 @@
+"""Models that are hard to shard train as plain torch trains them, or are refused with what to do."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.base.errors import AccelerateError, PreparationError
+from accelerate.utils import DistributedType
+
+Run = Callable[..., list[Any]]
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.to(self.norm.weight.dtype))
+        return torch.tanh(self.linear(x.to(self.linear.weight.dtype)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.enter = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.leave = nn.Linear(WIDTH, 1)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x.to(self.leave.weight.dtype)) * self.scale
+
+
+class Adapter(nn.Module):
+    """A linear layer that stays, and a small change of it that is trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+
+
+def plain() -> nn.Module:
+    return Net()
+
+
+def frozen() -> nn.Module:
+    model = Net()
+    model.enter.requires_grad_(False)
+    for layer in model.layers:
+        layer.norm.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    """Tied between two units: they cannot be units then."""
+    model = Net()
+    model.layers[1].linear.weight = model.layers[0].linear.weight
+    return model
+
+
+def mixed() -> nn.Module:
+    model = Net()
+    for layer in model.layers:
+        layer.linear.to(torch.bfloat16)
+    return model
+
+
+def adapted() -> nn.Module:
+    model = Net().requires_grad_(False)
+    for layer in model.layers:
+        layer.linear = Adapter(layer.linear)
+    return model
+
+
+def adapted_in_bfloat16() -> nn.Module:
+    model = adapted()
+    for layer in model.layers:
+        layer.linear.base.to(torch.bfloat16)
+    return model
+
+
+MODELS = (plain, frozen, tied, mixed, adapted, adapted_in_bfloat16)
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        x = torch.randn(4, 3, generator=generator)
+        yield x, x.sum(1, keepdim=True)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x).float(), y)
+
+
+def make_optimizer(*models: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.2, momentum=0.5)
+
+
+def train_plain(*models: nn.Module) -> list[dict[str, torch.Tensor]]:
+    optimizer = make_optimizer(*models)
+    for x, y in batches():
+        sum((loss_of(model, x, y) for model in models), torch.zeros(())).backward()
+        torch.nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model.state_dict() for model in models]
+
+
+def train(accelerator: Accelerator, optimizer: Any, *models: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Train on the same batches on all ranks, so that their mean is that of one."""
+    for x, y in batches():
+        accelerator.backward(sum((loss_of(model, x, y) for model in models), torch.zeros(())))
+        accelerator.clip_grad_norm_((p for model in models for p in model.parameters()), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [accelerator.get_state_dict(model) for model in models]
+
+
+def compare(
+    build: Callable[[], nn.Module], ours: dict[str, torch.Tensor], torchs: dict[str, torch.Tensor]
+) -> None:
+    """Every trainable parameter has moved as plain torch moves it, and nothing else has."""
+    start = build()
+    coarse = any(p.dtype == torch.bfloat16 for p in start.parameters())
+    assert sorted(ours) == sorted(torchs), set(torchs) ^ set(ours)
+    for name, parameter in start.named_parameters():
+        torch.testing.assert_close(
+            ours[name], torchs[name], rtol=2e-2 if coarse else 1e-4, atol=2e-3 if coarse else 1e-5, msg=name
+        )
+        assert ours[name].dtype == parameter.dtype, name
+        assert torch.equal(ours[name], parameter) is not parameter.requires_grad, name
+
+
+def plugin_of(version: int, **fields: Any) -> FullyShardedDataParallelPlugin:
+    warnings.filterwarnings("ignore", ".* has both parameters with requires_grad=True and False", UserWarning)
+    units = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Layer"]}
+    return FullyShardedDataParallelPlugin(fsdp_version=version, **{**units, **fields})
+
+
+def train_each(version: int, fields: dict[str, Any]) -> dict[str, str]:
+    """Return for each model what became of it: "trained", or why it was refused."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, **fields))
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.is_fsdp2 is (version == 2)
+    outcome = {}
+    for build in MODELS:
+        model = build()
+        try:
+            model, optimizer = accelerator.prepare(model, make_optimizer(model))
+        except PreparationError as error:
+            outcome[build.__name__] = str(error)
+            continue
+        (state,) = train(accelerator, optimizer, model)
+        if accelerator.is_main_process:
+            compare(build, state, train_plain(build())[0])
+        outcome[build.__name__] = "trained"
+        accelerator.free_memory()
+    return outcome
+
+
+ALL_TRAINED = dict.fromkeys((build.__name__ for build in MODELS), "trained")
+
+
+def test_the_matrix_of_fsdp_2(run: Run) -> None:
+    assert run(train_each, 2, {}) == [ALL_TRAINED, ALL_TRAINED]
+
+
+def test_the_matrix_of_fsdp_1(run: Run) -> None:
+    for outcome in run(train_each, 1, {"use_orig_params": True}):
+        assert "several dtypes (bfloat16, float32) in one unit" in outcome["mixed"]
+        assert "Set fsdp_version=2" in outcome["mixed"]
+        assert "several dtypes" in outcome["adapted_in_bfloat16"]
+        assert {name for name, what in outcome.items() if what == "trained"} == {
+            "plain",
+            "frozen",
+            "tied",
+            "adapted",
+        }
+
+
+@pytest.mark.slow
+def test_the_matrix_of_fsdp_1_with_flat_parameters(run: Run) -> None:
+    for outcome in run(train_each, 1, {}):
+        assert "frozen and trainable parameters in one unit" in outcome["frozen"]
+        assert "Set use_orig_params=True" in outcome["adapted"]
+        assert {name for name, what in outcome.items() if what == "trained"} == {"plain", "tied"}
+
+
+def train_two(version: int) -> None:
+    """One optimizer, and a norm, over two models; the optimizer comes after them."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+    models = [plain(), frozen()]
+    optimizer = make_optimizer(*models)
+    prepared = [accelerator.prepare(model) for model in models]
+    optimizer = accelerator.prepare(optimizer)
+    states = train(accelerator, optimizer, *prepared)
+    if accelerator.is_main_process:
+        expected = train_plain(plain(), frozen())
+        compare(plain, states[0], expected[0])
+        compare(frozen, states[1], expected[1])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_two_models_and_an_optimizer_that_comes_later(run: Run, version: int) -> None:
+    run(train_two, version)
+
+
+def load_on_main(version: int, fields: dict[str, Any]) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin_of(version, cpu_ram_efficient_loading=True, use_orig_params=True, **fields),
+    )
+    model = tied()
+    if not accelerator.is_main_process:
+        model = model.to("meta")
+        model.layers[1].linear.weight = model.layers[0].linear.weight
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    (state,) = train(accelerator, optimizer, model)
+    if accelerator.is_main_process:
+        compare(tied, state, train_plain(tied())[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "fields"),
+    [
+        (2, {}),
+        (1, {}),
+        pytest.param(2, {"cpu_offload": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_only_rank_0_has(run: Run, version: int, fields: dict[str, Any]) -> None:
+    run(load_on_main, version, fields, env={"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+
+
+def train_low(version: int, number_format: str) -> None:
+    """Low precision: float32 outputs and master weights, and a loss that falls."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
+    )
+    model = mixed()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
+    before = accelerator.get_state_dict(model)
+    x, y = next(batches())
+    losses = []
+    for _ in range(12):
+        output = model(x)
+        assert output.dtype == torch.float32
+        loss = nn.functional.mse_loss(output, y)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 10.0)
+        assert torch.isfinite(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] * 0.9
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    after = accelerator.get_state_dict(model)
+    assert accelerator.is_main_process is bool(after)
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize(
+    ("version", "number_format"),
+    [(2, "bf16"), (1, "bf16"), (2, "fp16"), pytest.param(1, "fp16", marks=pytest.mark.slow)],
+)
+def test_low_precision(run: Run, version: int, number_format: str) -> None:
+    run(train_low, version, number_format)
+
+
+def skip_together(version: int) -> list[bool]:
+    """A gradient that is not finite on one rank: all ranks leave the step out."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", fsdp_plugin=plugin_of(version, use_orig_params=True)
+    )
+    model = plain()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    x, y = next(batches())
+    accelerator.backward(loss_of(model, x, y))
+    own = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()][0]
+    part = own.to_local() if version == 2 else own
+    if accelerator.process_index == 1:
+        part.fill_(torch.inf)
+    optimizer.step()
+    return [accelerator.optimizer_step_was_skipped]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_step_is_left_out_by_all_ranks(run: Run, version: int) -> None:
+    assert run(skip_together, version) == [[True], [True]]
+
+
+def look_at_the_edges(version: int) -> list[str]:
+    """What is refused or warned about, and what a sharded model is for those who look at it."""
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True, ignored_modules="enter")
+    )
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    model = plain()
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert accelerator.unwrap_model(prepared) is model
+    assert prepared.enter.weight.shape == (WIDTH, 3)  # ignored: whole
+    assert accelerator.prepare(prepared) is prepared
+    assert accelerator.state.fsdp_plugin.fsdp_version == version
+    for call in (
+        lambda: accelerator.save_state("folder"),
+        lambda: accelerator.load_state("folder"),
+        lambda: accelerator.join_uneven_inputs([prepared]).__enter__(),
+        lambda: accelerator.prepare(*model_in_training()),
+    ):
+        try:
+            call()
+        except AccelerateError as error:
+            found.append(str(error))
+    whole = accelerator.prepare_model(plain(), evaluation_mode=True)
+    assert type(whole) is Net
+    assert [p.shape for p in whole.parameters()] == [p.shape for p in plain().parameters()]
+    evaluated = prepared(next(batches())[0])
+    accelerator.backward(evaluated.sum())
+    accelerator.clip_grad_value_(prepared.parameters(), 0.01)
+    for parameter in prepared.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            assert local.numel() == 0 or local.abs().max() <= 0.01
+    return found
+
+
+def model_in_training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain()
+    optimizer = torch.optim.Adam(model.leave.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_edges(run: Run, version: int) -> None:
+    for rank, found in enumerate(run(look_at_the_edges, version)):
+        text = "\n".join(found)
+        orphans = "to no prepared optimizer and will not change: enter.weight, enter.bias, leave.weight"
+        assert (orphans in text) is (rank == 0)  # warnings come from the main process
+        assert ("train and are in ignored_modules" in text) is (rank == 0)
+        assert text.count("save_state and load_state do not work with FSDP") == 2
+        assert "join_uneven_inputs does not work with FSDP" in text
+        assert "holds the state of 2 parameters, which cannot be sharded" in text

@@ -1,0 +1,67 @@
+"""Norms and bounds on one process; several are in the distributed tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.strategies.fsdp.clipping import (
+    clip_values,
+    groups_of,
+    listed,
+    local_parts,
+    measure,
+    scale_down,
+)
+
+CPU = torch.device("cpu")
+
+
+def parameters() -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(n)) for n in (2, 3, 1, 0)]
+    for index, parameter in enumerate(made[:2] + made[3:]):
+        parameter.grad = torch.arange(float(parameter.numel())) - index - 2.0
+    return made
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
+def test_the_norm_is_torch_s(norm_type: float) -> None:
+    ours, theirs = parameters(), [p for p in parameters() if p.numel()]
+    expected = nn.utils.clip_grad_norm_(theirs, 1.5, norm_type)
+    norm = measure(ours, norm_type, CPU)
+    torch.testing.assert_close(norm, expected)
+    scale_down(ours, norm, 1.5)
+    torch.testing.assert_close(local_parts(ours)[:2], local_parts(theirs))
+
+
+def test_measuring_changes_nothing() -> None:
+    ours = parameters()
+    scale_down(ours, measure(ours, 2.0, CPU), float("inf"))
+    assert torch.equal(ours[0].grad, parameters()[0].grad)  # type: ignore[arg-type]
+
+
+def test_nothing_has_no_norm() -> None:
+    assert measure([], 2.0, CPU).item() == 0.0
+    assert measure([nn.Parameter(torch.ones(2))], 2.0, CPU).item() == 0.0
+
+
+def test_no_norm_of_type_zero() -> None:
+    with pytest.raises(ConfigurationError, match="norm_type=0: it is no p of a p-norm"):
+        measure(parameters(), 0, CPU)
+
+
+def test_values() -> None:
+    ours = parameters()
+    clip_values(iter(ours), 1.0)
+    assert all(part.numel() == 0 or part.abs().max() <= 1.0 for part in local_parts(ours))
+    clip_values(ours[0], 0.25)
+    assert ours[0].grad is not None
+    assert ours[0].grad.abs().max() == 0.25
+
+
+def test_plain_tensors_are_whole() -> None:
+    parameter = parameters()[0]
+    assert groups_of(parameter) == ()
+    assert listed(parameter) == [parameter]

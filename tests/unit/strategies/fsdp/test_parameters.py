@@ -1,0 +1,127 @@
+"""Optimizers find their parameters again, under whatever names and identities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import PreparationError
+from accelerate.strategies.fsdp.parameters import (
+    Trail,
+    fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters,
+    get_parameters_from_modules,
+    named_parameters,
+)
+
+
+def renew(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give a model new parameters, as sharding does."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    return named_parameters(model)
+
+
+def held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_names_of_wrappers_are_no_part_of_names() -> None:
+    wrapped = {"a._checkpoint_wrapped_module.b": 1, "_orig_mod.c.d": 2, "x._fsdp_wrapped_module.y": 3, "e": 4}
+    assert fsdp2_canonicalize_names(wrapped) == {"a.b": 1, "c.d": 2, "x.y": 3, "e": 4}
+
+
+def test_tied_parameters_have_all_their_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    assert set(named_parameters(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 1)
+    groups = [{"params": [model.bias, other.weight]}, {"params": [model.weight], "lr": 2.0}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    stranger = torch.optim.SGD(other.parameters(), lr=1.0)
+    trail = Trail(model, [optimizer, stranger])
+    trail.let_go()
+    assert held(optimizer) == [[], []]
+    assert held(stranger) == [[id(other.weight), id(other.bias)]]
+    parameters = renew(model)
+    trail.rejoin(parameters)
+    assert held(optimizer) == [[id(model.bias), id(other.weight)], [id(model.weight)]]
+    assert optimizer.param_groups[1]["lr"] == 2.0
+
+
+def test_those_who_still_hold_old_parameters_are_told_the_new_ones() -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    trail = Trail(model, [])
+    parameters = renew(model)
+    assert [(old is weight, new is model.weight) for old, new in trail.moved(parameters)] == [(True, True)]
+
+
+def test_joined_parameters_are_stepped_once() -> None:
+    model, flat = nn.Linear(2, 2), nn.Parameter(torch.zeros(6))
+    optimizer = torch.optim.SGD([("weight", model.weight), ("bias", model.bias)], lr=1.0)
+    trail = Trail(model, [optimizer])
+    trail.rejoin({"weight": flat, "bias": flat})
+    assert held(optimizer) == [[id(flat)]]
+    assert "param_names" not in optimizer.param_groups[0]
+
+
+def test_groups_that_sharding_has_joined_are_refused() -> None:
+    model, flat = nn.Linear(2, 2), nn.Parameter(torch.zeros(6))
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    with pytest.raises(PreparationError, match="groups of SGD share .* Set use_orig_params=True"):
+        Trail(model, [optimizer]).rejoin({"weight": flat, "bias": flat})
+    with pytest.raises(PreparationError, match="groups of SGD share"):
+        fsdp2_switch_optimizer_parameters(optimizer, {model.weight: flat, model.bias: flat})
+
+
+def test_a_lost_parameter_is_named() -> None:
+    model = nn.Linear(2, 2)
+    trail = Trail(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    with pytest.raises(PreparationError, match="1 parameters that SGD steps are gone after sharding: bias"):
+        trail.rejoin({"weight": model.weight})
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(PreparationError, match="Adam holds the state of 2 parameters"):
+        Trail(model, [optimizer])
+    Trail(nn.Linear(2, 2), [optimizer])  # not its model
+
+
+def test_switching_by_identity() -> None:
+    model, new = nn.Linear(2, 2), nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fsdp2_switch_optimizer_parameters(optimizer, {model.weight: new})
+    assert held(optimizer) == [[id(new), id(model.bias)]]
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (None, set()),
+        ("0", {"0.weight", "0.bias"}),
+        ("[01]", {"0.weight", "0.bias", "1.weight", "1.bias"}),
+        ("x", set()),
+    ],
+)
+def test_parameters_of_modules_by_name(modules: str | None, expected: set[str]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = get_parameters_from_modules(modules, model, "cpu")
+    assert found == {p for name, p in model.named_parameters() if name in expected}
+
+
+def test_parameters_of_modules_themselves() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert get_parameters_from_modules([model[1]], model, None) == set(model[1].parameters())
