@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader
 
 Run = Callable[..., list[Any]]
 
@@ -252,3 +254,31 @@ def gather_around_breaks(workers: int) -> list[list[int]]:
 def test_an_early_break_leaves_nothing_behind(run: Run, workers: int) -> None:
     whole = list(range(11))
     assert run(gather_around_breaks, workers) == [[whole[:6], whole, whole, whole[:6], whole]] * 2
+
+
+def evaluate_on_a_mesh(settings: dict[str, Any]) -> list[Any]:
+    """Ranks along the tensor axis are given the same batches."""
+    accelerator = Accelerator()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    found = []
+    for samples, batch in ((11, 3), (12, 3), (1, 4), (13, 5)):
+        loader = prepare_data_loader(
+            DataLoader(torch.arange(samples), batch_size=batch),  # type: ignore[arg-type]
+            put_on_device=True,
+            torch_device_mesh=mesh,
+            **settings,
+        )
+        tensors: list[int] = []
+        objects: list[str] = []
+        for part in loader:
+            tensors += accelerator.gather_for_metrics(part).tolist()
+            objects += accelerator.gather_for_metrics([str(number) for number in part.tolist()])
+        found.append((samples, tensors, [int(each) for each in objects]))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"dispatch_batches": True}], ids=["sharded", "dispatched"])
+def test_ranks_that_share_a_batch_count_once(run: Run, settings: dict[str, Any]) -> None:
+    for found in run(evaluate_on_a_mesh, settings, processes=4, timeout=120):
+        for samples, tensors, objects in found:
+            assert tensors == objects == list(range(samples))

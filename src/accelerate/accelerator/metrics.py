@@ -61,15 +61,22 @@ def mean_over_ranks(value: Any, weight: Any) -> Any:
 
 
 def _counts_of(loader: Any) -> _Counts | None:
-    """Real samples of the batch just given on each rank; None where all are and ranks have equally many."""
+    """Samples of the batch just given that count on each rank; None where all do and ranks have equally many.
+
+    Of ranks that share a batch, the first one's count.
+    """
     counts: _Counts | None = loader.valid_counts
     if counts is not None:
         _refuse_absent_ranks(loader, counts)
-    if not loader.deals_ready_batches:
+    if not (loader.deals_ready_batches or loader.shares_batches):
         return counts
     rows = loader.batch_rows if counts is None else counts[loader.plan.group]
     sizes = gather_object([rows])
-    return None if None in sizes or (counts is None and len(set(sizes)) == 1) else tuple(sizes)
+    if None in sizes:
+        return None
+    group_of = loader.groups_of_ranks()
+    sizes = [0 if group in group_of[:rank] else sizes[rank] for rank, group in enumerate(group_of)]
+    return None if counts is None and len(set(sizes)) == 1 else tuple(sizes)
 
 
 def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:

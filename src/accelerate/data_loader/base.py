@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import new_class
 from typing import Any, cast
@@ -21,6 +21,7 @@ from accelerate.data_loader.reading import IndexAhead, mark_last, read_past
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
 from accelerate.nested import ignorant_find_batch_size
+from accelerate.ops.transport import current_transport
 from accelerate.state import GradientState
 
 _KEPT = (
@@ -52,8 +53,10 @@ class DataLoaderStateMixin:
             processes, 0 where the length divides evenly; -1 otherwise.
         valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
             when all are real and ranks have equally many.
-        batch_rows: With `valid_counts` or `deals_ready_batches`, the samples this rank was given, filler
-            included; None when the batch does not tell.
+        batch_rows: The samples this rank was given, filler included, where `valid_counts` are told, where
+            batches are ready ones, or where ranks share them; None otherwise, and when the batch does not
+            tell.
+        shares_batches: Whether several ranks are given the same batch.
         deals_ready_batches: Whether the dataset's own batches are dealt whole to the ranks: one may be larger
             than another, and `valid_counts` is right for this rank only.
     """
@@ -63,6 +66,7 @@ class DataLoaderStateMixin:
     valid_counts: Counts | None = None
     batch_rows: int | None = None
     deals_ready_batches: bool = False
+    shares_batches: bool = False
     gradient_state: GradientState
 
     def reset(self) -> None:
@@ -80,7 +84,7 @@ class DataLoaderStateMixin:
             batch: The batch of this rank.
         """
         self.valid_counts = counts
-        is_told = counts is not None or self.deals_ready_batches
+        is_told = counts is not None or self.deals_ready_batches or self.shares_batches
         self.batch_rows = ignorant_find_batch_size(batch) if is_told else None
 
     def begin(self) -> None:
@@ -119,6 +123,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     """Whether nothing is left of the epoch that this loader is a late start of."""
     begins_at: Place = BEGINNING
     """Where in the epoch each pass begins."""
+    _group_of: list[int] | None = None
     origin: Any = None
     """The loader that this one is a late start of; both count epochs together."""
 
@@ -173,6 +178,16 @@ class DataLoaderAdapter(DataLoader[Any]):
         kept = {name: value for name, value in self.__dict__.items() if name not in _LIVE}
         plain = type(self).__mro__[1] if self.is_by_torchdata else type(self)
         return _restore, (plain, self.is_by_torchdata, kept)
+
+    def groups_of_ranks(self) -> Sequence[int]:
+        """The data-parallel group of each process; called on all ranks, which ask each other the first time
+        where several make up one group."""
+        transport = current_transport()
+        if self.plan.groups == transport.size:
+            return range(transport.size)
+        if self._group_of is None:
+            self._group_of = transport.gather_object(self.plan.group)
+        return self._group_of
 
     # Position of a stateful loader
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import chain
 from typing import Any
@@ -176,15 +176,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _delivery_over(self, transport: Transport) -> Delivery:
         """The way to the other processes; it stays the same from pass to pass."""
         if self._delivery is None or self._delivery.transport is not transport:
-            group_of = self._groups_of_ranks(transport)
-            self._delivery = Delivery(transport, group_of, self._block_device())
+            self._delivery = Delivery(transport, self.groups_of_ranks(), self._block_device())
         return self._delivery
-
-    def _groups_of_ranks(self, transport: Transport) -> Sequence[int]:
-        """The data-parallel group of each process; asked for where ranks don't tell."""
-        if self.torch_device_mesh is None and self.plan.groups == transport.size:
-            return range(transport.size)
-        return transport.gather_object(self.plan.group)
 
     def _block_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device

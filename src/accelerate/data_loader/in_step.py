@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class InStep:
     """
 
     def __init__(
-        self, transport: Transport, group_of: list[int], *, fills_short: bool, drop_last: bool
+        self, transport: Transport, group_of: Sequence[int], *, fills_short: bool, drop_last: bool
     ) -> None:
         self._transport = transport
         self._first_ranks = [group_of.index(group) for group in sorted(set(group_of))]

@@ -128,6 +128,7 @@ def prepare_data_loader(
             **shared,
         )
     loader.plan = decided
+    loader.shares_batches = num_processes > groups
     return _moved_in_background(loader) if _is_for_xla(loader) else loader  # type: ignore[no-any-return]
 
 

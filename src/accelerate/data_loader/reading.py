@@ -33,7 +33,7 @@ def give(
     """
     position, take = loader.position, loader.batches_in_round
     for current, is_last in batches:
-        if fillers or loader.deals_ready_batches:
+        if fillers or loader.deals_ready_batches or loader.shares_batches:
             loader.note_counts(weigh(fillers.get(number), loader, current), current)
         if is_last:
             loader.end_of_dataloader = position.is_over = True

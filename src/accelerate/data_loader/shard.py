@@ -39,7 +39,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     _step: InStep | None = None
     _goes_on_with: Any = None
-    _group_of: list[int] | None = None
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return super()._open_source(skip, carrier)
         step = self._step = InStep(
             current_transport(),
-            self._groups_of_ranks(),
+            self.groups_of_ranks(),
             fills_short=self._auto_collation,
             drop_last=self._drop_last,
         )
@@ -113,11 +112,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def _goes_in_step(self) -> bool:
         return self.plan.how == "dataset_shards" and (self.plan.even or self._drop_last)
-
-    def _groups_of_ranks(self) -> list[int]:
-        if self._group_of is None:
-            self._group_of = current_transport().gather_object(self.plan.group)
-        return self._group_of
 
     @property
     def batches_kept(self) -> int:
