@@ -12,6 +12,9 @@ if TYPE_CHECKING:
         accelerator as accelerator,
     )
     from accelerate import (
+        big_modeling as big_modeling,
+    )
+    from accelerate import (
         commands as commands,
     )
     from accelerate import (
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from accelerate.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from accelerate.base.enums import DistributedType as DistributedType
     from accelerate.base.packages import is_rich_available as is_rich_available
+    from accelerate.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
     from accelerate.data_loader import skip_first_batches as skip_first_batches
     from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
     from accelerate.launchers import debug_launcher as debug_launcher
@@ -82,10 +86,12 @@ _HOMES = {
     "debug_launcher": "accelerate.launchers",
     "find_executable_batch_size": "accelerate.diagnostics.batch_size",
     "is_rich_available": "accelerate.base.packages",
+    "load_checkpoint_in_model": "accelerate.big_modeling",
     "notebook_launcher": "accelerate.launchers",
     "skip_first_batches": "accelerate.data_loader",
     "synchronize_rng_states": "accelerate.rng",
     "accelerator": "accelerate.accelerator",
+    "big_modeling": "accelerate.big_modeling",
     "commands": "accelerate.commands",
     "data_loader": "accelerate.data_loader",
     "launchers": "accelerate.launchers",

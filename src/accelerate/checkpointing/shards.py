@@ -13,14 +13,18 @@ from torch import Tensor
 
 from accelerate.base.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.text import describe, listed
 from accelerate.weights.files import clean_state_dict_for_safetensors, write
 
-_INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+_FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""What is looked for in a folder, in this order."""
 
 
 def save_sharded(
@@ -89,3 +93,40 @@ def _remove_others(folder: Path, pattern: str, kept: set[str]) -> None:
     for path in folder.iterdir():
         if (own.fullmatch(path.name) and path.name not in kept) or path.name == _index_of(pattern):
             path.unlink()
+
+
+def find_shards(checkpoint: Path) -> list[Path]:
+    """Return the files that hold the weights of one model.
+
+    Args:
+        checkpoint: a file, an index of files, or a folder with either: under the names that `save_sharded`
+            gives them, or with one index of any name.
+
+    Raises:
+        ConfigurationError: there is nothing of that kind.
+        CheckpointError: the index is damaged, or a file that it names is missing.
+    """
+    if checkpoint.is_file():
+        return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else [checkpoint]
+    if not checkpoint.is_dir():
+        raise wrong_value("checkpoint", str(checkpoint), "there is no such file or folder", "pass one")
+    found = [checkpoint / name for name in _FILES_OF_A_FOLDER if (checkpoint / name).is_file()]
+    found = found or sorted(checkpoint.glob("*.index.json"))
+    if not found or (len(found) > 1 and found[0].name not in _FILES_OF_A_FOLDER):
+        raise wrong_value(
+            "checkpoint",
+            str(checkpoint),
+            f"the folder holds none of {', '.join(_FILES_OF_A_FOLDER)}, nor one other *.index.json",
+            "pass the file with the weights, or their index",
+        )
+    return find_shards(found[0])
+
+
+def _read_index(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights, or damaged: {describe(error)}") from error
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
+        raise CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
+    return [path.parent / name for name in names]

@@ -9,6 +9,7 @@ from accelerate.utils import (
     launch as launch,
     memory as memory,
     modeling as modeling,
+    offload as offload,
     operations as operations,
     other as other,
     random as random,
@@ -110,6 +111,8 @@ from accelerate.base.versions import (
     compare_versions as compare_versions,
     is_torch_version as is_torch_version,
 )
+from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.commands.config.default import write_basic_config as write_basic_config
 from accelerate.compilation import (
     compile_regions as compile_regions,
@@ -255,3 +258,29 @@ from accelerate.unwrapping import (
     is_peft_model as is_peft_model,
 )
 from accelerate.utils.tqdm import tqdm as tqdm
+from accelerate.weights.files import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    load as load,
+    load_state_dict as load_state_dict,
+    save as save,
+)
+from accelerate.weights.modules import named_module_tensors as named_module_tensors
+from accelerate.weights.placement import (
+    id_tensor_storage as id_tensor_storage,
+    set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from accelerate.weights.store import (
+    OffloadedWeightsLoader as OffloadedWeightsLoader,
+    PrefixedDataset as PrefixedDataset,
+    extract_submodules_state_dict as extract_submodules_state_dict,
+    load_offloaded_weight as load_offloaded_weight,
+    load_offloaded_weights as load_offloaded_weights,
+    offload_state_dict as offload_state_dict,
+    offload_weight as offload_weight,
+    save_offload_index as save_offload_index,
+)
+from accelerate.weights.tied import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    find_tied_parameters as find_tied_parameters,
+    retie_parameters as retie_parameters,
+)

@@ -15,6 +15,8 @@ from accelerate.base.packages import (
 )
 from accelerate.base.text import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.base.versions import is_torch_version as is_torch_version
+from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.devices.availability import (
     is_hpu_available as is_hpu_available,
     is_mlu_available as is_mlu_available,
@@ -34,3 +36,25 @@ from accelerate.precision.amp import (
 )
 from accelerate.state.accelerator_state import AcceleratorState as AcceleratorState
 from accelerate.unwrapping import is_peft_model as is_peft_model
+from accelerate.weights.files import load_state_dict as load_state_dict
+from accelerate.weights.modules import (
+    get_non_persistent_buffers as get_non_persistent_buffers,
+    named_module_tensors as named_module_tensors,
+)
+from accelerate.weights.placement import (
+    check_device_same as check_device_same,
+    id_tensor_storage as id_tensor_storage,
+    read_dtype as _get_proper_dtype,
+    set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from accelerate.weights.store import (
+    load_offloaded_weight as load_offloaded_weight,
+    load_offloaded_weights as load_offloaded_weights,
+    offload_weight as offload_weight,
+    save_offload_index as save_offload_index,
+)
+from accelerate.weights.tied import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    find_tied_parameters as find_tied_parameters,
+    retie_parameters as retie_parameters,
+)

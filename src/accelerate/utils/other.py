@@ -45,3 +45,4 @@ from accelerate.weights.files import (
     load as load,
     save as save,
 )
+from accelerate.weights.placement import id_tensor_storage as id_tensor_storage

@@ -26,6 +26,7 @@ from torch import Tensor
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
+from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.shared import drop_shared, restore_shared
 
 logger = get_logger(__name__)
@@ -46,7 +47,9 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 ]
 """What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
 
-_ALIASES = "aliases"
+ALIASES = "aliases"
+"""Entry of the metadata: further names of tensors, as JSON."""
+
 _METADATA = {"format": "pt"}
 
 
@@ -76,7 +79,7 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
         aliases: further names, each with the one in `kept` that holds its tensor.
         path: the file.
     """
-    metadata = {**_METADATA, _ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
+    metadata = {**_METADATA, ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
     try:
         save_file(dict(kept), path, metadata)
     except SafetensorError as error:
@@ -96,7 +99,7 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
     try:
         with safe_open(path, "pt", device=str(device)) as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            aliases = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
+            aliases = json.loads((opened.metadata() or {}).get(ALIASES, "{}"))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     return restore_shared(state, aliases)
@@ -237,6 +240,34 @@ def write_beside(obj: Any, path: Path, safe_serialization: bool) -> None:
         with suppress(FileNotFoundError):
             beside.unlink()
         raise
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Read a file of weights; names that share a tensor get the same one.
+
+    Args:
+        checkpoint_file: `*.safetensors`, or a file of torch under any other name.
+        device_map: devices by module, for each weight; "disk" and modules that are not in it are on the CPU.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        CheckpointError: the file is broken, or holds other things.
+    """
+    path = Path(checkpoint_file)
+    state = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path, "cpu")
+    if not device_map:
+        return cast("dict[str, Tensor]", state)
+    moved: dict[tuple[int, torch.device], Tensor] = {}
+    placed = {}
+    for name, tensor in state.items():
+        place = place_of(name, device_map)
+        device = resolve_device("cpu" if place in (None, "disk") else place)
+        placed[name] = moved.setdefault((id(tensor), device), tensor.to(device))
+    return placed
 
 
 def load(f: Target, map_location: Any = None, **kwargs: Any) -> Any:

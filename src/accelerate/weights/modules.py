@@ -1,0 +1,57 @@
+"""Walk the tensors of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module, then its buffers, with their names.
+
+    Args:
+        module: the module.
+        include_buffers: whether buffers are yielded.
+        recurse: whether those of inner modules are, under dotted names.
+        remove_non_persistent: whether buffers that are not part of the state dict are left out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in left_out:
+            yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of buffers that are not part of the state dict.
+
+    Args:
+        module: the module.
+        recurse: whether inner modules are looked at, too.
+        fqns: whether names are dotted ones, as seen from `module`; otherwise those in their own modules.
+    """
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    return {
+        f"{path}.{name}" if fqns and path else name
+        for path, inner in module.named_modules()
+        for name in inner._non_persistent_buffers_set
+    }
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a module by name; one with several names is there several times.
+
+    Args:
+        module: the module.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}

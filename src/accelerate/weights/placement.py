@@ -1,0 +1,238 @@
+"""Put one named tensor of a module on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.devices import catalogue
+from accelerate.devices.memory import clear_device_cache
+
+Device = int | str | torch.device
+Home = tuple[nn.Module, str]
+"""A module, and the name of one of its own tensors."""
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer of a module on a device, with a new value if one is given.
+
+    The tensor is replaced, not changed: others that hold the old one keep it. A value that has the right
+    device and dtype is taken as it is, without being copied.
+
+    Args:
+        module: the module, or one around it.
+        tensor_name: dotted name of the tensor.
+        device: where it goes; an integer is the index of an accelerator, "meta" leaves no value.
+        value: its new value; None moves the one it has.
+        dtype: its new dtype; None keeps that of the old tensor. Values of integers and booleans keep theirs.
+        fp16_statistics: what a weight in 8 bits is multiplied by; becomes its attribute `SCB`.
+        tied_params_map: tensors that several modules share, by the address of the original and by device:
+            one that is there already is used again, a new one is noted.
+        non_blocking: whether a copy to an accelerator may go on in the background.
+        clear_cache: whether memory that the old tensor had on an accelerator is given back at once.
+
+    Raises:
+        ConfigurationError: there is no such tensor, it has no value to move, or the shapes differ.
+    """
+    owner, name = find_home(module, tensor_name)
+    old = _own_tensors(owner)[name]
+    target = resolve_device(device)
+    key, known = _find_twin(tied_params_map, old if value is None else value, target)
+    if known is not None:
+        _put(owner, name, known)
+        return
+    if value is None:
+        if old.device.type == "meta" and target.type != "meta":
+            raise wrong_value(
+                "device",
+                str(device),
+                f"{tensor_name} is on the meta device and has no value to bring there",
+                "pass the value",
+            )
+        if old.device == target and dtype is None:
+            return
+    elif value.shape != old.shape and not _keeps_another_shape(old):
+        raise wrong_value(
+            "value",
+            tuple(value.shape),
+            f"{tensor_name} has the shape {tuple(old.shape)}",
+            "pass a value of that shape",
+        )
+    source = old.detach() if value is None else value.detach()
+    kind = _dtype_after(source, old, dtype)
+    new = _renewed(old, source.to(target, kind, non_blocking=non_blocking))
+    if fp16_statistics is not None:
+        new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+    _put(owner, name, new)
+    if key is not None and tied_params_map is not None:
+        tied_params_map[key][target] = new
+    if clear_cache and old.device.type not in ("cpu", "meta"):
+        del old, source
+        clear_device_cache()
+
+
+def find_home(module: nn.Module, tensor_name: str) -> Home:
+    """Return the module that holds a tensor itself, and the tensor's name there.
+
+    Args:
+        module: the module, or one around it.
+        tensor_name: dotted name of a parameter or buffer.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        raise _unknown(module, tensor_name) from None
+    if name not in _own_tensors(owner):
+        raise _unknown(module, tensor_name)
+    return owner, name
+
+
+def resolve_device(device: Device) -> torch.device:
+    """Return a device; an integer is the index of an accelerator.
+
+    Args:
+        device: as users write it.
+
+    Raises:
+        ConfigurationError: it is a number, and there is no accelerator.
+    """
+    if not isinstance(device, int):
+        return torch.device(device)
+    backend = catalogue.detect()
+    if backend is catalogue.CPU:
+        raise wrong_value(
+            "device", device, "numbers are those of accelerators, and there is none here", 'pass "cpu"'
+        )
+    return backend.device(device)
+
+
+def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype, also by its name: "float16" or "torch.float16".
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise wrong_value(
+            "dtype", dtype, "torch has no such dtype", 'pass one, such as torch.float16 or "float16"'
+        )
+    return found
+
+
+def place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return where a device map puts a tensor or module: the entry of the innermost module around it.
+
+    Args:
+        name: dotted name.
+        device_map: devices by module; "" is the whole model.
+
+    Returns:
+        The entry; None when there is none.
+    """
+    while True:
+        if name in device_map:
+            return device_map[name]
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether two devices are one; without an index a device is the first of its kind.
+
+    Args:
+        first_device: a device.
+        second_device: another, or the same.
+    """
+    return (first_device.type, first_device.index or 0) == (second_device.type, second_device.index or 0)
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what tells the memory of a tensor apart: its device, address and size in bytes.
+
+    Args:
+        tensor: any tensor with a storage.
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _unknown(module: nn.Module, tensor_name: str) -> ConfigurationError:
+    return wrong_value(
+        "tensor_name",
+        tensor_name,
+        f"this {type(module).__name__} has no parameter or buffer of that name",
+        "names are those of its state dict",
+    )
+
+
+def _find_twin(
+    shared: Mapping[int, Mapping[torch.device, Tensor]] | None, tensor: Tensor, target: torch.device
+) -> tuple[int | None, Tensor | None]:
+    """Return under which address a tensor is shared, and the one that is on the device already."""
+    if not shared or tensor.device.type == "meta":
+        return None, None
+    key = tensor.data_ptr()
+    return (key, shared[key].get(target)) if key in shared else (None, None)
+
+
+def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return old.dtype
+    counts = not (source.is_floating_point() or source.is_complex())
+    return source.dtype if counts else read_dtype(dtype)
+
+
+def _is_own_class(tensor: Tensor) -> bool:
+    """Whether a parameter is of a class that another library derived from torch's, with attributes."""
+    return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
+
+
+def _keeps_another_shape(tensor: Tensor) -> bool:
+    """Whether the values of a parameter are packed, as those in 4 bits are."""
+    return _is_own_class(tensor) and type(tensor).__name__ == "Params4bit"
+
+
+def _renewed(old: Tensor, data: Tensor) -> Tensor:
+    """Return data in the place of a tensor: a parameter like it, or plain for a buffer."""
+    if _is_own_class(old):
+        make = cast("type[nn.Parameter]", type(old))
+        return make(data, requires_grad=old.requires_grad, **vars(old))
+    if not isinstance(old, nn.Parameter):
+        return data
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))  # what users and libraries have noted on it
+    return new
+
+
+def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    if name in owner._buffers:
+        owner._buffers[name] = tensor
+    else:
+        owner._parameters[name] = cast("nn.Parameter", tensor)

@@ -1,0 +1,154 @@
+"""Files of weights, opened: names and shapes are known at once, values are read when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from accelerate.base.errors import CheckpointError
+from accelerate.weights.files import ALIASES, read_torch
+
+
+class WeightFile(Protocol):
+    """One file.
+
+    Attributes:
+        path: the file.
+        shapes: of all tensors, by name; further names of a tensor are among them.
+    """
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        """Return one tensor; on the CPU it is mapped from the file, and changes do not reach that.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...
+
+
+class SafetensorsFile:
+    """A file of safetensors: see `WeightFile`.
+
+    Raises:
+        CheckpointError: it is none, or not a whole one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: dict[str, Any] = {}
+        opened = self._open(torch.device("cpu"))
+        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        aliases = json.loads((opened.metadata() or {}).get(ALIASES, "{}"))
+        self._first = {name: first for name, first in aliases.items() if first in shapes}
+        self.shapes: Mapping[str, torch.Size] = {
+            **shapes,
+            **{name: shapes[first] for name, first in self._first.items()},
+        }
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        try:
+            tensor: Tensor = self._open(device).get_tensor(self._first.get(name, name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
+        return tensor
+
+    def _open(self, device: torch.device) -> Any:
+        key = str(device)
+        if key not in self._opened:
+            try:
+                self._opened[key] = safe_open(self.path, "pt", device=key)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path} cannot be read as safetensors: {error}") from error
+        return self._opened[key]
+
+
+class TorchFile:
+    """A state dict in a file of torch, of which only tensors are read: see `WeightFile`.
+
+    Raises:
+        CheckpointError: it is broken, or holds other things than tensors by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        mapped = path.is_file() and zipfile.is_zipfile(
+            path
+        )  # files of old versions of torch cannot be mapped
+        content = read_torch(path, "cpu", mmap=mapped)
+        strange = _find_strange(content)
+        if strange:
+            raise CheckpointError(
+                f"{path} holds {strange}, and not only tensors by name. Pass a state dict alone."
+            )
+        self._state: dict[str, Tensor] = content
+        self.shapes: Mapping[str, torch.Size] = {name: tensor.shape for name, tensor in content.items()}
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        return self._state[name].detach().to(device)
+
+
+def _find_strange(content: Any) -> str:
+    if not isinstance(content, Mapping):
+        return f"a {type(content).__name__}"
+    return next(
+        (
+            f"{name!r}, a {type(value).__name__}"
+            for name, value in content.items()
+            if not isinstance(value, Tensor)
+        ),
+        "",
+    )
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open a file of weights, whose format follows from its name.
+
+    Args:
+        path: `*.safetensors`, or a file of torch under any other name.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model in all of their files.
+
+    Attributes:
+        files: each tensor's file, by name.
+    """
+
+    files: Mapping[str, WeightFile]
+
+    @classmethod
+    def open(cls, paths: list[Path]) -> Weights:
+        """Open all files.
+
+        Raises:
+            CheckpointError: one is missing or broken.
+        """
+        opened = [open_weights(path) for path in paths]
+        return cls({name: each for each in opened for name in each.shapes})
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a tensor."""
+        return self.files[name].shapes[name]
+
+    def read(self, name: str, device: torch.device) -> Tensor:
+        """Return a tensor."""
+        return self.files[name].read(name, device)

@@ -1,0 +1,264 @@
+"""Weights that lie in files until they are needed: raw files with an index, or files of safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
+
+INDEX = "index.json"
+STATISTICS = "SCB"
+"""End of the name under which the factors of a weight in 8 bits lie beside it."""
+
+Folder = str | os.PathLike[str]
+Index = dict[str, dict[str, Any]]
+"""Weight by name -> `dtype` and `shape` of its raw file, or `safetensors_file` and `weight_name`."""
+
+
+# Raw files
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None
+) -> Index | None:
+    """Write a tensor to its own file.
+
+    Args:
+        weight: the tensor, on any device.
+        weight_name: its name, which the file has, too.
+        offload_folder: made where it does not exist.
+        index: gets the entry with which the tensor is read back.
+
+    Returns:
+        The index; None if none was given.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    tensor = weight.detach().cpu().contiguous()
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"\0"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    if index is not None:
+        index[weight_name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
+    return index
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> Tensor:
+    """Return a tensor that `offload_weight` wrote, mapped from the file; changes do not reach that.
+
+    Args:
+        weight_file: the file.
+        weight_info: its entry in the index.
+
+    Raises:
+        CheckpointError: the file is missing or too short.
+    """
+    path, dtype = Path(weight_file), read_dtype(weight_info["dtype"])
+    shape = torch.Size(weight_info["shape"])
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    size = shape.numel() * dtype.itemsize
+    found = path.stat().st_size if path.is_file() else -1
+    if found < size:
+        reason = "is missing" if found < 0 else f"has {found} bytes instead of {size}: it is cut off"
+        raise CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def save_offload_index(index: Index, offload_folder: Folder) -> None:
+    """Write the index of a folder; entries that were there stay, unless there are new ones of their names.
+
+    Args:
+        index: entries; without any, nothing is written.
+        offload_folder: the folder.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX
+    entries = {**(read_index(path) if path.is_file() else {}), **index}
+    beside = path.with_name(f".{INDEX}.{os.getpid()}")
+    beside.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_index(path: Path) -> Index:
+    """Read the index of a folder.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        content: Index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index of weights: {error}") from error
+    return content
+
+
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
+    """Write tensors to a file each, and their index.
+
+    Args:
+        save_dir: made where it does not exist.
+        state_dict: tensors by name.
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: Index = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folder) -> None:
+    """Bring weights of a model from their files to the CPU.
+
+    Args:
+        model: the module.
+        index: entries of the weights that are meant; without any, nothing happens.
+        offload_folder: the folder with the files.
+    """
+    for name in index:
+        if name.endswith(STATISTICS):
+            continue
+        factors = beside(name, STATISTICS)
+        weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", index[name])
+        statistics = (
+            load_offloaded_weight(Path(offload_folder) / f"{factors}.dat", index[factors])
+            if factors in index and name == beside(name, "weight")
+            else None
+        )
+        dtype = weight.dtype if statistics is not None else None
+        set_module_tensor_to_device(model, name, "cpu", weight, dtype, fp16_statistics=statistics)
+
+
+def beside(name: str, last: str) -> str:
+    """Return the name of another tensor of the same module: `beside("a.weight", "SCB")` is `"a.SCB"`.
+
+    Args:
+        name: dotted name of a tensor.
+        last: name of the other one in their module.
+    """
+    path = name.rpartition(".")[0]
+    return f"{path}.{last}" if path else last
+
+
+# As a mapping
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name, some in memory and some in files, which are read when they are asked for.
+
+    Args:
+        state_dict: those in memory.
+        save_folder: folder with raw files; None when the index names files of safetensors only.
+        index: entries of those in files; None reads it from the folder.
+        device: where weights from files of safetensors are read to; None is the CPU.
+
+    Raises:
+        ConfigurationError: none of them is given.
+        CheckpointError: the index cannot be read.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: Folder | None = None,
+        index: Index | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError(
+                "OffloadedWeightsLoader() holds no weights: pass state_dict, save_folder or index."
+            )
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = read_index(Path(save_folder) / INDEX)
+        self.index: Index = {} if index is None else index
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.device = device
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if "safetensors_file" in entry:
+            return self._read_safetensors(key, entry)
+        if self.save_folder is None:
+            raise ConfigurationError(f"{key} lies in a file of its own, and no save_folder was given.")
+        return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
+        device = "cpu" if self.device is None else str(resolve_device(self.device))
+        path = entry["safetensors_file"]
+        try:
+            with safe_open(path, "pt", device=device) as opened:
+                tensor: Tensor = opened.get_tensor(entry.get("weight_name", key))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{key} cannot be read from {path}: {error}") from error
+        return tensor.to(read_dtype(entry["dtype"])) if "dtype" in entry else tensor
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """The weights of one module among those of a model, under their names in that module.
+
+    Iterating yields the names in the model, as clients expect; both kinds of names find their weights.
+
+    Args:
+        dataset: weights of the model by name.
+        prefix: what the names of the module's weights begin with.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        inner = f"{self.prefix}{key}"
+        is_full = inner not in self.dataset and key.startswith(self.prefix)
+        return self.dataset[key if is_full else inner]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.dataset if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Any], submodule_names: Iterable[str]
+) -> dict[str, Any]:
+    """Return the entries of some modules out of those of a model.
+
+    Args:
+        state_dict: values by dotted name.
+        submodule_names: names of modules, or of single entries.
+    """
+    return {
+        key: value
+        for name in submodule_names
+        for key, value in state_dict.items()
+        if key == name or key.startswith(f"{name}.")
+    }

@@ -1,0 +1,60 @@
+"""Parameters that several modules share: find them, check where they go, bring them together again."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from accelerate.weights.placement import find_home, place_of
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the names that stand for one parameter, a sorted list for each such parameter.
+
+    Args:
+        model: any module, also one on the meta device.
+        **kwargs: taken for compatibility.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Let each group of names stand for one parameter again: the first of them that has a value.
+
+    Args:
+        model: the module.
+        tied_params: groups of names, as `find_tied_parameters` returns them.
+    """
+    for group in tied_params:
+        homes = [find_home(model, name) for name in group]
+        found = [owner._parameters[name] for owner, name in homes]
+        kept = next((each for each in found if each is not None and each.device.type != "meta"), found[0])
+        for owner, name in homes:
+            owner._parameters[name] = kept
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
+) -> None:
+    """Warn of parameters that a device map puts on several devices, where they are no longer one.
+
+    Args:
+        tied_params: groups of names, as `find_tied_parameters` returns them.
+        device_map: devices by module.
+    """
+    for group in tied_params:
+        places = {name: place_of(name, device_map) for name in group}
+        if len({str(place) for place in places.values()}) > 1:
+            logger.warning(
+                f"Tied parameters are on different devices, where they are no longer one: {places}. "
+                "Put their modules on one device."
+            )

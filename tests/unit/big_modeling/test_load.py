@@ -1,0 +1,300 @@
+"""Filling a model from files: every kind of file, every place, one error for what does not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate import load_checkpoint_in_model
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing.shards import save_sharded
+from accelerate.utils.offload import OffloadedWeightsLoader
+from accelerate.weights.files import write_safetensors
+
+
+class Net(nn.Module):
+    """A tied pair, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(2.0), persistent=False)
+
+
+def empty() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(3)
+    made = Net()
+    made.norm.running_mean.add_(torch.rand(4))
+    made.norm.num_batches_tracked.add_(7)
+    return made
+
+
+@pytest.fixture(scope="module")
+def files(net: Net, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in every kind of file."""
+    root = tmp_path_factory.mktemp("weights")
+    logging.disable(logging.WARNING)  # of names left out of safetensors, outside of a run
+    state = {name: tensor for name, tensor in net.state_dict().items() if name != "head.weight"}
+    save_sharded(state, root / "safe")
+    save_sharded(state, root / "safe_shards", 100)
+    save_sharded(net.state_dict(), root / "torch", safe=False)
+    save_sharded(net.state_dict(), root / "torch_shards", 100, safe=False)
+    write_safetensors(net.state_dict(), root / "one.safetensors")
+    (root / "named").mkdir()
+    for path in (root / "safe_shards").iterdir():
+        (root / "named" / path.name.replace("model.", "diffusion.")).write_bytes(path.read_bytes())
+    logging.disable(logging.NOTSET)
+    return root
+
+
+KINDS = [
+    "safe",
+    "safe/model.safetensors",
+    "safe_shards",
+    "safe_shards/model.safetensors.index.json",
+    "named",
+    "torch",
+    "torch/pytorch_model.bin",
+    "torch_shards",
+    "one.safetensors",
+]
+
+
+def equal(model: nn.Module, net: nn.Module) -> bool:
+    state, expected = model.state_dict(), net.state_dict()
+    return state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["no map", "map"])
+@pytest.mark.parametrize("start", [empty, Net])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file(
+    files: Path, net: Net, kind: str, start: Callable[[], Net], device_map: Any
+) -> None:
+    model = start()
+    load_checkpoint_in_model(model, files / kind, device_map=device_map, strict=True)
+    assert equal(model, net)
+    assert model.head.weight is model.embed.weight
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_tensors_that_have_values_are_filled_in_place(files: Path, net: Net) -> None:
+    """Those who hold them, such as an optimizer, hold the new values."""
+    model = Net()
+    held = dict(model.named_parameters())
+    load_checkpoint_in_model(model, files / "safe")
+    assert all(held[name] is parameter for name, parameter in model.named_parameters())
+    assert equal(model, net)
+
+
+def test_the_cpu_maps_weights_instead_of_copying_them(files: Path) -> None:
+    model = empty()
+    load_checkpoint_in_model(model, files / "safe")
+    with open("/proc/self/maps") as maps:
+        assert str(files / "safe" / "model.safetensors") in maps.read()
+    with torch.no_grad():
+        model.body.weight.zero_()
+    again = empty()
+    load_checkpoint_in_model(again, files / "safe")
+    assert again.body.weight.any(), "the file is not changed through the model"
+
+
+@pytest.mark.parametrize("kind", ["safe", "safe_shards", "torch"])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_weights_on_the_disk(files: Path, net: Net, tmp_path: Path, kind: str, buffers: bool) -> None:
+    model = empty()
+    device_map = {"": "cpu", "norm": "disk", "body": "disk"}
+    load_checkpoint_in_model(model, files / kind, device_map, tmp_path, offload_buffers=buffers)
+    on_disk = {name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"}
+    names = {"norm.weight", "norm.bias", "body.weight", "body.bias"}
+    more = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert on_disk == (names | more if buffers else names)
+    stored = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert set(stored) == on_disk
+    assert all(torch.equal(stored[name], net.state_dict()[name]) for name in stored)
+    assert torch.equal(model.embed.weight, net.embed.weight)
+
+
+def test_a_tied_weight_goes_wherever_one_of_its_names_does(files: Path, net: Net, tmp_path: Path) -> None:
+    model = empty()
+    load_checkpoint_in_model(model, files / "safe", {"": "cpu", "head": "disk"}, tmp_path)
+    assert torch.equal(model.embed.weight, net.embed.weight)
+    assert model.head.weight.device.type == "meta"
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["head.weight"], net.embed.weight)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path, net: Net, name: str) -> None:
+    state = {
+        key: value for key, value in net.state_dict().items() if key not in ("embed.weight", "head.weight")
+    }
+    save_file({**state, name: net.embed.weight.detach()}, tmp_path / "x.safetensors")
+    model = empty()
+    load_checkpoint_in_model(model, tmp_path / "x.safetensors", {"": "cpu"}, strict=True)
+    assert equal(model, net)
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["no map", "map"])
+@pytest.mark.parametrize("start", [empty, Net])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_dtypes(files: Path, net: Net, dtype: Any, start: Callable[[], Net], device_map: Any) -> None:
+    model = start()
+    load_checkpoint_in_model(model, files / "safe", device_map, dtype=dtype, keep_in_fp32_modules=["norm"])
+    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert kinds.pop("norm.num_batches_tracked") == torch.int64
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == {
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+    }
+    assert torch.equal(model.body.weight, net.body.weight.bfloat16())
+
+
+def test_the_dtype_of_the_model_is_kept(tmp_path: Path, net: Net) -> None:
+    state = {name: tensor.half() for name, tensor in net.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "x.safetensors")
+    model = empty()
+    load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+    assert model.body.weight.dtype == torch.float32
+
+
+def change(net: Net, tmp_path: Path, suffix: str) -> Path:
+    state = net.state_dict()
+    del state["body.bias"], state["head.weight"]
+    state["extra"] = torch.ones(1)
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["no map", "map"])
+def test_one_error_names_all_that_does_not_fit(
+    net: Net, tmp_path: Path, suffix: str, device_map: Any
+) -> None:
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = (
+        r"does not fit this Net: it lacks body\.bias; the model does not have extra\. Nothing was changed"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        load_checkpoint_in_model(model, change(net, tmp_path, suffix), device_map, strict=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_without_strict_it_is_a_warning(net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = empty()
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(model, change(net, tmp_path, "safetensors"))
+    (message,) = caplog.messages
+    assert "it lacks body.bias; the model does not have extra. The rest is loaded." in message
+    assert torch.equal(model.body.weight, net.body.weight)
+    assert model.body.bias.device.type == "meta"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_other_shapes_are_always_an_error(net: Net, tmp_path: Path, strict: bool) -> None:
+    state = {**net.state_dict(), "body.weight": torch.ones(2, 2), "body.bias": torch.ones(3)}
+    torch.save(state, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=r"body.weight is \(2, 2\) and not \(4, 4\), body.bias is"):
+        load_checkpoint_in_model(Net(), tmp_path / "x.bin", strict=strict)
+
+
+def test_broken_files_are_named(files: Path, tmp_path: Path) -> None:
+    data = (files / "safe" / "model.safetensors").read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors cannot be read"):
+        load_checkpoint_in_model(empty(), cut)
+    index = files / "safe_shards" / "model.safetensors.index.json"
+    (tmp_path / index.name).write_bytes(index.read_bytes())
+    with pytest.raises(CheckpointError, match=r"names files that are not beside it: model-00001-of"):
+        load_checkpoint_in_model(empty(), tmp_path)
+    (tmp_path / index.name).write_text("{}")
+    with pytest.raises(CheckpointError, match="is no index of weights, or damaged"):
+        load_checkpoint_in_model(empty(), tmp_path)
+    (tmp_path / index.name).unlink()
+    with pytest.raises(ConfigurationError, match="the folder holds none of model.safetensors"):
+        load_checkpoint_in_model(empty(), tmp_path)
+    with pytest.raises(ConfigurationError, match="there is no such file or folder"):
+        load_checkpoint_in_model(empty(), tmp_path / "nowhere")
+
+
+def test_a_hostile_file_runs_no_code(tmp_path: Path) -> None:
+    torch.save({"body.weight": Exploding(tmp_path / "ran")}, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match="only tensors, numbers"):
+        load_checkpoint_in_model(empty(), tmp_path / "x.bin")
+    assert not (tmp_path / "ran").exists()
+
+
+class Exploding:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device_map": {"embed": "cpu"}}, "device_map gives no device to norm.weight"),
+        ({"device_map": {"": "disk"}}, "Pass offload_folder"),
+        ({"dtype": "float17"}, "dtype='float17'"),
+        ({"offload_8bit_bnb": True}, "offload_8bit_bnb=True: quantizing while loading is not supported"),
+    ],
+)
+def test_mistakes_are_named(files: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_checkpoint_in_model(empty(), files / "safe", **arguments)
+
+
+def test_a_place_without_a_value(files: Path) -> None:
+    model = empty()
+    load_checkpoint_in_model(model, files / "safe", {"": "cpu", "body": "meta"}, dtype=torch.float16)
+    assert (model.body.weight.device.type, model.body.weight.dtype) == ("meta", torch.float16)
+
+
+def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5), "bias": torch.ones(2)}
+    save_file(state, tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(2, 2).requires_grad_(False)
+    load_checkpoint_in_model(model, tmp_path / "x.safetensors", {"": "cpu"}, strict=True)
+    weight: Any = model.weight
+    assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])
+
+
+def test_the_index_of_the_disk_is_that_of_the_original_interface(files: Path, tmp_path: Path) -> None:
+    device_map = {"": "cpu", "body": "disk"}
+    load_checkpoint_in_model(empty(), files / "safe", device_map, tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "index.json").read_text())["body.bias"] == {
+        "dtype": "bfloat16",
+        "shape": [4],
+    }
+    assert (tmp_path / "body.bias.dat").stat().st_size == 8

@@ -1,0 +1,48 @@
+"""Walking the tensors of a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accelerate.utils.modeling import get_non_persistent_buffers, named_module_tensors
+from accelerate.weights.modules import all_tensors
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(1), persistent=False)
+        self.register_buffer("shown", torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.twin = nn.Module()
+        self.twin.weight = self.inner.weight
+        self.register_buffer("own", torch.ones(1), persistent=False)
+
+
+def test_names_of_tensors() -> None:
+    def names(**options: bool) -> list[str]:
+        return [name for name, _ in named_module_tensors(Outer(), **options)]
+
+    assert names() == ["own"]
+    assert names(recurse=True) == ["inner.weight", "own", "inner.hidden", "inner.shown"]
+    assert names(recurse=True, include_buffers=False) == ["inner.weight"]
+    assert names(recurse=True, remove_non_persistent=True) == ["inner.weight", "inner.shown"]
+
+
+def test_buffers_outside_the_state_dict() -> None:
+    assert get_non_persistent_buffers(Outer()) == {"own"}
+    assert get_non_persistent_buffers(Outer(), recurse=True) == {"own", "hidden"}
+    assert get_non_persistent_buffers(Outer(), recurse=True, fqns=True) == {"own", "inner.hidden"}
+
+
+def test_a_shared_tensor_is_there_under_each_name() -> None:
+    found = all_tensors(Outer())
+    assert sorted(found) == ["inner.hidden", "inner.shown", "inner.weight", "own", "twin.weight"]
+    assert found["inner.weight"] is found["twin.weight"]

@@ -1,0 +1,135 @@
+"""Weights in files of their own: every dtype and shape comes back; what is broken is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.utils.modeling import load_offloaded_weights
+from accelerate.utils.offload import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+TENSORS = {
+    "matrix": torch.arange(6.0).view(2, 3),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "brain": torch.ones(2, dtype=torch.bfloat16),
+    "eight": torch.ones(2).to(torch.float8_e4m3fn),
+    "count": torch.tensor(3),
+    "flag": torch.tensor([True, False]),
+    "empty": torch.empty(0, 3),
+    "complex": torch.tensor([1 + 2j]),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back(tmp_path: Path, name: str) -> None:
+    tensor = TENSORS[name]
+    index = offload_weight(tensor, name, tmp_path / "made", {})
+    assert index == {name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}}
+    path = tmp_path / "made" / f"{name}.dat"
+    assert path.stat().st_size == max(1, tensor.numel() * tensor.element_size())
+    found = load_offloaded_weight(path, index[name])
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found.to(torch.complex64), tensor.to(torch.complex64))
+
+
+def test_changes_do_not_reach_the_file(tmp_path: Path) -> None:
+    index: Any = offload_weight(torch.ones(3), "a", tmp_path, {})
+    load_offloaded_weight(tmp_path / "a.dat", index["a"]).zero_()
+    assert load_offloaded_weight(tmp_path / "a.dat", index["a"]).tolist() == [1, 1, 1]
+
+
+def test_without_an_index_none_is_returned(tmp_path: Path) -> None:
+    assert offload_weight(torch.ones(3), "a", tmp_path) is None
+    assert (tmp_path / "a.dat").exists()
+
+
+def test_an_index_grows(tmp_path: Path) -> None:
+    save_offload_index({}, tmp_path)
+    assert not (tmp_path / "index.json").exists()
+    save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
+    save_offload_index({"b": {"dtype": "int8", "shape": []}}, tmp_path)
+    assert sorted(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
+
+
+def test_a_cut_off_or_missing_file_is_named(tmp_path: Path) -> None:
+    index: Any = offload_weight(torch.ones(3), "a", tmp_path, {})
+    (tmp_path / "a.dat").write_bytes(b"12345")
+    with pytest.raises(CheckpointError, match=r"a\.dat has 5 bytes instead of 12"):
+        load_offloaded_weight(tmp_path / "a.dat", index["a"])
+    with pytest.raises(CheckpointError, match=r"b\.dat is missing"):
+        load_offloaded_weight(tmp_path / "b.dat", index["a"])
+
+
+def test_the_loader_joins_memory_and_files(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "raw", {"x.y": torch.ones(2), "z": torch.zeros(1)})
+    save_file({"other": torch.full((2,), 3.0)}, tmp_path / "m.safetensors")
+    loader = OffloadedWeightsLoader({"z": torch.full((1,), 9.0)}, tmp_path / "raw")
+    assert list(loader) == loader.all_keys == ["z", "x.y"]
+    assert (loader["z"].item(), loader["x.y"].tolist(), len(loader)) == (9, [1, 1], 2)
+    entry = {"safetensors_file": str(tmp_path / "m.safetensors"), "weight_name": "other", "dtype": "float16"}
+    loader = OffloadedWeightsLoader(index={"w": entry})
+    assert loader["w"].dtype == torch.float16
+    assert loader["w"].tolist() == [3, 3]
+    with pytest.raises(KeyError):
+        loader["nope"]
+
+
+def test_mistakes_of_the_loader_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="pass state_dict, save_folder or index"):
+        OffloadedWeightsLoader()
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    with pytest.raises(ConfigurationError, match="a lies in a file of its own"):
+        OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
+    broken = OffloadedWeightsLoader(index={"a": {"safetensors_file": str(tmp_path / "no")}})
+    with pytest.raises(CheckpointError, match="a cannot be read from"):
+        broken["a"]
+
+
+def test_the_weights_of_one_module() -> None:
+    dataset = {"x.y": torch.ones(1), "xz": torch.ones(1), "x.x.y": torch.zeros(1)}
+    part = PrefixedDataset(dataset, "x.")
+    assert list(part) == ["x.y", "x.x.y"]
+    assert len(part) == 2
+    assert part["y"].item() == 1
+    assert part["x.y"].item() == 0, "the module may have a child of its own name"
+    assert sorted(dict(PrefixedDataset({"x.y": torch.ones(1)}, "x."))) == ["x.y"]
+
+
+def test_entries_of_modules() -> None:
+    state = {"a": 1, "a.b": 2, "ab": 3, "c.d": 4, "a.b.c": 5}
+    assert extract_submodules_state_dict(state, ["a.b", "c"]) == {"a.b": 2, "a.b.c": 5, "c.d": 4}
+    assert extract_submodules_state_dict(state, ["ab"]) == {"ab": 3}
+
+
+def test_weights_come_back_into_a_model(tmp_path: Path) -> None:
+    model, source = nn.Linear(2, 3, device="meta"), nn.Linear(2, 3)
+    offload_state_dict(tmp_path, source.state_dict())
+    index = json.loads((tmp_path / "index.json").read_text())
+    load_offloaded_weights(model, index, tmp_path)
+    assert torch.equal(model.weight, source.weight)
+    load_offloaded_weights(nn.Linear(2, 3, device="meta"), {}, tmp_path / "nowhere")
+
+
+def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False, device="meta", dtype=torch.float16)
+    model.weight.requires_grad_(False)
+    offload_state_dict(tmp_path, {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5)})
+    load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
+    weight: Any = model.weight
+    assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])

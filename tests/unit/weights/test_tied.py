@@ -1,0 +1,55 @@
+"""Parameters with several names."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.utils.modeling import (
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.a, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_they_are_found(device: str) -> None:
+    with torch.device(device):
+        assert find_tied_parameters(Tied()) == [["a.weight", "b.weight"]]
+        assert find_tied_parameters(nn.Linear(2, 2)) == []
+
+
+def test_they_are_tied_again_by_the_one_that_has_a_value() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    model.b.weight = nn.Parameter(torch.zeros(3, 3))
+    retie_parameters(model, [["a.weight", "b.weight"]])
+    assert model.a.weight is model.b.weight
+    assert model.a.weight.device.type == "cpu"
+
+
+def test_the_first_value_wins() -> None:
+    model = Tied()
+    first = model.a.weight
+    model.b.weight = nn.Parameter(torch.zeros(3, 3))
+    retie_parameters(model, [["a.weight", "b.weight"]])
+    assert model.b.weight is first
+
+
+def test_a_map_that_parts_them_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    group = [["a.weight", "b.weight"]]
+    with caplog.at_level(logging.WARNING):
+        check_tied_parameters_on_same_device(group, {"a": "cpu", "b": "cpu", "c": "disk"})
+        assert not caplog.messages
+        check_tied_parameters_on_same_device(group, {"": "cpu", "b": "disk"})
+    assert "{'a.weight': 'cpu', 'b.weight': 'disk'}" in caplog.text
