@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 
 STEPS, ACCUMULATION, BATCH = 10, 2, 2
 VOCABULARY, WIDTH, LENGTH = 29, 12, 6  # sizes that two ranks do not share evenly everywhere
@@ -83,6 +83,24 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+VARIABLES = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
+}
+"""What the launcher sets for the worker."""
+
+SIZES = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
 def texts(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return list(torch.randint(VOCABULARY, (count, LENGTH), generator=generator))
@@ -113,7 +131,13 @@ def train(plugin: dict[str, Any] | None, mesh: dict[str, int] | None, share: int
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
     state = accelerator.get_state_dict(model)
-    return {"losses": losses, "norms": norms, "state": {name: t.clone() for name, t in state.items()}}
+    kind = DistributedType(accelerator.distributed_type).value
+    return {
+        "type": kind,
+        "losses": losses,
+        "norms": norms,
+        "state": {name: t.clone() for name, t in state.items()},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +169,23 @@ def test_losses_and_weights_are_those_of_one_process(run: Run, reference: dict[s
     assert list(main) == list(reference["state"])
     for name, tensor in main.items():
         torch.testing.assert_close(tensor, reference["state"][name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [
+        ({"FSDP_VERSION": "2"}, 2),
+        pytest.param({"FSDP_VERSION": "1"}, 2, marks=pytest.mark.slow),
+        pytest.param({"FSDP_VERSION": "2", **SIZES}, 4, marks=pytest.mark.slow),
+        pytest.param({"FSDP_VERSION": "1", **SIZES}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_the_launcher_s_variables_choose_the_way(
+    run: Run, reference: dict[str, Any], variables: dict[str, str], processes: int
+) -> None:
+    results = run(train, None, None, processes, processes=processes, env={**VARIABLES, **variables})
+    for result in results:
+        assert result["type"] == "FSDP"
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(reference["losses"]), **TOLERANCE
+        )

@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import AccelerateError, PreparationError
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, TorchDynamoPlugin, has_compiled_regions
 
 Run = Callable[..., list[Any]]
 WIDTH = 6
@@ -374,3 +374,93 @@ def test_the_edges(run: Run, version: int) -> None:
         assert text.count("save_state and load_state do not work with FSDP") == 2
         assert "join_uneven_inputs does not work with FSDP" in text
         assert "holds the state of 2 parameters, which cannot be sharded" in text
+
+
+def evaluate_apart(version: int, number_format: str, trained: bool) -> int:
+    """Forwards in different numbers on different ranks, then training as if nothing had been."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
+    )
+    model = plain()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    x, _ = next(batches())
+    if trained:
+        accelerator.backward(model(x).sum())
+        optimizer.zero_grad()
+    with accelerator.unsharded(model) if trained else accelerator.unsharded():
+        expected = plain()(x)
+        bare = accelerator.unwrap_model(model)
+        for _ in range(1 + 2 * accelerator.process_index):
+            torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+            bare(x)
+        assert bare.layers[0].linear.weight.shape == (WIDTH, WIDTH)
+        assert not model(x).requires_grad
+        accelerator.wait_for_everyone()
+    (state,) = train(accelerator, optimizer, model)
+    if accelerator.is_main_process and number_format == "no":
+        compare(plain, state, train_plain(plain())[0])
+    return sum(p.numel() if version == 1 else p.to_local().numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("version", "number_format", "trained"),
+    [
+        (1, "no", False),
+        (2, "no", True),
+        pytest.param(1, "bf16", True, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", False, marks=pytest.mark.slow),
+        pytest.param(2, "no", False, marks=pytest.mark.slow),
+    ],
+)
+def test_evaluation_of_whole_models(run: Run, version: int, number_format: str, trained: bool) -> None:
+    left = run(evaluate_apart, version, number_format, trained)
+    whole = sum(p.numel() for p in plain().parameters())
+    assert sum(left) == whole  # sharded again
+    assert max(left) < whole
+
+
+def train_compiled(version: int, by_region: bool) -> None:
+    warnings.simplefilter("default")  # the compiler stops at warnings of its own
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin_of(version, use_orig_params=True),
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=by_region),
+    )
+    model = plain()
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    assert has_compiled_regions(model)
+    (state,) = train(accelerator, optimizer, model)
+    assert type(accelerator.unwrap_model(model, keep_torch_compile=False)).__name__.endswith("Net")
+    if accelerator.is_main_process:
+        compare(plain, state, train_plain(plain())[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_region", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_compiled_models(run: Run, version: int, by_region: bool) -> None:
+    run(train_compiled, version, by_region, timeout=120)
+
+
+def replace_the_public_function() -> list[str]:
+    import accelerate.accelerator as public
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(2))
+    original, seen = public.fsdp2_prepare_model, []
+
+    def replacement(given: Accelerator, model: nn.Module) -> nn.Module:
+        seen.append(type(model).__name__)
+        assert given is accelerator
+        return original(given, model)
+
+    public.fsdp2_prepare_model = replacement  # type: ignore[assignment]
+    try:
+        accelerator.prepare(plain())
+    finally:
+        public.fsdp2_prepare_model = original
+    return seen
+
+
+@pytest.mark.slow
+def test_clients_may_replace_what_shards(run: Run) -> None:
+    assert run(replace_the_public_function) == [["Net"], ["Net"]]

@@ -93,7 +93,7 @@ from accelerate.strategies.fsdp.parameters import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
 from accelerate.strategies.fsdp.sharding import fsdp2_apply_ac as fsdp2_apply_ac
-from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model
 from accelerate.tracking.base import GeneralTracker as GeneralTracker
 from accelerate.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from accelerate.tracking.registry import filter_trackers as filter_trackers
@@ -106,6 +106,7 @@ __all__ = [
     "AcceleratorState",
     "GradientState",
     "PartialState",
+    "fsdp2_prepare_model",
     "prepare_data_loader",
     "skip_first_batches",
 ]

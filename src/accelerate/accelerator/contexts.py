@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import nn
 from torch.profiler import profile
 
 from accelerate.accelerator.runtime import Runtime
@@ -67,6 +69,19 @@ class Contexts:
                 yield
             finally:
                 self._runtime.joins = False
+
+    @contextmanager
+    def unsharded(self, *models: nn.Module) -> Iterator[None]:
+        """Bring parameters of sharded models together on each rank, for evaluation; enter it on all ranks.
+
+        Inside, ranks may run the models as often as they like, each for itself: generating texts of different
+        lengths does not hang. No gradients are computed. Whole models must fit the memory of each device.
+
+        Args:
+            *models: prepared models; none for all of them. Those that are not sharded are left as they are.
+        """
+        with torch.no_grad(), self._runtime.strategy.unsharded(models or self._runtime.prepared.models):
+            yield
 
     def maybe_context_parallel(
         self,

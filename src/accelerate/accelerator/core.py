@@ -162,6 +162,8 @@ class Accelerator(
         self.profile_handler = request.profile
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
         self.log_with = filter_trackers(log_with, request.project.logging_dir)
+        if self._runtime.strategy.shard is not None:
+            self._runtime.strategy.shard = self._shard_model
         prepared = self._runtime.prepared
         self._models = prepared.models
         self._optimizers = prepared.optimizers
@@ -229,6 +231,11 @@ class Accelerator(
         )
         self._models.append(prepared)
         return prepared
+
+    def _shard_model(self, model: nn.Module) -> nn.Module:
+        from accelerate import accelerator as public
+
+        return public.fsdp2_prepare_model(self, model)
 
     def prepare_data_loader(
         self,

@@ -71,6 +71,9 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     """The label users see; `None` leaves the one of the hardware."""
 
+    shard: Callable[[nn.Module], nn.Module] | None = None
+    """Shards a model in place, where the method does; the accelerator replaces it by its public function."""
+
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 
@@ -176,6 +179,10 @@ class Strategy:
             keep_compiled: keep the compiled module around it.
         """
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
+
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has whole parameters, and forwards need no other rank."""
+        return nullcontext()
 
     # Step
 

@@ -66,3 +66,13 @@ def test_even_batches_come_back_after_the_block(caplog: pytest.LogCaptureFixture
     assert "iterable datasets" in caplog.text
     with _even_batches_set_to(accelerator._runtime, None):
         assert shard.even_batches
+
+
+def test_a_model_of_one_process_is_whole() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with accelerator.unsharded(model):
+        assert not model(torch.ones(1, 2)).requires_grad
+    with accelerator.unsharded():
+        assert accelerator.unwrap_model(model) is model
+    assert model(torch.ones(1, 2)).requires_grad

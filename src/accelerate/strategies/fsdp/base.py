@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class ShardingFacts:
     torch_device_mesh: Any
 
 
-class Sharded(Strategy):
+class Sharded(Strategy, ABC):
     """Each process keeps a part of every parameter, of its gradient and of the optimizer's state.
 
     Optimizers follow their parameters: those of the same `prepare` call, and those that come later although
@@ -88,6 +89,16 @@ class Sharded(Strategy):
         if evaluation:
             return super().prepare_model(model, place=place, evaluation=True)
         return self.wrap(self.precision.convert(model), self.compile)
+
+    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
+        if self.context.request.dynamo.use_regional_compilation:
+            return self.split(compile(model))
+        return compile(self.split(model))
+
+    @abstractmethod
+    def split(self, model: nn.Module) -> nn.Module:
+        """Return `model` with each rank keeping its part of all parameters."""
 
     def follow(
         self,

@@ -6,8 +6,8 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,8 @@ class FullySharded(Sharded):
         """Return a gradient scaler that tells all ranks when one has gradients that are not finite."""
         return ShardedGradScaler(device=self.context.device.type, **arguments)
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Return the wrapped model, compiled around its wrapper."""
+    def split(self, model: nn.Module) -> nn.Module:
+        """Return the model in torch's wrapper, its units in wrappers of their own."""
         plugin = self.plugin
         if self.context.mixed_precision != "no":
             keep_master_weights(model)
@@ -70,7 +70,7 @@ class FullySharded(Sharded):
             self._groups[parameter] = (group,)
         if plugin.activation_checkpointing:
             recompute(sharded, units)
-        return compile(sharded)
+        return sharded
 
     def _check_unit(self, model: nn.Module, held: list[tuple[str, nn.Parameter]]) -> None:
         """Refuse what torch cannot join into one parameter."""
@@ -123,6 +123,19 @@ class FullySharded(Sharded):
         return init_device_mesh(self.context.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     # Step
+
+    @contextmanager
+    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Gather all units and call the modules inside them, past the wrappers that would fetch again."""
+        roots = [root for model in models if (root := root_of(model)) is not None]
+        units = [unit for root in roots for unit in FSDP.fsdp_modules(root)]
+        with ExitStack() as stack:
+            for root in roots:
+                stack.enter_context(FSDP.summon_full_params(root, writeback=False))
+            for unit in units:
+                unit.__dict__["forward"] = unit.module
+                stack.callback(unit.__dict__.pop, "forward")
+            yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return torch's `no_sync` of the outermost unit."""

@@ -5,8 +5,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,35 @@ from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model
+from accelerate.strategies.request import Context
 
 
 class FullyShard(Sharded):
     """Sharding by FSDP 2."""
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Return the model, sharded in place, compiled by region before or as a whole afterwards."""
-        by_region = self.context.request.dynamo.use_regional_compilation
-        inner = compile(model) if by_region else model
-        sharded = self.follow(inner, lambda: fsdp2_prepare_model(self.facts, inner), named_parameters)
-        return sharded if by_region else compile(sharded)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.shard: Callable[[nn.Module], nn.Module] = partial(fsdp2_prepare_model, self.facts)
+
+    def split(self, model: nn.Module) -> nn.Module:
+        """Return the very model, with distributed tensors as parameters."""
+        return self.follow(model, lambda: self.shard(model), named_parameters)
+
+    @contextmanager
+    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Fetch all units and keep them; afterwards they are freed and fetched as before."""
+        frees = self.plugin.reshard_after_forward
+        # The outermost unit, which comes first, is never freed after forward.
+        units = [(unit, frees and inside) for model in models for inside, unit in enumerate(units_of(model))]
+        for unit, _ in units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit, is_freed in units:
+                unit.set_reshard_after_forward(bool(is_freed), recurse=False)
+                unit.reshard()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which units keep whole gradients instead of exchanging them."""
