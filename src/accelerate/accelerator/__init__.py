@@ -84,6 +84,7 @@ from accelerate.precision.amp import get_grad_scaler as get_grad_scaler
 from accelerate.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.precision.torchao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone

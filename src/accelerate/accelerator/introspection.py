@@ -58,7 +58,7 @@ class Introspection:
     @property
     def fp8_backend(self) -> FP8BackendType:
         """Library that runs FP8 layers; `FP8BackendType.NO` without them."""
-        return FP8BackendType.NO
+        return self._runtime.strategy.precision.fp8_backend
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accelerate.base.enums import FP8BackendType
+
 
 class ScaledOptimizer(Protocol):
     """What a number format needs of a prepared optimizer."""
@@ -21,20 +23,32 @@ class ScaledOptimizer(Protocol):
 class Precision:
     """Full precision: the null case of every number format.
 
-    A strategy calls, in this order and on every rank: `convert` once for each prepared model, `autocast`
-    where the user opens a context, `backward` for each loss, `unscale` before gradients are read or clipped.
+    A strategy calls, in this order and on every rank: `initialize` for each `prepare` call, `convert` once
+    for each prepared model, `autocast` where the user opens a context, `backward` for each loss, `unscale`
+    before gradients are read or clipped.
 
     Args:
         name: the value users give as `mixed_precision`.
     """
 
     scaler: torch.amp.GradScaler | None = None
+    fp8_backend: FP8BackendType = FP8BackendType.NO
+    """The library whose layers compute in FP8."""
 
     def __init__(self, name: str = "no") -> None:
         self.name = name
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that cannot train in this format."""
+
+    def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
+        """Return models and optimizers that this format changes together, before anything else is done.
+
+        Args:
+            models: the new ones of a `prepare` call.
+            optimizers: likewise.
+        """
+        return models, optimizers
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return `model` ready to run its forward in this format; the very object that was passed.

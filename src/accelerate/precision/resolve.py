@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
 
 from accelerate.base.errors import wrong_value
+from accelerate.base.packages import is_msamp_available, is_torchao_available, require
+from accelerate.base.text import listed
+from accelerate.devices.availability import is_transformer_engine_available
 from accelerate.devices.backend import DeviceBackend
-from accelerate.plugins.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.logging import get_logger
+from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.plugins.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
+from accelerate.precision.msamp import MsAmpPrecision
+from accelerate.precision.torchao import ConvertLayers, TorchaoPrecision, convert_model_to_fp8_ao
+from accelerate.precision.transformer_engine import TransformerEnginePrecision
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,11 @@ class PrecisionRequest:
         backend: the hardware that computes.
         autocast: user's autocast arguments.
         scaler: user's scaler arguments.
+        make_scaler: builds the gradient scaler; `None` takes the one of the hardware.
+        recipes: the FP8 recipes that the user gave.
+        fp8_library: name of the FP8 library, from the launch configuration; `None` leaves it open.
+        gathers_shards: whether FSDP 2 shards the model.
+        convert_layers: what lets layers compute in torchao's float8.
     """
 
     name: str
@@ -30,6 +46,10 @@ class PrecisionRequest:
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
     make_scaler: Callable[..., GradScaler] | None = None
+    recipes: Sequence[KwargsHandler] = ()
+    fp8_library: str | None = None
+    gathers_shards: bool = False
+    convert_layers: ConvertLayers = convert_model_to_fp8_ao
 
 
 def _full(request: PrecisionRequest) -> Precision:
@@ -46,18 +66,85 @@ def _float16(request: PrecisionRequest) -> Precision:
     return ScaledPrecision("fp16", request.backend.name, make_scaler(**arguments), request.autocast)
 
 
+def _by_torchao(request: PrecisionRequest, recipe: AORecipeKwargs | None) -> Precision:
+    require("torchao", "mixed_precision='fp8'")
+    recipe = recipe or AORecipeKwargs()
+    return TorchaoPrecision(
+        request.backend.name, recipe, request.autocast, request.gathers_shards, request.convert_layers
+    )
+
+
+def _by_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs | None) -> Precision:
+    return TransformerEnginePrecision(request.backend.name, recipe or TERecipeKwargs(), request.autocast)
+
+
+def _by_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs | None) -> Precision:
+    require("msamp", "FP8 by MS-AMP")
+    return MsAmpPrecision(request.backend.name, recipe or MSAMPRecipeKwargs(), request.autocast)
+
+
+class _Library(NamedTuple):
+    """A library that computes in FP8: its recipe, whether it is installed, and what builds its format."""
+
+    recipe: type[KwargsHandler]
+    is_installed: Callable[[], bool]
+    build: Callable[[PrecisionRequest, Any], Precision]
+
+
+_FP8 = {
+    "AO": _Library(AORecipeKwargs, is_torchao_available, _by_torchao),
+    "TE": _Library(TERecipeKwargs, is_transformer_engine_available, _by_transformer_engine),
+    "MSAMP": _Library(MSAMPRecipeKwargs, is_msamp_available, _by_msamp),
+}
+"""By name, in the order of preference."""
+
+
+def _fp8(request: PrecisionRequest) -> Precision:
+    recipe = _only_recipe(request.recipes)
+    library = _library_of(recipe) or (request.fp8_library or "").upper() or _installed_library()
+    if library not in _FP8:
+        raise wrong_value(
+            "fp8_backend", library, f"the libraries are {', '.join(_FP8)}", "Choose one of them"
+        )
+    _, _, build = _FP8[library]
+    return build(request, recipe)
+
+
+def _only_recipe(recipes: Sequence[KwargsHandler]) -> KwargsHandler | None:
+    if len(recipes) > 1:
+        names = [type(recipe).__name__ for recipe in recipes]
+        raise wrong_value(
+            "kwargs_handlers", listed(names), "one library computes in FP8", "Pass the recipe of one of them"
+        )
+    return recipes[0] if recipes else None
+
+
+def _library_of(recipe: KwargsHandler | None) -> str | None:
+    if isinstance(recipe, FP8RecipeKwargs):
+        return recipe.backend
+    return next((name for name, library in _FP8.items() if isinstance(recipe, library.recipe)), None)
+
+
+def _installed_library() -> str:
+    return next((name for name, library in _FP8.items() if library.is_installed()), "AO")
+
+
 FORMATS: dict[str, Callable[[PrecisionRequest], Precision]] = {
     "no": _full,
     "bf16": _bfloat16,
     "fp16": _float16,
+    "fp8": _fp8,
 }
+RECIPES = tuple(library.recipe for library in _FP8.values())
+"""What says how FP8 numbers are scaled."""
 
 
 def resolve(request: PrecisionRequest) -> Precision:
     """Return the number format for `request`.
 
     Raises:
-        ConfigurationError: if no format of that name can run.
+        ConfigurationError: no format of that name can run, or a recipe is given for another format.
+        MissingPackageError: the library that computes in it is not installed.
     """
     build = FORMATS.get(request.name)
     if build is None:
@@ -66,5 +153,10 @@ def resolve(request: PrecisionRequest) -> Precision:
             request.name,
             f"the formats of this version are {', '.join(FORMATS)}",
             "Choose one of them",
+        )
+    if request.recipes and build is not _fp8:
+        names = listed([type(recipe).__name__ for recipe in request.recipes])
+        logger.warning(
+            f"{names} has no effect with mixed_precision={request.name!r}: set mixed_precision='fp8'."
         )
     return build(request)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import PreparationError
@@ -16,9 +17,11 @@ from accelerate.compilation import compiler_for
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
-from accelerate.precision.resolve import PrecisionRequest
+from accelerate.precision.resolve import RECIPES, PrecisionRequest
 from accelerate.precision.resolve import resolve as resolve_precision
+from accelerate.precision.torchao import convert_model_to_fp8_ao
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
+from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters
 from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context
 from accelerate.unwrapping import extract_model_from_parallel
@@ -77,27 +80,40 @@ class Strategy:
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 
+    gathers_shards: bool = False
+    """Whether weights lie in shards that are gathered for each forward and may travel in another format."""
+
     make_scaler: Callable[..., torch.amp.GradScaler] | None = None
     """Builds the gradient scaler of float16; `None` takes the one of the hardware."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.waiting: Sequence[Any] = ()
+        self.moved = WeakIdKeyDictionary()
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
         """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""
 
     def choose_precision(self) -> Precision:
         """Return the number format; engines that own theirs answer with the null format."""
-        request = self.context.request
+        context, request = self.context, self.context.request
         return resolve_precision(
             PrecisionRequest(
-                self.context.mixed_precision,
-                self.context.backend,
+                context.mixed_precision,
+                context.backend,
                 request.autocast,
                 request.scaler,
                 self.make_scaler,
+                [handler for handler in request.handlers if isinstance(handler, RECIPES)],
+                context.fp8_library,
+                self.gathers_shards,
+                self._convert_layers,
             )
         )
+
+    def _convert_layers(self, model: nn.Module, config: Any, module_filter_func: Any) -> None:
+        convert = getattr(self.context.public, "convert_model_to_fp8_ao", convert_model_to_fp8_ao)
+        convert(model, config, module_filter_func)
 
     # Prepare
 
@@ -113,6 +129,7 @@ class Strategy:
         """
         new_models = [model for model in bundle.models if not is_prepared(model)]
         new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        self._catch_up(new_optimizers)
         for model in new_models:
             self.check_model(model)
         if not new_optimizers:
@@ -134,8 +151,13 @@ class Strategy:
             bundle: objects of this call, checked.
             preparer: does the work for one object.
         """
+        self._initialize(bundle)
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        bundle.replace(Kind.MODEL, preparer.prepare_model)
+        self.waiting = bundle.optimizers
+        try:
+            bundle.replace(Kind.MODEL, preparer.prepare_model)
+        finally:
+            self.waiting = ()
         bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
         bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
         return bundle
@@ -150,8 +172,37 @@ class Strategy:
         """
         if place:
             model = model.to(self.context.device)
-        model = self.precision.convert(model)
+        model = self.convert(model)
         return self.compile(model) if evaluation else self.wrap(model, self.compile)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return `model` in the number format; optimizers step the parameters that new layers have.
+
+        Args:
+            model: a placed module.
+        """
+        before = dict(model.named_parameters())
+        converted = self.precision.convert(model)
+        for name, parameter in converted.named_parameters():
+            if before.get(name, parameter) is not parameter:
+                self.moved[before[name]] = parameter
+        self._catch_up(self.waiting)
+        return converted
+
+    def _catch_up(self, optimizers: Iterable[Any]) -> None:
+        """Let optimizers step the parameters that have taken the places of those they were built on."""
+        for optimizer in optimizers:
+            if len(self.moved):
+                fsdp2_switch_optimizer_parameters(getattr(optimizer, "optimizer", optimizer), self.moved)
+
+    def _initialize(self, bundle: Bundle) -> None:
+        """Let the number format change models and optimizers together."""
+        models = [model for model in bundle.models if not is_prepared(model)]
+        optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        old = [*models, *optimizers]
+        models, optimizers = self.precision.initialize(models, optimizers)
+        changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
+        bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
 
     def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return `model` in the wrapper of this method.

@@ -89,6 +89,8 @@ class Context:
         mixed_precision: name of the number format in force.
         gradients: whether this round synchronises.
         mesh: the device mesh, `None` for plain data parallelism.
+        fp8_library: which library computes in FP8; `None` leaves it open.
+        public: the module in which clients replace functions; they are looked up there when they are called.
     """
 
     topology: Topology
@@ -98,3 +100,5 @@ class Context:
     mixed_precision: str
     gradients: GradientState
     mesh: Any = None
+    fp8_library: str | None = None
+    public: Any = None

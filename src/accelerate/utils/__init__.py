@@ -228,6 +228,17 @@ from accelerate.precision.amp import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.precision.torchao import (
+    convert_model_to_fp8_ao as convert_model_to_fp8_ao,
+    filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
+    has_ao_layers as has_ao_layers,
+)
+from accelerate.precision.transformer_engine import (
+    apply_fp8_autowrap as apply_fp8_autowrap,
+    contextual_fp8_autocast as contextual_fp8_autocast,
+    convert_model as convert_model,
+    has_transformer_engine_layers as has_transformer_engine_layers,
+)
 from accelerate.rng import (
     set_seed as set_seed,
     synchronize_rng_state as synchronize_rng_state,

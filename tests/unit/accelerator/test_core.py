@@ -16,6 +16,7 @@ import accelerate.accelerator
 from accelerate import Accelerator
 from accelerate.base.errors import ConfigurationError
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.plugins.fp8 import TERecipeKwargs
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 
@@ -162,7 +163,7 @@ def test_a_second_accelerator_must_agree_on_the_number_format() -> None:
 
 def test_a_refused_run_does_not_decide_for_the_next_one() -> None:
     with pytest.raises(ConfigurationError, match="fp8"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
     assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import packages
+from accelerate.base.errors import ConfigurationError, MissingPackageError
 from accelerate.devices.catalogue import CPU
+from accelerate.plugins.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.plugins.handlers import KwargsHandler
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
 from accelerate.precision.resolve import PrecisionRequest, resolve
+from accelerate.state import PartialState
+
+module = sys.modules[resolve.__module__]  # the package has a function of its name
 
 
 @pytest.mark.parametrize(
@@ -21,5 +30,67 @@ def test_each_name_has_its_class(name: str, kind: type[Precision]) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="mixed_precision='fp4'.*no, bf16, fp16"):
+    with pytest.raises(ConfigurationError, match="mixed_precision='fp4'.*no, bf16, fp16, fp8"):
         resolve(PrecisionRequest("fp4", CPU))
+
+
+class Library:
+    """Stands for the three FP8 libraries: what is installed, and what was chosen."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+        rows = {
+            name: row._replace(
+                is_installed=lambda name=name: name in installed,
+                build=lambda request, recipe, name=name: (name, recipe),
+            )
+            for name, row in module._FP8.items()
+        }
+        monkeypatch.setattr(module, "_FP8", rows)
+
+    def choose(self, *recipes: KwargsHandler, named: str | None = None) -> Any:
+        return resolve(PrecisionRequest("fp8", CPU, recipes=recipes, fp8_library=named))
+
+
+@pytest.mark.parametrize(
+    ("installed", "named", "chosen"),
+    [
+        ((), None, "AO"),
+        (("TE",), None, "TE"),
+        (("MSAMP", "TE"), None, "TE"),
+        (("AO", "TE"), "te", "TE"),
+        (("AO",), "MSAMP", "MSAMP"),
+    ],
+)
+def test_the_fp8_library_is_the_one_named_or_the_first_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], named: str | None, chosen: str
+) -> None:
+    assert Library(monkeypatch, *installed).choose(named=named) == (chosen, None)
+
+
+def test_a_recipe_decides_before_the_launch_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = TERecipeKwargs()
+    assert Library(monkeypatch, "AO").choose(recipe, named="ao") == ("TE", recipe)
+    joint = FP8RecipeKwargs(backend="MSAMP")
+    assert Library(monkeypatch).choose(joint) == ("MSAMP", joint)
+
+
+def test_two_recipes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="TERecipeKwargs.*MSAMPRecipeKwargs"):
+        Library(monkeypatch).choose(TERecipeKwargs(), MSAMPRecipeKwargs())
+
+
+def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="fp8_backend='FOO'.*AO, TE, MSAMP"):
+        Library(monkeypatch).choose(named="foo")
+
+
+def test_a_recipe_for_another_format_is_told_of(states: None, caplog: pytest.LogCaptureFixture) -> None:
+    PartialState()
+    resolve(PrecisionRequest("bf16", CPU, recipes=[TERecipeKwargs()]))
+    assert "TERecipeKwargs has no effect" in caplog.text
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "require", packages.require)
+    with pytest.raises(MissingPackageError, match="ms-amp"):
+        resolve(PrecisionRequest("fp8", CPU, fp8_library="msamp"))

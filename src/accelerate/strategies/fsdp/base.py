@@ -88,7 +88,7 @@ class Sharded(Strategy, ABC):
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
         if evaluation:
             return super().prepare_model(model, place=place, evaluation=True)
-        return self.wrap(self.precision.convert(model), self.compile)
+        return self.wrap(self.convert(model), self.compile)
 
     def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""

@@ -25,6 +25,8 @@ from accelerate.strategies.request import Context
 class FullyShard(Sharded):
     """Sharding by FSDP 2."""
 
+    gathers_shards = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.shard: Callable[[nn.Module], nn.Module] = partial(fsdp2_prepare_model, self.facts)

@@ -1,0 +1,104 @@
+"""FP8 through torchao, which computes on the CPU too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+from accelerate import Accelerator
+from accelerate.base.enums import FP8BackendType
+from accelerate.plugins.fp8 import AORecipeKwargs
+from accelerate.precision import torchao as precision
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torchao's own
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(32, 32),
+        nn.ReLU(),
+        nn.Sequential(nn.Linear(32, 20), nn.Linear(20, 32)),
+        nn.Linear(32, 32),
+        nn.Linear(32, 16),
+    )
+
+
+def float8_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def test_first_and_last_linear_layer() -> None:
+    assert precision.find_first_last_linear_layers(build()) == ("0", "4")
+    assert precision.find_first_last_linear_layers(nn.ReLU()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "alone"),
+    [("0", False, True), ("1", True, True), ("2", True, True), ("2.0", False, False), ("3", True, True)],
+)
+def test_filters(name: str, listed: bool, alone: bool) -> None:
+    module = build().get_submodule(name)
+    assert precision.filter_linear_layers(module, name, ["0"]) is listed
+    assert precision.filter_first_and_last_linear_layers(module, name) is alone
+
+
+def test_all_layers_but_the_ends_and_odd_sizes_are_converted() -> None:
+    model = build()
+    assert not precision.has_ao_layers(model)
+    precision.convert_model_to_fp8_ao(model)
+    assert float8_layers(model) == ["3"]
+    assert precision.has_ao_layers(model)
+
+
+def test_a_filter_of_the_user_decides() -> None:
+    model = build()
+    precision.convert_model_to_fp8_ao(model, module_filter_func=lambda module, name: name in ("0", "4"))
+    assert float8_layers(model) == ["0", "4"]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_training_in_float8_learns(states: None, gathers: bool) -> None:
+    handlers = [AORecipeKwargs(enable_fsdp_float8_all_gather=gathers)]
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+    assert accelerator.fp8_backend == FP8BackendType.AO
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert float8_layers(model) == ["3"]
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert stepped == {id(p) for p in model.parameters()}  # none was replaced behind the optimizer's back
+    before = model[3].weight.detach().clone()
+    inputs, losses = torch.randn(64, 32), []
+    for _ in range(30):
+        loss = (model(inputs) - inputs[:, :16]).pow(2).mean()
+        assert loss.dtype == torch.float32
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert not torch.equal(model[3].weight, before)
+
+
+def test_a_model_with_float8_layers_is_left_as_it_is(states: None) -> None:
+    model = build()
+    precision.convert_model_to_fp8_ao(model, module_filter_func=lambda module, name: name == "0")
+    accelerator = Accelerator(mixed_precision="fp8")
+    assert float8_layers(accelerator.prepare(model)) == ["0"]
+
+
+def test_clients_replace_the_conversion_in_the_public_module(
+    states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    accelerator = Accelerator(mixed_precision="fp8")
+    monkeypatch.setattr("accelerate.accelerator.convert_model_to_fp8_ao", lambda *given: seen.append(given))
+    model = build()
+    accelerator.prepare(model)
+    assert [given[0] for given in seen] == [model]
