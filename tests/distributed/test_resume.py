@@ -110,6 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sharded": {"dispatch_batches": False},
     "goes on by itself": {"use_stateful_dataloader": True},
     "dispatched, by itself": {"use_stateful_dataloader": True, "dispatch_batches": True},
+    "sharded, by itself": {"use_stateful_dataloader": True, "dispatch_batches": False},
 }
 
 
@@ -168,6 +169,18 @@ def check(
 )
 def test_interrupted_equals_uninterrupted(run: Run, kind: str, config: dict[str, Any]) -> None:
     check(run, kind, 0, config, 2, [(0, 2), (1, 6)])
+
+
+def test_sums_of_three_processes_are_rounded_alike(run: Run) -> None:
+    check(run, "shuffled", 0, {}, 3, [(0, 0), (1, 2)])
+
+
+def test_a_dispatched_batch_sampler_that_draws_as_it_goes(run: Run) -> None:
+    check(run, "batch sampler", 0, CONFIGS["dispatched"], 2, [(0, 2)])
+
+
+def test_a_dispatched_stream_that_goes_on_by_itself(run: Run) -> None:
+    check(run, "stream", 0, CONFIGS["dispatched, by itself"], 2, [(0, 2)])
 
 
 def test_a_loader_that_goes_on_by_itself(run: Run) -> None:

@@ -269,7 +269,11 @@ class Persistence:
             epoch=int(getattr(loaders[0], "iteration", 0)) if loaders else 0,
             iteration=iteration,
             keep=project.total_limit if numbered else None,
-            run={"sync_gradients": gradients.sync_gradients, "num_steps": gradients.num_steps},
+            run={
+                "sync_gradients": gradients.sync_gradients,
+                "num_steps": gradients.num_steps,
+                "gradient_order": [runtime.strategy.gradient_order(each) for each in runtime.prepared.models],
+            },
         )
 
     def _collect(self, site: Site, safe: bool) -> list[Any]:
@@ -344,8 +348,12 @@ class Persistence:
         """Take over what is counted."""
         first = GeneratorsPart(0).name
         if source.manifest is not None:
+            runtime, run = self._runtime, source.manifest.run
             self.step = source.manifest.step
-            self._runtime.gradient_state._set_sync_gradients(source.manifest.run.get("sync_gradients", True))
+            runtime.gradient_state._set_sync_gradients(run.get("sync_gradients", True))
+            for model, order in zip(runtime.prepared.models, run.get("gradient_order", []), strict=False):
+                if not source.resized:
+                    runtime.strategy.adopt_gradient_order(model, order)
         elif (source.folder / first).is_file():
             self.step = Load(source.folder).read(first).get("step", self.step)
         match = retention.PATTERN.fullmatch(source.folder.name)

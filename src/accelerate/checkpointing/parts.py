@@ -218,8 +218,8 @@ class LoaderPart:
     def _apply(self, state: Any, found: Any, options: Load) -> None:
         with options.fitting(sampler_file(self.index), type(self.loader).__name__):
             position.restore(self.loader, state, found.get("dataset"))
-            if "torchdata" in found and not state["is_over"]:
-                self.loader.load_state_dict(found["torchdata"])
+            if "torchdata" in found and state["seen"] and not state["is_over"]:
+                self.loader.go_on_by_torchdata(found)
 
 
 @dataclass(frozen=True)

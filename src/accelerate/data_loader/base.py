@@ -315,13 +315,17 @@ class DataLoaderAdapter(DataLoader[Any]):
             return ahead.mark_last(source), fillers
         return mark_last(self, source if carrier is None else carrier(source)), fillers
 
-    def _open_batches(self, skip: int, kept: int = 0) -> tuple[Iterator[Any], IndexAhead | None, Fillers]:
+    def _open_batches(
+        self, skip: int, kept: int = 0, ahead_by: int | None = None
+    ) -> tuple[Iterator[Any], IndexAhead | None, Fillers]:
         """Start torch's iterator, where the order of the pass is drawn.
 
         Args:
             skip: how many batches are read and thrown away.
             kept: how many of those that are passed over, at the beginning of the epoch, are given all the
                 same.
+            ahead_by: how many batches are read before the one that is given; None: those that torch reads
+                itself, or their indices.
 
         Returns:
             The batches, the indices they are read by where those are drawn in this process, and the record of
@@ -342,14 +346,17 @@ class DataLoaderAdapter(DataLoader[Any]):
             and not skip
         ):
             source._sampler_iter = ahead = IndexAhead(source._sampler_iter)
+            fillers = _find_fillers(self._index_sampler)
+            if ahead_by is not None:
+                return after_first(source, order_is_drawn, kept, ahead_by), None, fillers
             order_is_drawn()
-            return source, ahead, _find_fillers(self._index_sampler)
-        fillers: Fillers = {} if self._is_tagged else _find_fillers(self._index_sampler)
+            return source, ahead, fillers
+        fillers = {} if self._is_tagged else _find_fillers(self._index_sampler)
         if self._is_tagged:
             source = untagged(source, fillers)
         if skip:
             source = read_past(source, skip, kept)
-        return after_first(source, order_is_drawn, kept), None, fillers
+        return after_first(source, order_is_drawn, kept, ahead_by or 1), None, fillers
 
     def _go_on_with_stream(self) -> None:
         """Bring a dataset that has a state to the one of the checkpoint that this pass goes on from."""
@@ -374,6 +381,19 @@ class DataLoaderAdapter(DataLoader[Any]):
             self.adjust_state_dict_for_prefetch()
         else:
             self.position.stream = note
+
+    def capture_stream(self) -> dict[str, Any]:
+        """Return the state of a dataset that is read in order; empty where none was read in this epoch."""
+        if not self.torchdata_goes_on:
+            return {} if self.position.stream is None else {"dataset": self.position.stream}
+        if not self.position.seen or self.dl_state_dict is None:  # to ask torchdata would start a pass
+            return {}
+        return {"torchdata": self.dl_state_dict, "first": self._first_round()}
+
+    def go_on_by_torchdata(self, captured: dict[str, Any]) -> None:
+        """Go on from what `capture_stream` returned for torchdata."""
+        self._fill_with(captured.get("first", []))
+        self.load_state_dict(captured["torchdata"])
 
     def _first_round(self) -> list[Any]:
         """What fills the end of the pass that is under way."""

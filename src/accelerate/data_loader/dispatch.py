@@ -150,7 +150,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
         dealer, draws = self._dealer(), Draws()
         kept = self.batches_kept if self.keeps_first_round else 0
-        source, _, _ = self._open_batches(self.skip_source + self.skip_batches * dealer.take, kept)
+        skipped = self.skip_source + self.skip_batches * dealer.take
+        source, _, _ = self._open_batches(skipped, kept, ahead_by=dealer.take)
         given, self._goes_on_with = self._goes_on_with, []
         opening = [] if given else dealer.read(source)
         self._first = given or opening

@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset
 from accelerate import rng
 from accelerate.base.errors import CheckpointError
 
-_END = object()
 VERSION = 1
 
 
@@ -214,11 +213,8 @@ def capture_stream(loader: Any) -> dict[str, Any]:
     Args:
         loader: of any kind; one whose dataset has none gives an empty dictionary.
     """
-    if not is_tracked(loader):
-        return {}
-    if loader.torchdata_goes_on:
-        return {"torchdata": loader.state_dict()}
-    return {} if loader.position.stream is None else {"dataset": loader.position.stream}
+    captured: dict[str, Any] = loader.capture_stream() if is_tracked(loader) else {}
+    return captured
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -255,20 +251,22 @@ def stream_of(loader: Any) -> Any:
     return None
 
 
-def after_first(source: Iterator[Any], then: Callable[[], None], kept: int = 0) -> Iterator[Any]:
-    """Give a source on, and call something when its first item has been read.
+def after_first(
+    source: Iterator[Any], then: Callable[[], None], kept: int = 0, count: int = 1
+) -> Iterator[Any]:
+    """Give a source on, and call something when its first items have been read.
 
     Args:
         source: the items.
         then: what is called.
-        kept: further items, before the first one, that are not counted.
+        kept: further items, before the first ones, that are not counted.
+        count: how many are read before it is called.
     """
     yield from islice(source, kept)
-    first = next(source, _END)
+    first = list(islice(source, count))
     then()
-    if first is not _END:
-        yield first
-        yield from source
+    yield from first
+    yield from source
 
 
 def _draw_states(loader: Any) -> dict[str, Any]:

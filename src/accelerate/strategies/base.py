@@ -260,6 +260,18 @@ class Strategy:
     def check_saving(self) -> None:
         """Refuse to save or load the whole run, before anything is written or changed."""
 
+    def gradient_order(self, model: nn.Module) -> list[int]:
+        """Return what the rounding of summed gradients depends on: an order of the parameters, or nothing."""
+        return []
+
+    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
+        """Round summed gradients as a run did that was interrupted; called on all ranks.
+
+        Args:
+            model: a prepared module.
+            order: what `gradient_order` returned in that run.
+        """
+
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state of `model` on every rank that asks."""
         inner = self.unwrap(model, keep_compiled=False) if unwrap else model

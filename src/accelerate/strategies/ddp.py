@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.base.errors import wrong_value
 from accelerate.plugins.handlers import DistributedDataParallelKwargs
 from accelerate.strategies.base import Strategy, refuse_split_model
+from accelerate.strategies.buckets import adopt_order, order_of
 from accelerate.strategies.request import Context
 
 
@@ -70,6 +71,17 @@ class DataParallel(Strategy):
         if device.index is None:
             return {}
         return {"device_ids": [device.index], "output_device": device.index}
+
+    def gradient_order(self, model: nn.Module) -> list[int]:
+        """Return the places of gradients in the buckets of the replica."""
+        replica = _replica(model)
+        return [] if replica is None else order_of(replica)
+
+    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
+        """Let the replica sum in that order from its next pass on."""
+        replica = _replica(model)
+        if replica is not None:
+            adopt_order(replica, order)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return torch's `no_sync` of the replica."""

@@ -184,17 +184,24 @@ def test_a_stream_with_state_reads_nothing_twice() -> None:
     assert dataset.read == SAMPLES - 15
 
 
-def test_between_two_epochs_the_next_order_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "seedable", "stateful"])
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", "stream with state"])
+def test_between_two_epochs_the_next_order_is_the_same(
+    tmp_path: Path, kind: str, config: dict[str, Any], epochs: int
+) -> None:
     def run(go_on: bool) -> list[Any]:
         set_seed(7 if go_on else 0)
-        accelerator = Accelerator(cpu=True)
-        loader = accelerator.prepare(DataLoader(Plain(), batch_size=BATCH, shuffle=True))
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        loader = accelerator.prepare(build(kind, 0))
         if go_on:
             accelerator.load_state(tmp_path)
         else:
-            list(loader)
+            for _ in range(epochs):
+                list(loader)
             accelerator.save_state(tmp_path)
-        return [index.tolist() for _ in range(2) for index, _ in loader]
+        drawn = torch.rand(1).item()
+        return [drawn, *(index.tolist() for _ in range(2) for index, _ in loader)]
 
     assert run(go_on=False) == run(go_on=True)
 

@@ -1,0 +1,93 @@
+"""Sums of gradients are rounded as in the run that was interrupted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.strategies.buckets import adopt_order, order_of
+
+Run = Callable[..., list[Any]]
+
+
+class Crossed(nn.Module):
+    """Gradients come neither in the order of its layers nor in the reverse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first, self.last = (nn.Linear(37, 37) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(inputs)).tanh())
+
+
+def replica(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Crossed(), **options)
+
+
+def gradients(model: nn.Module, seed: int) -> list[float]:
+    torch.manual_seed(seed * 10 + dist.get_rank())
+    model.zero_grad()
+    model(torch.randn(5, 37)).square().sum().backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters()]).tolist()
+
+
+def compare() -> Any:
+    dist.init_process_group("gloo")
+    try:
+        trained, orders = replica(), []
+        for step in range(3):
+            orders.append(order_of(trained))
+            later = gradients(trained, step)
+        orders.append(order_of(trained))
+        fresh, plain = replica(), replica()
+        first = next(fresh.parameters())
+        first.grad = torch.ones_like(first)
+        adopt_order(fresh, orders[1])
+        held = bool((first.grad == 1).all()), [each.grad is None for each in fresh.parameters()]
+        orders.append(order_of(fresh))
+        same = gradients(fresh, 2) == later
+        orders.append(order_of(fresh))
+        adopt_order(trained, [*reversed(orders[1])])
+        again = gradients(trained, 2) == later
+        return orders, held, same, again, gradients(plain, 2) == later
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def test_the_first_pass_behind_a_checkpoint_is_like_that_of_the_run_before(run: Run) -> None:
+    for orders, held, same, again, plain in run(compare, processes=3):
+        assert orders == [[], *[[5, 4, 1, 0, 3, 2]] * 5]
+        assert held == (True, [False, True, True, True, True, True])
+        assert same
+        assert again
+        assert not plain  # otherwise all of this would not be needed
+
+
+def leave_alone(kind: str) -> Any:
+    dist.init_process_group("gloo")
+    try:
+        model = replica(**{"find_unused_parameters": True} if kind == "unused" else {})
+        arrived: list[int] = []
+        if kind == "hook":
+            next(model.parameters()).register_post_accumulate_grad_hook(lambda each: arrived.append(1))
+        order = {"short": [1, 0], "twice": [0, 0, 1, 2, 3, 4]}.get(kind, [5, 4, 1, 0, 3, 2])
+        adopt_order(model, order)
+        return order_of(model), arrived, [each.grad is None for each in model.parameters()]
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["unused", "hook", "short", "twice"])
+def test_what_does_not_fit_or_may_do_harm_is_left_alone(run: Run, kind: str) -> None:
+    assert run(leave_alone, kind, processes=1) == [([], [], [True] * 6)]
