@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from accelerate.base.constants import RNG_STATE_NAME
 from accelerate.base.errors import CheckpointError, wrong_value
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.council import Council
@@ -54,9 +55,16 @@ class Source:
             self._fault = str(error)
 
     @property
+    def world_size(self) -> int | None:
+        """Number of processes that saved it: without a manifest, of those whose random states are there."""
+        if self.manifest is not None:
+            return self.manifest.world_size
+        return len(list(self.folder.glob(f"{RNG_STATE_NAME}_*.pkl"))) or None
+
+    @property
     def resized(self) -> bool:
         """Whether another number of processes saved it."""
-        return self.manifest is not None and self.manifest.world_size != self._council.size
+        return self.world_size not in (None, self._council.size)
 
     @property
     def is_readable(self) -> bool:
@@ -161,16 +169,16 @@ def announce(source: Source, size: int, policy: str) -> None:
     Raises:
         CheckpointError: by the policy "strict".
     """
-    if source.manifest is None:
-        if source.is_readable:
-            logger.warning(
-                f"{source.folder} holds no {manifest.NAME}: other software wrote it, or its save did not "
-                "end. It is loaded without being verified."
-            )
+    if not source.is_readable:
         return
+    if source.manifest is None:
+        logger.warning(
+            f"{source.folder} holds no {manifest.NAME}: other software wrote it, or its save did not "
+            "end. It is loaded without being verified."
+        )
     if not source.resized:
         return
-    old = source.manifest.world_size
+    old = source.world_size
     if policy == "strict":
         raise CheckpointError(
             f"{source.folder} was saved by {old} processes, and this run has {size}. Start {old} "

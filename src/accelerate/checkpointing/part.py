@@ -33,6 +33,11 @@ class Load:
     model: Mapping[str, Any] = field(default_factory=dict)
     names: Container[str] | None = None
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether nothing tells which files the checkpoint has: other software wrote it."""
+        return self.names is None
+
     def has(self, name: str) -> bool:
         """Whether a file is part of the checkpoint."""
         return (self.names is None or name in self.names) and (self.folder / name).is_file()

@@ -37,6 +37,8 @@ from accelerate.weights.shared import drop_shared, missing_names
 logger = get_logger(__name__)
 
 CUSTOM_NAME = "custom_checkpoint"
+LOADER_NAME = "dl_state_dict"
+"""Where other software keeps the position of a loader."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class StatePart:
         owner: the object.
         on_device: whether its state is read to the device of the run.
         write: writes its state to a path.
+        may_lack: whether a checkpoint of other software may be without it; the object stays as it is then.
     """
 
     name: str
@@ -55,11 +58,17 @@ class StatePart:
     on_device: bool = False
     everywhere: bool = False
     write: Callable[[Any, Path], None] = write_torch
+    may_lack: bool = False
 
     def collect(self) -> list[Payload]:
         return [Payload(self.name, self.owner.state_dict(), self.write)]
 
     def read(self, options: Load) -> Apply:
+        if self.may_lack and options.is_foreign and not options.has(self.name):
+            logger.warning(
+                f"{options.folder} holds no {self.name}: this {type(self.owner).__name__} starts anew."
+            )
+            return nothing
         state = options.read(self.name, options.device if self.on_device else "cpu")
         return partial(self._apply, state, options)
 
@@ -209,11 +218,30 @@ class LoaderPart:
 
     def read(self, options: Load) -> Apply:
         name = sampler_file(self.index)
-        if not position.is_tracked(self.loader) or not options.has(name):
+        if not position.is_tracked(self.loader):
+            return nothing
+        if not (self._is_known(options) if options.is_foreign else options.has(name)):
             return nothing
         streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
         found: Any = next((options.read(each) for each in streams if options.has(each)), {})
         return partial(self._apply, options.read(name), found, options)
+
+    def _is_known(self, options: Load) -> bool:
+        """Whether what other software says of order and position can be taken over; a line says if not."""
+        names = [sampler_file(self.index), number(LOADER_NAME, self.index, ".bin")]
+        found = next((name for name in names if options.has(name)), None)
+        if found is None:
+            return False
+        try:
+            if position.is_state(options.read(found)):
+                return True
+        except CheckpointError as error:
+            logger.debug(f"{error}")
+        logger.warning(
+            f"{options.folder / found} tells order and position of a loader in a way that is not known here: "
+            "the loader begins a new epoch. Skip the batches that were used: skip_first_batches(loader, n)."
+        )
+        return False
 
     def _apply(self, state: Any, found: Any, options: Load) -> None:
         with options.fitting(sampler_file(self.index), type(self.loader).__name__):
@@ -267,7 +295,7 @@ def state_parts(
             for index, each in enumerate(optimizers)
         ),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), each) for index, each in enumerate(schedulers)),
-        *([] if scaler is None else [StatePart(SCALER_NAME, scaler)]),
+        *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
         *(custom_part(index, each) for index, each in enumerate(custom)),
     ]
 

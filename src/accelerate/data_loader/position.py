@@ -141,6 +141,11 @@ def capture(loader: Any) -> dict[str, Any] | None:
     }
 
 
+def is_state(state: Any) -> bool:
+    """Whether something is what `capture` returns, of any version."""
+    return isinstance(state, Mapping) and {"version", "seen", "consumed", "generators"} <= state.keys()
+
+
 def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
     """Bring a loader to an order and position; its next pass goes on there.
 

@@ -154,10 +154,18 @@ def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
             return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
     except pickle.UnpicklingError as error:
         raise CheckpointError(_explain_refusal(path, error)) from error
+    except OSError as error:
+        if error.filename is not None:  # the system's own words name the file
+            raise
+        raise _unreadable(path, error) from error
     except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Target, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
+    )
 
 
 def refused_globals(path: Path) -> list[str]:

@@ -121,3 +121,20 @@ def test_save_takes_file_objects_but_not_for_safetensors() -> None:
     assert sorted(load(buffer)) == ["bias", "weight"]
     with pytest.raises(ConfigurationError, match="needs the path of a file"):
         save({}, buffer, safe_serialization=True)
+
+
+@pytest.mark.parametrize("write", [write_torch, write_safetensors])
+def test_wherever_a_file_ends_too_early_it_is_named(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "short"
+    write({"a": torch.ones(9), "b": torch.zeros(3, dtype=torch.int8)}, path)
+    data = path.read_bytes()
+    read = read_torch if write is write_torch else read_safetensors
+    for length in {*range(0, len(data), 7), *range(len(data) - 60, len(data))}:
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"short cannot be read"):
+            read(path)
+
+
+def test_a_missing_file_is_what_the_system_says(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere")

@@ -1,0 +1,156 @@
+"""Folders that the original package wrote: read, and gone on from, to the last bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+Run = Callable[..., list[Any]]
+
+SAMPLES = Path(__file__).parents[1] / "samples" / "original_checkpoint"
+UNVERIFIED = "holds no manifest.json: other software wrote it"
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def build(**options: Any) -> Any:
+    """The run that wrote the folders, with other weights and random numbers."""
+    found = importlib.util.spec_from_file_location("write_original_checkpoint", SAMPLES / "write.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    return module.Run(Accelerator(cpu=True, dataloader_config=config, **options), seed=99)
+
+
+def facts(name: str, rank: int = 0) -> Any:
+    return json.loads((SAMPLES / f"{name}_{rank}.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the folder that one process wrote."""
+    return Path(shutil.copytree(SAMPLES / "one_process", tmp_path / "checkpoint"))
+
+
+def test_the_run_of_one_process_goes_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = build()
+    run.accelerator.load_state(folder)
+    assert UNVERIFIED in caplog.text
+    assert run.go_on() == facts("one_process")
+
+
+def go_on(folder: str) -> Any:
+    run = build()
+    run.accelerator.load_state(folder)
+    return run.go_on()
+
+
+def test_the_run_of_two_processes_goes_on(run: Run) -> None:
+    found = run(go_on, str(SAMPLES / "two_processes"), processes=2)
+    assert found == [facts("two_processes", rank) for rank in range(2)]
+
+
+def test_one_process_goes_on_after_two(caplog: pytest.LogCaptureFixture) -> None:
+    run = build()
+    run.accelerator.load_state(SAMPLES / "two_processes")
+    assert "was saved by 2 processes, and this run has 1" in caplog.text
+    assert run.count.steps == 2
+    assert run.scheduler.scheduler.last_epoch == 4
+    with pytest.raises(CheckpointError, match="was saved by 2 processes"):
+        run.accelerator.load_state(SAMPLES / "two_processes", world_size_policy="strict")
+
+
+def count_after(folder: str) -> Any:
+    run = build()
+    run.accelerator.load_state(folder)
+    return run.count.steps, run.accelerator.unwrap_model(run.second).weight.tolist(), torch.rand(1).item()
+
+
+def test_two_processes_go_on_after_one(run: Run) -> None:
+    expected = torch.load(SAMPLES / "one_process" / "pytorch_model_1.bin")["weight"].tolist()
+    first, second = run(count_after, str(SAMPLES / "one_process"), processes=2)
+    assert first[:2] == second[:2] == (2, expected)
+    assert first[2] != second[2], "each has random numbers of its own"
+
+
+def test_only_by_its_name(folder: Path, tmp_path: Path) -> None:
+    """Among numbered checkpoints one that cannot be verified is not the newest."""
+    (tmp_path / "checkpoints").mkdir()
+    folder.rename(tmp_path / "checkpoints" / "checkpoint_3")
+    run = build(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    with pytest.raises(CheckpointError, match=r"other software wrote is loaded by its name: load_state\("):
+        run.accelerator.load_state()
+    run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_3")
+    assert run.accelerator.project_configuration.iteration == 4
+
+
+def test_a_scaler_that_it_did_not_have_starts_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPU the original has none in fp16."""
+    run = build(mixed_precision="fp16")
+    before = run.accelerator.scaler.get_scale()
+    run.accelerator.load_state(folder)
+    assert "holds no scaler.pt: this GradScaler starts anew" in caplog.text
+    assert run.accelerator.scaler.get_scale() == before
+    assert run.count.steps == 2
+
+
+class Sampler:
+    """Some versions pickled the sampler itself."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("sampler.bin", Sampler()), ("sampler.bin", {"epoch": 3}), ("dl_state_dict.bin", {"_num_yielded": 3})],
+)
+def test_positions_of_loaders_that_are_not_known_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture, name: str, content: Any
+) -> None:
+    torch.save(content, folder / name)
+    run = build()
+    run.accelerator.load_state(folder)
+    assert f"{name} tells order and position of a loader in a way that is not known here" in caplog.text
+    assert run.go_on() == facts("one_process")
+    assert len(list(run.loader)) == 6
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def replace(path: Path) -> None:
+    torch.save({"x": Sampler()}, path)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, replace])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model_1.bin",
+        "optimizer.bin",
+        "scheduler.bin",
+        "custom_checkpoint_0.pkl",
+        "random_states_0.pkl",
+    ],
+)
+def test_what_is_missing_or_broken_is_named(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(folder / name)
+    run = build()
+    before = {key: value.clone() for key, value in run.first.state_dict().items()}
+    said = "model_1" if name.startswith("pytorch_model") and damage is Path.unlink else name
+    with pytest.raises(CheckpointError, match=said):
+        run.accelerator.load_state(folder)
+    assert all(torch.equal(value, before[key]) for key, value in run.first.state_dict().items())
+    assert run.count.steps == 0
