@@ -66,6 +66,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     _is_accelerate_prepared = True  # other projects ask for it
 
+    num_updates: int = 0
+    """How many times the parameters were updated, over all interruptions of a run."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -173,6 +176,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if self.scaler is None:
+            self.num_updates += 1
             return self.optimizer.step(closure)
         return self._scaled_step(closure)
 
@@ -185,6 +189,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.step = self._optimizer_original_step_method  # type: ignore[method-assign]
         self._is_overflow = not self._accelerate_step_called
         self._accelerate_step_called = False
+        self.num_updates += not self._is_overflow
         self.gradients_unscaled = False
         if self.note_scaled_step is None:
             scaler.update()

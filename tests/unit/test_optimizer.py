@@ -39,8 +39,10 @@ def test_neither_steps_nor_clears_while_gradients_accumulate() -> None:
     optimizer.zero_grad()
     assert model.weight.grad is not None
     assert torch.equal(model.weight, before)
+    assert optimizer.num_updates == 0
     GradientState()._set_sync_gradients(True)
     optimizer.step()
+    assert optimizer.num_updates == 1
     optimizer.zero_grad()
     assert model.weight.grad is None
     assert not torch.equal(model.weight, before)
@@ -109,12 +111,14 @@ def test_a_scaled_step_is_skipped_when_a_gradient_is_infinite() -> None:
     scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
     optimizer.step()
     assert optimizer.step_was_skipped
+    assert optimizer.num_updates == 0
     assert torch.equal(model.weight, before)
     assert scaler.get_scale() == 2.0
     optimizer.zero_grad()
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     optimizer.step()
     assert not optimizer.step_was_skipped
+    assert optimizer.num_updates == 1
     assert not torch.equal(model.weight, before)
 
 

@@ -272,6 +272,7 @@ class Persistence:
             run={
                 "sync_gradients": gradients.sync_gradients,
                 "num_steps": gradients.num_steps,
+                "updates": [each.num_updates for each in runtime.prepared.optimizers],
                 "gradient_order": [runtime.strategy.gradient_order(each) for each in runtime.prepared.models],
             },
         )
@@ -351,6 +352,8 @@ class Persistence:
             runtime, run = self._runtime, source.manifest.run
             self.step = source.manifest.step
             runtime.gradient_state._set_sync_gradients(run.get("sync_gradients", True))
+            for optimizer, updates in zip(runtime.prepared.optimizers, run.get("updates", []), strict=False):
+                optimizer.num_updates = updates
             for model, order in zip(runtime.prepared.models, run.get("gradient_order", []), strict=False):
                 if not source.resized:
                     runtime.strategy.adopt_gradient_order(model, order)

@@ -203,7 +203,8 @@ def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, st
 def _row(path: Path, read: Manifest | None, fault: str) -> Row:
     if read is None:
         return Row(path.name, False, fault)
-    return Row(path.name, not fault, fault, read.step, read.epoch, read.created, read.size, read.world_size)
+    step = max(read.run.get("updates", []), default=0) or read.step
+    return Row(path.name, not fault, fault, step, read.epoch, read.created, read.size, read.world_size)
 
 
 def _show(rows: list[Row], as_json: bool) -> None:

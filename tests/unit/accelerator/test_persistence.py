@@ -55,13 +55,13 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         model.embed.weight.zero_()
     optimizer.state_dict()["state"][0]["exp_avg"].zero_()
     schedule.step()
-    counter.count = accelerator.step = 0
+    counter.count = accelerator.step = optimizer.num_updates = 0
     accelerator.load_state(tmp_path / "one")
     assert torch.equal(model.head.weight, weight)
     assert model.head.weight is model.embed.weight
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moment)
     assert schedule.get_last_lr() == rate
-    assert (counter.count, accelerator.step) == (7, 3)
+    assert (counter.count, accelerator.step, optimizer.num_updates) == (7, 3, 1)
     assert torch.equal(torch.rand(3), drawn)
 
 

@@ -43,6 +43,14 @@ def run(*words: Any) -> None:
     args.func(args)
 
 
+def test_the_step_is_the_number_of_updates_where_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Manifest({}, world_size=1, step=8, run={"updates": [4, 3]}).write(tmp_path)
+    run("list", tmp_path, "--json")
+    assert json.loads(capsys.readouterr().out)[0]["step"] == 4
+
+
 def test_list_shows_the_newest_first_and_why_one_is_broken(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
