@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 
 STEPS, ACCUMULATION, BATCH = 10, 2, 2
 VOCABULARY, WIDTH, LENGTH = 29, 12, 6  # sizes that two ranks do not share evenly everywhere
@@ -106,21 +113,33 @@ def texts(count: int) -> list[torch.Tensor]:
     return list(torch.randint(VOCABULARY, (count, LENGTH), generator=generator))
 
 
-def train(plugin: dict[str, Any] | None, mesh: dict[str, int] | None, share: int) -> dict[str, Any]:
-    """Ten updates on batches of which this process sees one in `share`."""
+def train(
+    plugin: dict[str, Any] | None,
+    mesh: dict[str, int] | None,
+    folder: str | None = None,
+    leave_after: int = STEPS,
+) -> dict[str, Any]:
+    """Ten updates on batches of which this process sees its share.
+
+    With a folder it goes on from the checkpoint there, if there is one, and saves one when it leaves early.
+    """
     warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATION,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
         fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
         parallelism_config=None if mesh is None else ParallelismConfig(**mesh),
     )
     torch.manual_seed(1)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(texts(STEPS * ACCUMULATION * BATCH * 4), batch_size=BATCH * 4 // share)
+    loader = DataLoader(texts(STEPS * ACCUMULATION * BATCH * 4), batch_size=BATCH * 4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms = [], []
+    if folder is not None and leave_after == STEPS:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, STEPS // 2 * ACCUMULATION)
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(batch)
@@ -130,6 +149,9 @@ def train(plugin: dict[str, Any] | None, mesh: dict[str, int] | None, share: int
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+        if leave_after < STEPS and len(norms) == leave_after and folder is not None:
+            accelerator.save_state(folder)
+            break
     state = accelerator.get_state_dict(model)
     kind = DistributedType(accelerator.distributed_type).value
     return {
@@ -144,7 +166,7 @@ def train(plugin: dict[str, Any] | None, mesh: dict[str, int] | None, share: int
 def reference() -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
 
-    result = train(None, None, 1)
+    result = train(None, None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return result
@@ -155,7 +177,7 @@ def reference() -> dict[str, Any]:
 )
 def test_losses_and_weights_are_those_of_one_process(run: Run, reference: dict[str, Any], way: str) -> None:
     plugin, mesh, processes = WAYS[way]
-    results = run(train, plugin, mesh, processes, processes=processes)
+    results = run(train, plugin, mesh, processes=processes)
     assert len(reference["losses"]) == STEPS * ACCUMULATION
     assert max(reference["norms"]) > CLIP  # the bound bites
     for result in results:
@@ -183,9 +205,38 @@ def test_losses_and_weights_are_those_of_one_process(run: Run, reference: dict[s
 def test_the_launcher_s_variables_choose_the_way(
     run: Run, reference: dict[str, Any], variables: dict[str, str], processes: int
 ) -> None:
-    results = run(train, None, None, processes, processes=processes, env={**VARIABLES, **variables})
+    results = run(train, None, None, processes=processes, env={**VARIABLES, **variables})
     for result in results:
         assert result["type"] == "FSDP"
         torch.testing.assert_close(
             torch.tensor(result["losses"]), torch.tensor(reference["losses"]), **TOLERANCE
         )
+
+
+MOVES = [
+    ("fsdp2 reshard", "ddp"),
+    ("ddp", "fsdp2 offload"),
+    *(
+        pytest.param(before, after, marks=pytest.mark.slow)
+        for before, after in [
+            ("fsdp2 2x2", "fsdp2 keep"),
+            ("fsdp2 recompute", "single"),
+            ("single", "fsdp2 2x2"),
+            ("fsdp2 keep", "fsdp2 one unit"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_in_another_way(
+    run: Run, reference: dict[str, Any], tmp_path: Path, before: str, after: str
+) -> None:
+    """Save in one layout, load in another, go on: the losses of a run without a break."""
+    losses: list[float] = []
+    for way, leave_after in ((before, STEPS // 2), (after, STEPS)):
+        plugin, mesh, processes = WAYS[way]
+        arguments = (plugin, mesh, str(tmp_path / "state"), leave_after)
+        results = run(train, *arguments, processes=processes)
+        losses += results[0]["losses"]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference["losses"]), **TOLERANCE)

@@ -285,15 +285,20 @@ class Persistence:
         for hook in runtime.checkpoints.save_hooks.values():
             hook(models, weights, str(site.folder))
         models_parts: list[Part] = [ModelPart(index, state, safe=safe) for index, state in enumerate(weights)]
-        parts = [*models_parts, *self._parts(), GeneratorsPart(runtime.state.process_index, self.step)]
+        parts = [
+            *models_parts,
+            *self._parts(gather=True),
+            GeneratorsPart(runtime.state.process_index, self.step),
+        ]
         return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
 
-    def _parts(self, *, resized: bool = False) -> list[Part]:
-        """Everything but models and random generators."""
+    def _parts(self, *, resized: bool = False, gather: bool = False) -> list[Part]:
+        """Everything but models and random generators; `gather` where it is about to be saved."""
         prepared = self._runtime.prepared
+        optimizers = self._runtime.strategy.optimizer_owners(prepared.optimizers, gather=gather)
         scaler, rank = self._runtime.strategy.precision.scaler, self._runtime.state.process_index
         return [
-            *state_parts(prepared.optimizers, prepared.schedulers, scaler, prepared.custom),
+            *state_parts(optimizers, prepared.schedulers, scaler, prepared.custom),
             *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
             *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
         ]
@@ -328,14 +333,14 @@ class Persistence:
         for hook in self._runtime.checkpoints.load_hooks.values():
             hook(models, str(source.folder))
         parts: list[Part] = [
-            *(ModelPart(index, model=self._bare(model)) for index, model in enumerate(models)),
+            *(
+                ModelPart(index, model=model, load=self._runtime.strategy.load_weights)
+                for index, model in enumerate(models)
+            ),
             *self._parts(resized=source.resized),
         ]
         changes = [part.read(options) for part in parts]
         return [*changes, self._read_generators(source, options, policy)]
-
-    def _bare(self, model: nn.Module) -> nn.Module:
-        return self._runtime.strategy.unwrap(model, keep_compiled=False)
 
     def _read_generators(self, source: Source, options: Load, policy: str) -> Apply:
         part = GeneratorsPart(self._runtime.state.process_index)

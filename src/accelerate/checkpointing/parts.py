@@ -40,6 +40,8 @@ CUSTOM_NAME = "custom_checkpoint"
 LOADER_NAME = "dl_state_dict"
 """Where other software keeps the position of a loader."""
 
+Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
+
 
 @dataclass(frozen=True)
 class StatePart:
@@ -97,12 +99,14 @@ class ModelPart:
         state: its weights by name; None where only loading is meant.
         model: the module that is filled; None where only saving is meant.
         safe: whether safetensors is written.
+        load: brings weights into a prepared model, with what fills a module; None fills the model itself.
     """
 
     index: int
     state: Mapping[str, Tensor] | None = None
     model: nn.Module | None = None
     safe: bool = True
+    load: Callable[[nn.Module, Mapping[str, Tensor], Fill], None] | None = None
     everywhere: bool = False
 
     def collect(self) -> list[Payload]:
@@ -134,13 +138,18 @@ class ModelPart:
             state = read_safetensors(path, options.device)
         return partial(self._apply, self.model, state, options, name)
 
-    @staticmethod
-    def _apply(model: nn.Module, state: Any, options: Load, name: str) -> None:
+    def _apply(self, model: nn.Module, state: Any, options: Load, name: str) -> None:
+        def fill_module(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+            fill(module, weights, options.folder / name, options.model)
+
         with options.fitting(name, type(model).__name__):
-            fill(model, state, options.folder / name, options.model)
+            if self.load is None:
+                fill_module(model, state)
+            else:
+                self.load(model, state, fill_module)
 
 
-def fill(model: nn.Module, state: dict[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
+def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
     """Load weights into a module, where names that share a tensor need be there once.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -271,6 +271,27 @@ class Strategy:
             model: a prepared module.
             order: what `gradient_order` returned in that run.
         """
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Return what saves and loads each optimizer as one process would; called on all ranks.
+
+        Args:
+            optimizers: prepared.
+            gather: whether they are about to be saved, so that states come together.
+        """
+        return list(optimizers)
+
+    def load_weights(
+        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
+    ) -> None:
+        """Load whole weights into a prepared model; called on all ranks, each of which has them.
+
+        Args:
+            model: prepared.
+            state: tensors by name.
+            fill: loads weights into a module.
+        """
+        fill(self.unwrap(model, keep_compiled=False), state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state of `model` on every rank that asks."""

@@ -137,17 +137,6 @@ class Sharded(Strategy, ABC):
 
     # Save and end
 
-    def check_saving(self) -> None:
-        """Refuse: optimizer states lie in parts, and this version has no checkpoints of parts.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(
-            "save_state and load_state do not work with FSDP in this version. Save the model with "
-            "save_model() or get_state_dict(), which give whole weights; optimizers are not saved."
-        )
-
     def keep_whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a whole state on the first process of each machine, which writes; nothing elsewhere."""
         return state if self.context.topology.local_rank == 0 else {}

@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
@@ -154,6 +155,17 @@ class FullySharded(Sharded):
     def _spread(self, parameter: torch.Tensor) -> clipping.Groups:
         groups: clipping.Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
+
+    def check_saving(self) -> None:
+        """Refuse: the states of optimizers lie in flat parts.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "save_state and load_state do not work with FSDP 1 in this version. Set fsdp_version=2; or save "
+            "the model with save_model() or get_state_dict(), without its optimizer."
+        )
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state on the CPU of each machine's first process; names are without wrappers."""

@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model
+from accelerate.strategies.fsdp.states import WholeOptimizer, gather_state, own_part
 from accelerate.strategies.request import Context
 
 
@@ -63,6 +64,19 @@ class FullyShard(Sharded):
         norm = clipping.measure(parameters, norm_type, self.context.device)
         clipping.scale_down(parameters, norm, max_norm)
         return norm
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Return what saves and loads the optimizers with whole tensors."""
+        keep = self.context.topology.local_rank == 0
+        return [WholeOptimizer(each, gather_state(each, keep) if gather else None) for each in optimizers]
+
+    def load_weights(
+        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
+    ) -> None:
+        """Load this rank's part of whole weights."""
+        inner = self.unwrap(model, keep_compiled=False)
+        targets = inner.state_dict(keep_vars=True)
+        fill(inner, {name: own_part(value, targets.get(name, value)) for name, value in state.items()})
 
     @torch.no_grad()
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:

@@ -1,0 +1,36 @@
+"""Whole states of optimizers; distributed ones are in the contract of strategies."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accelerate.strategies.fsdp.states import WholeOptimizer, gather_state, own_part
+
+
+def stepped() -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.Adam([parameter], lr=0.5)
+    optimizer.step()
+    return optimizer
+
+
+def test_plain_tensors_stay_as_they_are() -> None:
+    state = gather_state(stepped(), keep=True)
+    fresh = torch.optim.Adam([nn.Parameter(torch.ones(3))], lr=0.1)
+    whole = WholeOptimizer(fresh, state)
+    assert whole.state_dict() is state
+    whole.load_state_dict(state)
+    assert fresh.param_groups[0]["lr"] == 0.5
+    torch.testing.assert_close(fresh.state_dict()["state"], state["state"])
+
+
+def test_ranks_that_do_not_write_keep_nothing() -> None:
+    assert gather_state(stepped(), keep=False)["state"] == {}
+
+
+def test_what_is_not_spread_is_whole() -> None:
+    value = torch.ones(3)
+    assert own_part(value, torch.zeros(3)) is value
+    assert own_part("text", torch.zeros(3)) == "text"
