@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
-from accelerate.strategies.bundle import Bundle
+from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.fsdp.clipping import clip_values
-from accelerate.strategies.fsdp.parameters import Trail, fsdp2_switch_optimizer_parameters
+from accelerate.strategies.fsdp.parameters import Trail
 from accelerate.strategies.request import Context
 
 AUTOCAST = ("fp16", "bf16")
@@ -47,8 +44,6 @@ class Sharded(Strategy, ABC):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.replicas = context.topology.size
-        self.waiting: Sequence[Any] = ()
-        self.moved = WeakIdKeyDictionary()
         if context.mixed_precision in AUTOCAST:
             self.plugin.set_mixed_precision(context.mixed_precision)
 
@@ -65,24 +60,9 @@ class Sharded(Strategy, ABC):
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
-        """Let optimizers catch up with models that were prepared before them; then check as always."""
-        for optimizer in bundle.optimizers:
-            if not isinstance(optimizer, AcceleratedOptimizer) and len(self.moved):
-                fsdp2_switch_optimizer_parameters(optimizer, self.moved)
-        super().check(bundle, prepared)
-
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split."""
         refuse_split_model(model, "and FSDP shards whole models")
-
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
-        """Prepare all objects; models know which optimizers come with them."""
-        self.waiting = bundle.optimizers
-        try:
-            return super().prepare(bundle, preparer)
-        finally:
-            self.waiting = ()
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
