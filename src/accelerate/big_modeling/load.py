@@ -162,6 +162,9 @@ def load_checkpoint_in_model(
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
     _retie(model, tied)
+    for name, file in weights.extra.items():
+        if _takes_extra(model, name):
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
 
 
 def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequence[Sequence[str]]) -> Plan:
@@ -180,7 +183,10 @@ def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequenc
         moves=[_plan_move(name, source, own[name], wishes) for name, source in sources.items()],
         missing=[name for name in own if name in needed and name not in sources],
         unexpected=sorted(
-            name for name in weights.files if name not in own and not _is_statistics(name, own)
+            [
+                *(name for name in weights.files if name not in own and not _is_statistics(name, own)),
+                *(name for name in weights.extra if not _takes_extra(model, name)),
+            ]
         ),
         misshapen=[
             f"{name} is {tuple(weights.shape(source))} and not {tuple(own[name].shape)}"
@@ -231,6 +237,13 @@ def _dtype_for(name: str, old: Tensor, wishes: Wishes) -> torch.dtype:
         return old.dtype
     is_kept = any(f".{module}." in f".{name}." for module in wishes.kept)
     return torch.float32 if is_kept else wishes.dtype
+
+
+def _takes_extra(model: nn.Module, name: str) -> bool:
+    """Whether the module of that name takes what is kept beside tensors."""
+    path = name.rpartition(".")[0]
+    modules = dict(model.named_modules())
+    return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state
 
 
 def _is_statistics(name: str, own: Mapping[str, Tensor]) -> bool:

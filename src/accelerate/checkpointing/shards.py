@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accelerate.base.constants import (
@@ -21,21 +23,23 @@ from accelerate.base.constants import (
 )
 from accelerate.base.errors import CheckpointError, wrong_value
 from accelerate.base.text import describe, listed
-from accelerate.weights.files import clean_state_dict_for_safetensors, write
+from accelerate.weights.files import write_torch, write_whole_tensors
+from accelerate.weights.shared import drop_shared
 
 _FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """What is looked for in a folder, in this order."""
 
 
 def save_sharded(
-    state: Mapping[str, Tensor], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
+    state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[Path]:
     """Write weights to a folder, and remove weights that an earlier call has left there.
 
-    New files appear when they are whole; the index comes last.
+    New files appear when they are whole; the index comes last. In safetensors a tensor with several names is
+    stored once, and the metadata of its file tells the others.
 
     Args:
-        state: tensors by name.
+        state: tensors by name; files of torch take other objects, too, the first file all of them.
         folder: made where it does not exist.
         max_shard_size: bytes of a file, also as text such as "5GB"; a larger tensor is a file of its own.
         safe: whether safetensors is written.
@@ -51,7 +55,8 @@ def save_sharded(
     if folder.is_file():
         raise wrong_value("save_directory", str(folder), "it is a file", "pass a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    weights = clean_state_dict_for_safetensors(state) if safe else dict(state)
+    weights, aliases = drop_shared(state) if safe else (_tensors_of(state), {})
+    others = {name: value for name, value in state.items() if not (safe or name in weights)}
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     try:
         split = split_torch_state_dict_into_shards(
@@ -61,10 +66,17 @@ def save_sharded(
         raise wrong_value(
             "max_shard_size", max_shard_size, str(error), 'pass bytes or text such as "5GB"'
         ) from error
-    beside = {name: folder / f".{name}.{os.getpid()}" for name in split.filename_to_tensors}
+    files = split.filename_to_tensors or {pattern.format(suffix=""): []}
+    beside = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
-        for name, tensors in split.filename_to_tensors.items():
-            write({tensor: weights[tensor] for tensor in tensors}, beside[name], safe)
+        for name, tensors in files.items():
+            content = {tensor: weights[tensor] for tensor in tensors}
+            if safe:
+                twins = {twin: first for twin, first in aliases.items() if first in content}
+                write_whole_tensors(content, twins, beside[name])
+            else:
+                write_torch({**content, **others}, beside[name])
+                others = {}
         for name, path in beside.items():
             os.replace(path, folder / name)
     finally:
@@ -74,6 +86,25 @@ def save_sharded(
     if split.is_sharded:
         _write_index(folder / _index_of(pattern), split.metadata, split.tensor_to_filename)
     return [folder / name for name in beside]
+
+
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of a state dict, what counts for the size of a file; modules may keep other objects in theirs.
+
+    torch writes the whole memory that a tensor is a part of: one that nothing else here lies in is copied.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    dense = {name for name, tensor in tensors.items() if tensor.layout == torch.strided}
+    uses = Counter(tensors[name].untyped_storage().data_ptr() for name in dense)
+
+    def is_small_part(name: str) -> bool:
+        storage = tensors[name].untyped_storage()
+        return uses[storage.data_ptr()] == 1 and storage.nbytes() > tensors[name].nbytes
+
+    return {
+        name: tensor.clone() if name in dense and is_small_part(name) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _index_of(pattern: str) -> str:

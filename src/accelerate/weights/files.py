@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _codecs
 import json
+import logging
 import os
 import pickle
 import re
@@ -23,13 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.logging import get_logger
+from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.shared import drop_shared, restore_shared
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # also used where no run is set up
 
 Target = str | os.PathLike[str] | IO[bytes]
 
@@ -78,10 +78,20 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
         kept: contiguous tensors by name.
         aliases: further names, each with the one in `kept` that holds its tensor.
         path: the file.
+
+    Raises:
+        ConfigurationError: a dtype that the format does not have.
+        OSError: the file cannot be written.
     """
     metadata = {**_METADATA, ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
     try:
         save_file(dict(kept), path, metadata)
+    except KeyError as error:
+        name = next((name for name, tensor in kept.items() if tensor.dtype == error.args[0]), None)
+        if name is None:
+            raise
+        mend = "convert it, or pass safe_serialization=False"
+        raise wrong_value(name, error.args[0], "safetensors has no such dtype", mend) from error
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
 

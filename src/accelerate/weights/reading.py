@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +23,17 @@ class WeightFile(Protocol):
     Attributes:
         path: the file.
         shapes: of all tensors, by name; further names of a tensor are among them.
+        extra: names of what modules keep in a state dict beside their tensors.
     """
 
     path: Path
     shapes: Mapping[str, torch.Size]
+    extra: Collection[str]
 
-    def read(self, name: str, device: torch.device) -> Tensor:
-        """Return one tensor; on the CPU it is mapped from the file, and changes do not reach that.
+    def read(self, name: str, device: torch.device) -> Any:
+        """Return one tensor, or what a module keeps beside its tensors.
+
+        A tensor on the CPU is mapped from the file, and changes do not reach that.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -48,7 +52,11 @@ class SafetensorsFile:
         self.path = path
         self._opened: dict[str, Any] = {}
         opened = self._open(torch.device("cpu"))
-        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        names = list(opened.keys())
+        self.extra: Collection[str] = [name for name in names if is_extra(name)]
+        shapes = {
+            name: torch.Size(opened.get_slice(name).get_shape()) for name in names if not is_extra(name)
+        }
         aliases = json.loads((opened.metadata() or {}).get(ALIASES, "{}"))
         self._first = {name: first for name, first in aliases.items() if first in shapes}
         self.shapes: Mapping[str, torch.Size] = {
@@ -91,11 +99,20 @@ class TorchFile:
             raise CheckpointError(
                 f"{path} holds {strange}, and not only tensors by name. Pass a state dict alone."
             )
-        self._state: dict[str, Tensor] = content
-        self.shapes: Mapping[str, torch.Size] = {name: tensor.shape for name, tensor in content.items()}
+        self._state: dict[str, Any] = dict(content)
+        self.extra: Collection[str] = [name for name in self._state if is_extra(name)]
+        self.shapes: Mapping[str, torch.Size] = {
+            name: tensor.shape for name, tensor in self._state.items() if not is_extra(name)
+        }
 
-    def read(self, name: str, device: torch.device) -> Tensor:
-        return self._state[name].detach().to(device)
+    def read(self, name: str, device: torch.device) -> Any:
+        value = self._state[name]
+        return value.detach().to(device) if isinstance(value, Tensor) else value
+
+
+def is_extra(name: object) -> bool:
+    """Whether this names what a module keeps in a state dict beside its tensors, as torch calls it."""
+    return str(name).rpartition(".")[2] == "_extra_state"
 
 
 def _find_strange(content: Any) -> str:
@@ -105,7 +122,7 @@ def _find_strange(content: Any) -> str:
         (
             f"{name!r}, a {type(value).__name__}"
             for name, value in content.items()
-            if not isinstance(value, Tensor)
+            if not (isinstance(value, Tensor) or is_extra(name))
         ),
         "",
     )
@@ -131,9 +148,11 @@ class Weights:
 
     Attributes:
         files: each tensor's file, by name.
+        extra: the same of what modules keep beside their tensors.
     """
 
     files: Mapping[str, WeightFile]
+    extra: Mapping[str, WeightFile]
 
     @classmethod
     def open(cls, paths: list[Path]) -> Weights:
@@ -143,7 +162,10 @@ class Weights:
             CheckpointError: one is missing or broken.
         """
         opened = [open_weights(path) for path in paths]
-        return cls({name: each for each in opened for name in each.shapes})
+        return cls(
+            {name: each for each in opened for name in each.shapes},
+            {name: each for each in opened for name in each.extra},
+        )
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor."""
@@ -151,4 +173,5 @@ class Weights:
 
     def read(self, name: str, device: torch.device) -> Tensor:
         """Return a tensor."""
-        return self.files[name].read(name, device)
+        tensor: Tensor = self.files[name].read(name, device)
+        return tensor

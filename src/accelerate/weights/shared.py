@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelerate.base.errors import wrong_value
+
+RESERVED_NAME = "__metadata__"
+"""Where a file of safetensors keeps what is said of it as a whole."""
 
 
 def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -21,27 +25,44 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
         first one. Tensors that overlap without being the same are all kept, those after the first as copies.
 
     Raises:
-        ConfigurationError: something is not a tensor.
+        ConfigurationError: something is not a tensor with values that lie in memory one after the other.
     """
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     firsts: dict[tuple[Any, ...], str] = {}
     memory: set[Any] = set()
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise wrong_value(
-                name, type(tensor).__name__, "safetensors holds tensors only", "pass safe_serialization=False"
-            )
+        _check_storable(name, tensor)
         place = (tensor.device, tensor.untyped_storage().data_ptr())
-        identity = (*place, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        how = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        identity = (*place, tensor.storage_offset(), *how)
         if tensor.numel() and identity in firsts:
             aliases[name] = firsts[identity]
             continue
         firsts[identity] = name
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         kept[name] = tensor.clone() if tensor.numel() and place in memory else tensor
         memory.add(place)
     return kept, aliases
+
+
+def _check_storable(name: object, tensor: object) -> None:
+    """Refuse what a file of safetensors cannot hold.
+
+    Raises:
+        ConfigurationError: with the name, and what to do.
+    """
+    mend = "pass safe_serialization=False"
+    if not isinstance(name, str) or name == RESERVED_NAME:
+        raise wrong_value("name", name, "safetensors cannot name a tensor so", "use another text as its name")
+    if not isinstance(tensor, Tensor):
+        raise wrong_value(name, type(tensor).__name__, "safetensors holds tensors only", mend)
+    if tensor.device.type == "meta":
+        raise wrong_value(
+            name, "a tensor on the meta device", "it has no values to be saved", "load its weights first"
+        )
+    if tensor.layout != torch.strided:
+        raise wrong_value(name, tensor.layout, "safetensors holds dense tensors only", mend)
 
 
 def restore_shared(state: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:

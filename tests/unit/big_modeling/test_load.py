@@ -298,3 +298,32 @@ def test_the_index_of_the_disk_is_that_of_the_original_interface(files: Path, tm
         "shape": [4],
     }
     assert (tmp_path / "body.bias.dat").stat().st_size == 8
+
+
+class Counting(nn.Linear):
+    """Keeps more in its state dict than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("size", ["10GB", 10], ids=["one file", "shards"])
+def test_what_modules_keep_beside_tensors_goes_with_them(tmp_path: Path, size: Any) -> None:
+    model = nn.Sequential(Counting(), nn.Linear(2, 2))
+    model[0].calls = 7
+    save_sharded(model.state_dict(), tmp_path, size, safe=False)
+    again = nn.Sequential(Counting(), nn.Linear(2, 2))
+    load_checkpoint_in_model(again, tmp_path, strict=True)
+    assert again[0].calls == 7
+    assert torch.equal(again[1].weight, model[1].weight)
+    with pytest.raises(CheckpointError, match=r"the model does not have 0\._extra_state"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path, strict=True)
+    with pytest.raises(ConfigurationError, match=r"0\._extra_state='dict': safetensors holds tensors only"):
+        save_sharded(model.state_dict(), tmp_path)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.checkpointing.shards import save_sharded
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing.shards import find_shards, save_sharded
 
 STATE = {f"layer{index}.weight": torch.full((256,), float(index)) for index in range(4)}
 
@@ -45,6 +45,33 @@ def test_files_of_an_earlier_call_go_and_others_stay(tmp_path: Path) -> None:
     save_sharded(STATE, tmp_path, 1100)
     save_sharded(STATE, tmp_path)
     assert names(tmp_path) == ["model-card.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_model_without_weights_is_a_file_too(tmp_path: Path, safe: bool) -> None:
+    (path,) = save_sharded({}, tmp_path, safe=safe)
+    assert find_shards(tmp_path) == [path]
+    assert path.is_file()
+
+
+def test_files_of_torch_hold_no_more_than_their_tensors(tmp_path: Path) -> None:
+    memory = torch.zeros(10**5)
+    save_sharded(
+        {"part": memory[:3], "a": STATE["layer0.weight"], "b": STATE["layer0.weight"]}, tmp_path, safe=False
+    )
+    read = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert (tmp_path / "pytorch_model.bin").stat().st_size < 10**4
+    assert read["part"].tolist() == [0, 0, 0]
+    assert read["a"].data_ptr() == read["b"].data_ptr(), "what is shared stays so"
+
+
+def test_an_index_finds_its_files(tmp_path: Path) -> None:
+    written = save_sharded(STATE, tmp_path, 2100)
+    assert find_shards(tmp_path) == find_shards(tmp_path / "model.safetensors.index.json") == written
+    assert find_shards(written[0]) == [written[0]]
+    written[1].unlink()
+    with pytest.raises(CheckpointError, match=f"names files that are not beside it: {written[1].name}"):
+        find_shards(tmp_path)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

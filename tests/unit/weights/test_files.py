@@ -138,3 +138,44 @@ def test_wherever_a_file_ends_too_early_it_is_named(tmp_path: Path, write: Any) 
 def test_a_missing_file_is_what_the_system_says(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("a", torch.ones(2, device="meta"), "a='a tensor on the meta device': it has no values"),
+        ("a", torch.eye(2).to_sparse(), "a=torch.sparse_coo: safetensors holds dense tensors only"),
+        ("a", torch.ones(2, dtype=torch.complex128), "a=torch.complex128: safetensors has no such dtype"),
+        ("a", {"b": torch.ones(1)}, "a='dict': safetensors holds tensors only"),
+        (1, torch.ones(1), "name=1: safetensors cannot name a tensor so"),
+        ("__metadata__", torch.ones(1), "name='__metadata__'"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: Any, value: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        write_safetensors({name: value, "b": torch.ones(1)}, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_views_of_one_memory_keep_their_values(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    wave = torch.tensor([1 + 2j, 3 - 1j])
+    state = {
+        "whole": whole,
+        "row": whole[1],
+        "column": whole[:, 1],
+        "turned": whole.t(),
+        "twin": whole.view(3, 4),
+        "spread": torch.ones(1).expand(5),
+        "wave": wave,
+        "mirrored": wave.conj(),
+        "other dtype": whole.view(torch.int32),
+    }
+    write_safetensors(state, tmp_path / "x")
+    found = read_safetensors(tmp_path / "x")
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+
+
+def test_clean_state_dict_needs_no_run() -> None:
+    assert sorted(clean_state_dict_for_safetensors(tied())) == ["a", "c", "empty", "half"]
