@@ -21,7 +21,7 @@ from accelerate import (
 )
 
 STEPS, ACCUMULATION, BATCH = 10, 2, 2
-VOCABULARY, WIDTH, LENGTH = 29, 12, 6  # sizes that two ranks do not share evenly everywhere
+VOCABULARY, WIDTH, HEAD, LENGTH = 29, 12, 6, 6  # sizes that two ranks do not share evenly everywhere
 CLIP = 0.5
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 Run = Callable[..., list[Any]]
@@ -30,6 +30,7 @@ UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to
 ONE = {"fsdp_version": 1, **UNITS}
 TWO = {"fsdp_version": 2, **UNITS}
 MESH = {"dp_replicate_size": 2, "dp_shard_size": 2}
+LAYERS = {"dp_shard_size": 2, "tp_size": 2}
 
 WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
     "single": (None, None, 1),
@@ -50,29 +51,44 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
     "fsdp1 hybrid 2x2": ({**ONE, "sharding_strategy": "HYBRID_SHARD"}, MESH, 4),
     "fsdp1 hybrid grad 2x2": ({**ONE, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, MESH, 4),
     "fsdp2 2x2": (TWO, MESH, 4),
+    "tp": (None, {"tp_size": 2}, 2),
+    "fsdp2 + tp": (TWO, LAYERS, 4),
+    "fsdp2 + tp, recompute": ({**TWO, "activation_checkpointing": True}, LAYERS, 4),
+    "fsdp2 + tp, loaded on rank 0": ({**TWO, "cpu_ram_efficient_loading": True}, LAYERS, 4),
 }
 """Name -> fields of the plugin, sizes of the mesh, number of processes."""
 
-CORE = ("single", "ddp", "fsdp1 full", "fsdp1 grad", "fsdp2 reshard", "fsdp2 keep", "fsdp2 offload")
+CORE = ("single", "ddp", "fsdp1 full", "fsdp1 grad", "fsdp2 reshard", "fsdp2 keep", "fsdp2 offload", "tp")
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # a bias of keys would get no gradient
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # its bias would get no gradient
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH + 1)
-        self.narrow = nn.Linear(4 * WIDTH + 1, WIDTH)
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.mix(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        y = self.norm(x)
+        heads = [
+            each(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.narrow(torch.nn.functional.gelu(self.widen(x)))
 
 
 class Transformer(nn.Module):
     """A language model whose head is its embedding."""
+
+    tp_plan = {
+        **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "widen")},
+        **{f"blocks.*.{name}": "rowwise" for name in ("out", "narrow")},
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +239,8 @@ MOVES = [
             ("fsdp2 recompute", "single"),
             ("single", "fsdp2 2x2"),
             ("fsdp2 keep", "fsdp2 one unit"),
+            ("tp", "fsdp2 + tp"),
+            ("fsdp2 + tp", "ddp"),
         ]
     ),
 ]

@@ -372,7 +372,7 @@ def test_the_edges(run: Run, version: int) -> None:
         assert (orphans in text) is (rank == 0)  # warnings come from the main process
         assert ("train and are in ignored_modules" in text) is (rank == 0)
         assert text.count("save_state and load_state do not work with FSDP 1") == (2 if version == 1 else 0)
-        assert "join_uneven_inputs does not work with FSDP" in text
+        assert "join_uneven_inputs does not work with FSDP or tensor parallelism" in text
         assert "holds the state of 2 parameters, which cannot be sharded" in text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.state.topology import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
@@ -20,10 +22,17 @@ def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
     Raises:
         ConfigurationError: what is asked for does not go together.
     """
-    _check_mesh(request)
+    if request.parallelism is not None:
+        _check_mesh(request.parallelism, request.fsdp)
     if topology.size == 1:
         return SingleProcess
-    return DataParallel if request.fsdp is None else _sharded(request.fsdp.fsdp_version)
+    if request.fsdp is not None:
+        return _sharded(request.fsdp.fsdp_version)
+    if request.parallelism is not None and request.parallelism.tp_enabled:
+        from accelerate.strategies.axes.tensor import TensorParallel
+
+        return TensorParallel
+    return DataParallel
 
 
 def _sharded(version: int) -> type[Strategy]:
@@ -37,26 +46,18 @@ def _sharded(version: int) -> type[Strategy]:
     return FullyShard
 
 
-def _check_mesh(request: RunRequest) -> None:
-    mesh, plugin = request.parallelism, request.fsdp
-    if mesh is None:
-        return
-    for axis in mesh.non_dp_dim_names:
-        raise wrong_value(
-            f"{axis}_size",
-            getattr(mesh, f"{axis}_size"),
-            "this version has meshes of data parallelism only",
-            f"Leave {axis}_size at 1",
-        )
-    if plugin is None and mesh.dp_shard_enabled:
-        raise wrong_value(
-            "dp_shard_size",
-            mesh.dp_shard_size,
-            "nothing says how parameters are sharded",
-            "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
-            "--fsdp_version 2",
-        )
-    if plugin is not None and not mesh.dp_shard_enabled:
+def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    for axis in ("cp", "sp"):
+        if axis in mesh.non_dp_dim_names:
+            raise wrong_value(
+                f"{axis}_size",
+                getattr(mesh, f"{axis}_size"),
+                "this version has meshes of data and tensor parallelism only",
+                f"Leave {axis}_size at 1",
+            )
+    if plugin is None:
+        _check_mesh_of_whole_models(mesh)
+    elif not mesh.dp_shard_enabled:
         raise wrong_value(
             "dp_shard_size",
             mesh.dp_shard_size,
@@ -64,11 +65,31 @@ def _check_mesh(request: RunRequest) -> None:
             "Set dp_shard_size to the number of processes that share a copy of the model, or leave "
             "fsdp_plugin out",
         )
-    if plugin is not None and plugin.fsdp_version == 1:
-        strategy = plugin.sharding_strategy.name
-        if not (mesh.dp_replicate_enabled and "HYBRID" in strategy):
-            raise ConfigurationError(
-                f"A mesh with fsdp_version=1 and sharding_strategy={strategy}: FSDP 1 takes a mesh for "
-                "hybrid sharding only. Set fsdp_version=2, or sharding_strategy=HYBRID_SHARD and "
-                "dp_replicate_size."
-            )
+    elif plugin.fsdp_version == 1:
+        _check_mesh_of_one(mesh, plugin.sharding_strategy.name)
+
+
+def _check_mesh_of_whole_models(mesh: ParallelismConfig) -> None:
+    use_two = (
+        "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
+        "--fsdp_version 2"
+    )
+    if mesh.dp_shard_enabled:
+        raise wrong_value(
+            "dp_shard_size", mesh.dp_shard_size, "nothing says how parameters are sharded", use_two
+        )
+    if mesh.tp_enabled and mesh.dp_replicate_enabled:
+        raise wrong_value(
+            "dp_replicate_size",
+            mesh.dp_replicate_size,
+            "copies of models whose layers are shared are kept equal by FSDP 2 only",
+            f"Set dp_shard_size too. {use_two}",
+        )
+
+
+def _check_mesh_of_one(mesh: ParallelismConfig, strategy: str) -> None:
+    if mesh.tp_enabled or not (mesh.dp_replicate_enabled and "HYBRID" in strategy):
+        raise ConfigurationError(
+            f"A mesh with fsdp_version=1 and sharding_strategy={strategy}: FSDP 1 takes a mesh for hybrid "
+            "sharding only. Set fsdp_version=2, or sharding_strategy=HYBRID_SHARD and dp_replicate_size."
+        )

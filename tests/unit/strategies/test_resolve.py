@@ -9,6 +9,7 @@ import pytest
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base.errors import ConfigurationError
 from accelerate.state.topology import Topology
+from accelerate.strategies.axes.tensor import TensorParallel
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.fsdp.v1 import FullySharded
 from accelerate.strategies.fsdp.v2 import FullyShard
@@ -38,6 +39,8 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
             FullySharded,
         ),
         (request(None, {"dp_replicate_size": 2}), 2, DataParallel),
+        (request(None, {"tp_size": 2}), 2, TensorParallel),
+        (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, FullyShard),
     ],
 )
 def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: type) -> None:
@@ -47,7 +50,10 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (request(2, {"tp_size": 2}), "tp_size=2: .* Leave tp_size at 1"),
+        (request(2, {"cp_size": 2}), "cp_size=2: .* Leave cp_size at 1"),
+        (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
+        (request(None, {"tp_size": 2, "dp_replicate_size": 2}), "dp_replicate_size=2: .* by FSDP 2 only"),
+        (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: nothing says .* Pass fsdp_plugin"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,18 +39,18 @@ class Sharded(Strategy, ABC):
     they were built on the parameters that the model had before.
     """
 
-    distributed_type = DistributedType.FSDP
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.replicas = context.topology.size
-        if context.mixed_precision in AUTOCAST:
+        if self.plugin is not None and context.mixed_precision in AUTOCAST:
             self.plugin.set_mixed_precision(context.mixed_precision)
 
     @property
     def plugin(self) -> Any:
-        """The user's plugin: a live object, read when a model is prepared."""
-        return AcceleratorState().fsdp_plugin
+        """The user's plugin: a live object, read when a model is prepared; None without FSDP."""
+        return getattr(AcceleratorState(), "fsdp_plugin", None)
 
     @property
     def facts(self) -> ShardingFacts:
@@ -62,7 +62,7 @@ class Sharded(Strategy, ABC):
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split."""
-        refuse_split_model(model, "and FSDP shards whole models")
+        refuse_split_model(model, "and only whole models are shared between processes")
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
@@ -107,8 +107,9 @@ class Sharded(Strategy, ABC):
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Refuse: every forward needs the parts of all ranks."""
         raise ConfigurationError(
-            "join_uneven_inputs does not work with FSDP: a rank that has run out of batches would keep its "
-            "part of the parameters from the others. Leave even_batches on, or use windows()."
+            "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank that has run "
+            "out of batches would keep its part of the parameters from the others. Leave even_batches on, or "
+            "use windows()."
         )
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

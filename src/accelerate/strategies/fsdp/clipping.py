@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from accelerate.base.errors import wrong_value
 
@@ -30,8 +30,8 @@ def groups_of(parameter: torch.Tensor) -> Groups:
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
-    sharded = (dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
-    return tuple(mesh.get_group(dim) for dim in sharded)
+    spread = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in spread)
 
 
 @torch.no_grad()

@@ -41,21 +41,15 @@ class Weights:
     Args:
         model: on rank 0 with its weights; elsewhere whatever it holds is forgotten. Tied parameters stay
             tied.
-        units_of_rank_0: parameters whose successors are asked for with `renewed`.
     """
 
-    def __init__(self, model: nn.Module, units_of_rank_0: set[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         is_main = current_transport().rank == MAIN
         self.state: dict[str, torch.Tensor] = dict(model.state_dict()) if is_main else {}
         persistent = set(model.state_dict(keep_vars=True))
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
-        self._new = empty_model(model)
-        self._wanted = units_of_rank_0
-
-    def renewed(self, parameters: set[nn.Parameter]) -> set[nn.Parameter]:
-        """Return the parameters that have taken the places of others."""
-        return {self._new[id(parameter)] for parameter in parameters}
+        empty_model(model)
 
     def restore_buffers(self, device: torch.device) -> None:
         """Bring back those buffers that no state dict holds, as rank 0 has them."""
@@ -66,12 +60,8 @@ class Weights:
             self._model.get_submodule(owner)._buffers[attribute] = sent
 
 
-def empty_model(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Put all tensors of a model on the meta device; tied ones stay tied.
-
-    Returns:
-        Identity of the old parameter -> the new one.
-    """
+def empty_model(model: nn.Module) -> None:
+    """Put all tensors of a model on the meta device; tied ones stay tied."""
     kept: list[torch.Tensor] = []  # identities are unique only among objects that live
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -86,7 +76,6 @@ def empty_model(model: nn.Module) -> dict[int, nn.Parameter]:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
-    return new
 
 
 def fsdp2_load_full_state_dict(

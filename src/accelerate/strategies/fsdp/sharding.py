@@ -14,7 +14,7 @@ from accelerate.base.text import listed
 from accelerate.logging import get_logger
 from accelerate.plugins.fsdp_wrapping import bind_policy, find_units, read_policy
 from accelerate.strategies.fsdp.loading import Weights, fsdp2_load_full_state_dict
-from accelerate.strategies.fsdp.parameters import get_parameters_from_modules
+from accelerate.strategies.fsdp.parameters import get_parameters_from_modules, named_parameters
 from accelerate.strategies.fsdp.units import choose_units, split_by_dtype
 
 # torch.distributed.fsdp takes a second to import, and names of this file are public: so inside functions.
@@ -52,6 +52,8 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+    from accelerate.strategies.axes.layers import split_layers
+
     if isinstance(model, FSDPModule):
         return model
     plugin = accelerator.state.fsdp_plugin
@@ -64,10 +66,13 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module
     )
     warn_about_ignored(model, ignored)
     units = split_by_dtype(model, choose_units(plugin, model), ignored)
-    weights = Weights(model, units_of_rank_0=ignored) if streams else None
+    kept = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
+    weights = Weights(model) if streams else None
+    split_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
-    _shard(accelerator, model, units, ignored if weights is None else weights.renewed(ignored))
+    parameters = named_parameters(model)
+    _shard(accelerator, model, units, {parameters[name] for name in kept})
     if weights is not None:
         fsdp2_load_full_state_dict(
             accelerator, model, weights.state, isinstance(plugin.cpu_offload, CPUOffloadPolicy)

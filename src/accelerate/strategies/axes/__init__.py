@@ -1,0 +1,1 @@
+"""Axes of the mesh along which ranks work on the same batch."""

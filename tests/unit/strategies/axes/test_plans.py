@@ -1,0 +1,73 @@
+"""Plans of tensor parallelism are found, read and refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from accelerate.base.errors import PreparationError
+from accelerate.state import PartialState
+from accelerate.strategies.axes.plans import plan_of
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    PartialState(cpu=True)
+
+
+def model(plan: Any = None) -> Any:
+    net: Any = nn.Module()
+    net.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(2))
+    net.embed = nn.Embedding(3, 2)
+    net.head = nn.Linear(2, 3, bias=False)
+    if plan is not None:
+        net.tp_plan = plan
+    return net
+
+
+def test_patterns_and_styles() -> None:
+    plan = plan_of(model({"layers.*.up": "colwise", "layers.1.down": "rowwise", "absent.*": "colwise"}))
+    assert {name: type(style) for name, style in plan.items()} == {
+        "layers.0.up": ColwiseParallel,
+        "layers.1.up": ColwiseParallel,
+        "layers.1.down": RowwiseParallel,
+    }
+
+
+def test_a_star_stands_for_one_part() -> None:
+    with pytest.raises(PreparationError, match="tp_plan of Module fits none of its modules: \\*.up"):
+        plan_of(model({"*.up": "colwise"}))
+
+
+def test_styles_of_torch_and_plans_of_libraries() -> None:
+    style = SequenceParallel()
+    net = model()
+    net._tp_plan = {"head": style}
+    assert plan_of(net) == {"head": style}
+
+
+def test_tied_modules_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    net = model({"head": "colwise_rep", "layers.*.up": "colwise"})
+    net.head.weight = net.embed.weight
+    with caplog.at_level(logging.INFO):
+        assert set(plan_of(net)) == {"layers.0.up", "layers.1.up"}
+    assert "head share parameters with modules outside of the tp_plan" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "Module does not say how its layers are shared .* Give it a plan"),
+        ({}, "Give it a plan"),
+        ({"head": "diagonal"}, "'diagonal' for head: the styles by name are colwise, rowwise"),
+    ],
+)
+def test_what_is_no_plan_is_refused(plan: Any, message: str) -> None:
+    with pytest.raises(PreparationError, match=message):
+        plan_of(model(plan))
