@@ -258,3 +258,34 @@ def test_a_run_goes_on_in_another_way(
         results = run(train, *arguments, processes=processes)
         losses += results[0]["losses"]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference["losses"]), **TOLERANCE)
+
+
+def evaluate(plugin: dict[str, Any] | None, mesh: dict[str, int] | None) -> list[int]:
+    """Gather a whole dataset of 11 texts; ranks that share layers share batches."""
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
+        parallelism_config=None if mesh is None else ParallelismConfig(**mesh),
+    )
+    data = texts(11)
+    model, loader = accelerator.prepare(Transformer(), DataLoader(list(zip(range(11), data, strict=True)), 2))
+    model.eval()
+    seen: list[int] = []
+    for index, batch in loader:
+        with torch.no_grad():
+            model(batch)
+        seen += accelerator.gather_for_metrics(index).tolist()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "fsdp2 reshard",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp", "fsdp2 + tp", "fsdp2 2x2")),
+    ],
+)
+def test_metrics_see_each_sample_once(run: Run, way: str) -> None:
+    plugin, mesh, processes = WAYS[way]
+    for seen in run(evaluate, plugin, mesh, processes=processes):
+        assert sorted(seen) == list(range(11))

@@ -23,7 +23,9 @@ def alone() -> None:
 
 def model(plan: Any = None) -> Any:
     net: Any = nn.Module()
-    net.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(2))
+    net.layers = nn.ModuleList(
+        nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(2)
+    )
     net.embed = nn.Embedding(3, 2)
     net.head = nn.Linear(2, 3, bias=False)
     if plan is not None:
