@@ -243,14 +243,14 @@ class Persistence:
     def _request(self, output_dir: Folder | None) -> Request:
         runtime, project = self._runtime, self._runtime.request.project
         numbered = project.automatic_checkpoint_naming
-        if output_dir is None and not numbered:
+        if not output_dir and not numbered:
             raise ConfigurationError(
                 "save_state() has no folder to save to. Pass output_dir, or number checkpoints: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
         session = runtime.checkpoints
         iteration = None
-        target = Path(output_dir or "")
+        target = Path(output_dir or "").expanduser()
         if numbered:
             parent = _numbered_folder(project)
             iteration = session.choose_number(parent, project.iteration)
@@ -340,6 +340,8 @@ class Persistence:
             *self._parts(resized=source.resized),
         ]
         changes = [part.read(options) for part in parts]
+        if not self._runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
+            loading.announce_surplus(options)
         return [*changes, self._read_generators(source, options, policy)]
 
     def _read_generators(self, source: Source, options: Load, policy: str) -> Apply:
@@ -391,4 +393,4 @@ def _numbered_folder(project: ProjectConfiguration) -> Path:
         raise ConfigurationError(
             "automatic_checkpoint_naming needs a folder: ProjectConfiguration(project_dir=...)."
         )
-    return Path(project.project_dir) / CHECKPOINTS
+    return Path(project.project_dir).expanduser() / CHECKPOINTS

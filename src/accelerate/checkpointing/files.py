@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALGORITHM = "xxh3_64"
+_UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems answer that have no such thing
 _STRIDE = 1 << 22  # bytes hashed at a time, without holding the interpreter
 
 
@@ -75,10 +77,17 @@ def checksum_of(data: bytes) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Bring the names in a folder to the disk, as far as its file system knows how to.
+
+    Raises:
+        OSError: the disk failed.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Literal
 
 from accelerate.base.constants import RNG_STATE_NAME
 from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.text import listed
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.council import Council
 from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.part import Load
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
@@ -21,6 +24,11 @@ CALL = "accelerator.load_state"
 SECONDS_TO_VERIFY = 24 * 3600.0
 
 THREADS = 4
+OF_OBJECTS = re.compile(
+    r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|custom_checkpoint)(?:_\d+)?\.\w+"
+)
+"""Names of files that belong to one object of the run each."""
+
 NO_FOLDER = "there is no such folder"
 
 WorldSizePolicy = Literal["strict", "reseed", "ignore"]
@@ -89,6 +97,9 @@ class Source:
         if not self.folder.is_dir():
             raise CheckpointError(NO_FOLDER)
         if not (self.folder / manifest.NAME).is_file():
+            if numbered := retention.survey(self.folder):
+                newest = numbered[0].path
+                raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
         self.manifest = read = manifest.read(self.folder)
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="accelerate-verify")
@@ -192,6 +203,22 @@ def announce(source: Source, size: int, policy: str) -> None:
         f"{source.folder} was saved by {old} processes, and this run has {size}: loaders go on after the "
         f"samples seen so far, and {random_states} (world_size_policy={policy!r})."
     )
+
+
+def announce_surplus(load: Load) -> None:
+    """Say which objects of a checkpoint this run does not have.
+
+    Args:
+        load: how it was read; nothing more is.
+    """
+    surplus = sorted(
+        name for name in load.names or () if OF_OBJECTS.fullmatch(name) and name not in load.wanted
+    )
+    if surplus:
+        logger.warning(
+            f"{load.folder} holds {listed(surplus)}, and this run has prepared or registered no object for "
+            "it: it is not loaded. Prepare the same objects in the same order as the run that saved it."
+        )
 
 
 def deal(read: Manifest, processes: int) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ class Load:
     Attributes:
         folder: the checkpoint.
         names: its files; others in the folder are none of its own. None where nothing tells.
+        wanted: names that were asked for.
         device: where weights and states of optimizers are read to.
         reading: arguments of `torch.load`.
         model: arguments of `load_state_dict` of models.
@@ -31,7 +32,8 @@ class Load:
     device: str | torch.device = "cpu"
     reading: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    names: Container[str] | None = None
+    names: Collection[str] | None = None
+    wanted: set[str] = field(default_factory=set)
 
     @property
     def is_foreign(self) -> bool:
@@ -40,6 +42,7 @@ class Load:
 
     def has(self, name: str) -> bool:
         """Whether a file is part of the checkpoint."""
+        self.wanted.add(name)
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Any:

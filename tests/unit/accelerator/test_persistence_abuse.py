@@ -1,0 +1,230 @@
+"""Saving and loading where somebody does what one should not: what is damaged, hostile, odd or late."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import manifest
+from accelerate.checkpointing.files import seal
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.utils import ProjectConfiguration
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Holder:
+    """An object of the user's own with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Hostile:
+    """Runs a command where it is unpickled without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def build(project: Path | None = None, **choices: Any) -> tuple[Accelerator, nn.Module]:
+    config = (
+        ProjectConfiguration(str(project), automatic_checkpoint_naming=True, **choices) if project else None
+    )
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = nn.Linear(2, 1)
+    schedule: Any
+    model, optimizer, schedule, _ = accelerator.prepare(
+        model,
+        optimizer := torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        DataLoader(range(4)),
+    )
+    accelerator.register_for_checkpointing(Holder(1))
+    return accelerator, model
+
+
+def swap(folder: Path, name: str, content: Any, *, verified: bool) -> None:
+    """Put another file in the place of one, so that checksums fit, or without any."""
+    torch.save(content, folder / name)
+    read = manifest.read(folder)
+    os.unlink(folder / manifest.NAME)
+    if verified:
+        Manifest({each: seal(folder, each) for each in read.files}, read.world_size).write(folder)
+
+
+FILES = ("optimizer.bin", "scheduler.bin", "sampler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl")
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_runs_nothing_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
+    accelerator, model = build()
+    folder = accelerator.save_state(tmp_path / "one")
+    swap(folder, name, {"a": Hostile(tmp_path / "trap")}, verified=verified)
+    with torch.no_grad():
+        model.weight.fill_(7)
+    with pytest.raises(CheckpointError, match=rf"{name} holds a `\w+\.mkdir`.*weights_only"):
+        accelerator.load_state(folder)
+    assert not (tmp_path / "trap").exists()
+    assert bool((model.weight == 7).all())
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+@pytest.mark.parametrize("content", [3, [1, 2], {"state": 1}])
+def test_a_file_of_something_else_is_named(tmp_path: Path, name: str, content: Any) -> None:
+    accelerator, _ = build()
+    folder = accelerator.save_state(tmp_path / "one")
+    swap(folder, name, content, verified=True)
+    if (name, content) == ("scheduler.bin", {"state": 1}):
+        return  # a scheduler takes any dictionary
+    with pytest.raises(CheckpointError, match=r"does not fit this|no position of a loader|random generators"):
+        accelerator.load_state(folder)
+
+
+def test_a_later_format_is_skipped_with_the_mend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = build(tmp_path)
+    accelerator.save_state()
+    before = model.weight.clone()
+    newest = accelerator.save_state()
+    content = json.loads((newest / manifest.NAME).read_text())
+    (newest / manifest.NAME).write_text(json.dumps({**content, "format": 2}))
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state()
+    assert torch.equal(model.weight, before)
+    assert "checkpoint_1: manifest.json has format 2" in caplog.text
+    assert "load it with the version of accelerate that saved it" in caplog.text
+
+
+def test_an_object_that_is_not_there_any_more_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, _ = build()
+    accelerator.register_for_checkpointing(Holder(2))
+    folder = accelerator.save_state(tmp_path / "one")
+    accelerator._custom_objects.pop()
+    accelerator.load_state(folder)
+    assert "holds custom_checkpoint_1.pkl, and this run" in caplog.text
+
+
+def test_a_foreign_file_in_the_folder_is_not_read(tmp_path: Path) -> None:
+    accelerator, _ = build()
+    folder = accelerator.save_state(tmp_path / "one")
+    torch.save(1, folder / "custom_checkpoint_1.pkl")
+    accelerator.register_for_checkpointing(Holder())
+    with pytest.raises(CheckpointError, match=r"holds no custom_checkpoint_1\.pkl"):
+        accelerator.load_state(folder)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_states_of_all_plain_kinds_come_back(tmp_path: Path, blocking: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    state = {
+        "huge": {index: [float(index)] for index in range(20_000)},
+        "counts": Counter("abracadabra"),
+        "ordered": OrderedDict(b=torch.ones(2), a=()),
+        1: {"set": {1, 2}, "none": None, "text": "ü", "bytes": b"\0", "complex": 1j, "dtype": torch.float16},
+    }
+    first, second = Holder(state), Holder([torch.arange(3)])
+    accelerator.register_for_checkpointing(first, second)
+    accelerator.save_state(tmp_path / "one", blocking=blocking)
+    accelerator.wait_for_checkpoint()
+    first.state = second.state = None
+    accelerator.load_state(tmp_path / "one")
+    assert second.state[0].tolist() == [0, 1, 2]
+    assert first.state["counts"] == Counter("abracadabra")
+    assert first.state["huge"] == state["huge"]
+    assert first.state[1] == state[1]
+    assert list(first.state["ordered"]) == ["b", "a"]
+
+
+def test_a_save_within_an_accumulation_window_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        folder = accelerator.save_state(tmp_path / "one")
+    assert "in the middle of an accumulation window" in caplog.text
+    assert manifest.read(folder).run["sync_gradients"] is False
+    with accelerator.no_sync(model):
+        accelerator.save_state(folder)
+    accelerator.load_state(folder)
+
+
+def test_the_home_folder_is_found_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator, _ = build()
+    accelerator.save_state("~/one")
+    assert (tmp_path / "one" / manifest.NAME).is_file()
+    accelerator.load_state("~/one")
+    numbered, _ = build(Path("~/project"))
+    assert numbered.save_state() == tmp_path / "project" / "checkpoints" / "checkpoint_0"
+    numbered.load_state()
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(ConfigurationError, match="no folder to save to"):
+        Accelerator(cpu=True).save_state("")
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*b", "with space", "ünï", "..dots", "-v"])
+def test_odd_names_of_projects(tmp_path: Path, name: str) -> None:
+    accelerator, model = build(tmp_path / name, total_limit=1)
+    for _ in range(2):
+        accelerator.save_state()
+    before = model.weight.clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state()
+    assert torch.equal(model.weight, before)
+    assert os.listdir(tmp_path / name / "checkpoints") == ["checkpoint_1"]
+
+
+def test_a_project_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    accelerator, _ = build(tmp_path / "link", total_limit=1)
+    accelerator.save_state()
+    assert os.listdir(tmp_path / "real" / "checkpoints") == ["checkpoint_0"]
+    accelerator.load_state()
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    accelerator, _ = build()
+    with pytest.raises(CheckpointError, match="/proc/one cannot be written: .*Choose a folder"):
+        accelerator.save_state("/proc/one")
+
+
+def test_a_model_without_weights_has_a_checkpoint_too(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Identity())
+    accelerator.load_state(accelerator.save_state(tmp_path / "one"))
+
+
+def test_weights_without_values_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(nn.Linear(1, 1, device="meta"), device_placement=False)
+    with pytest.raises(CheckpointError, match="meta"):
+        accelerator.save_state(tmp_path / "one")
+    assert os.listdir(tmp_path) == []

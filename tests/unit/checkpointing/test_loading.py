@@ -1,0 +1,168 @@
+"""Choosing a checkpoint: what is compared, what is skipped, and what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import loading, manifest, retention
+from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.files import FileRecord, seal
+from accelerate.checkpointing.loading import Place, Source, deal, nothing_to_load
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.part import Load
+
+ALONE = Place(0, 1)
+
+
+def make(folder: Path, world_size: int = 1, **names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in names.items():
+        (folder / name).write_text(text)
+    Manifest({name: seal(folder, name) for name in names}, world_size).write(folder)
+    return folder
+
+
+def settle(source: Source, failure: str = "") -> str:
+    try:
+        source.settle(failure)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_whole_one_settles(tmp_path: Path) -> None:
+    source = Source(make(tmp_path / "one", a="1", b="2"), Council(), ALONE)
+    assert source.is_readable
+    assert settle(source) == ""
+    assert not source.resized
+    assert Source(make(tmp_path / "two", 3), Council(), ALONE).resized
+
+
+def test_all_faults_are_said_once(tmp_path: Path) -> None:
+    folder = make(tmp_path / "one", a="1", b="2", c="3")
+    (folder / "a").unlink()
+    (folder / "b").write_text("x")
+    said = settle(Source(folder, Council(), ALONE), "mine")
+    assert said.count("a is missing") == 1
+    assert "b does not fit its checksum" in said
+    assert said.endswith("mine")
+
+
+def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(tmp_path: Path) -> None:
+    folder = make(tmp_path / "one", a="1")
+    records = {"a": seal(folder, "a"), "bad\0name": FileRecord("bad\0name", 1, "0")}
+    Manifest(records, world_size=1).write(folder)
+    (folder / "a").unlink()
+    (folder / "a").symlink_to("a")
+    said = settle(Source(folder, Council(), ALONE))
+    assert "a " in said
+    assert "bad\0name" in said
+
+
+@pytest.mark.parametrize("damage", ["", "[" * 5000, "[1]", '{"seal": 1}', "{}", "\xff"])
+def test_a_damaged_manifest_is_a_fault(tmp_path: Path, damage: str) -> None:
+    folder = make(tmp_path / "one", a="1")
+    (folder / manifest.NAME).write_bytes(damage.encode("latin-1"))
+    source = Source(folder, Council(), ALONE)
+    assert not source.is_readable
+    assert "manifest.json" in settle(source)
+
+
+def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
+    folder = make(tmp_path / "one", a="1")
+    content = json.loads((folder / manifest.NAME).read_text())
+    del content["seal"]
+    content["surprise"] = 1
+    (folder / manifest.NAME).write_text(json.dumps({**content, "seal": manifest._seal_of(content)}))
+    assert "made by something else" in settle(Source(folder, Council(), ALONE))
+
+
+def test_a_folder_of_checkpoints_is_told_from_one(tmp_path: Path) -> None:
+    make(tmp_path / "checkpoint_4")
+    assert "pass" in settle(Source(tmp_path, Council(), ALONE))
+    assert "checkpoint_4" in settle(Source(tmp_path, Council(), ALONE))
+    assert settle(Source(tmp_path / "nothing", Council(), ALONE)) == loading.NO_FOLDER
+
+
+def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+    for number in (1, 2, 10):
+        make(tmp_path / retention.name_of(number), a="1")
+    (tmp_path / "checkpoint_10" / "a").unlink()
+    found = list(loading.open_newest(tmp_path, Council(), ALONE, 1.0))
+    assert [source.folder.name for source in found] == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
+    assert [source.is_readable for source in found] == [False, True, True]
+
+
+def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
+    make(tmp_path / "one").rename(tmp_path / ".one.old-elsewhere-1-0x0")
+    assert settle(loading.open_checkpoint(tmp_path / "one", Council(), ALONE, 1.0)) == ""
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_files_are_dealt_by_size_and_each_once(processes: int) -> None:
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0}
+    shares = deal(Manifest({name: FileRecord(name, size, "") for name, size in sizes.items()}, 1), processes)
+    assert len(shares) == processes
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    if processes == 2:
+        assert sorted(sum(sizes[name] for name in share) for share in shares) == [110, 110]
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize(
+    ("policy", "text"), [("reseed", "derives new states"), ("ignore", "the others keep theirs")]
+)
+def test_another_number_of_processes_is_announced(
+    tmp_path: Path, policy: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Accelerator(cpu=True)
+    source = Source(make(tmp_path / "one", 3), Council(), ALONE)
+    loading.announce(source, 1, policy)
+    assert "was saved by 3 processes, and this run has 1" in caplog.text
+    assert text in caplog.text
+    with pytest.raises(CheckpointError, match=r'Start 3 processes, or pass world_size_policy="reseed"'):
+        loading.announce(source, 1, "strict")
+    with pytest.raises(ConfigurationError, match="Choose one of strict, reseed, ignore"):
+        loading.check_policy("maybe")
+
+
+@pytest.mark.usefixtures("states")
+def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Accelerator(cpu=True)
+    loading.announce(Source(tmp_path, Council(), ALONE), 1, "strict")
+    assert "without being verified" in caplog.text
+
+
+@pytest.mark.usefixtures("states")
+def test_states_that_nobody_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Accelerator(cpu=True)
+    names = ("model.safetensors", "custom_checkpoint_1.pkl", "random_states_4.pkl", "mine.bin")
+    load = Load(tmp_path, names=names)
+    load.has("model.safetensors")
+    loading.announce_surplus(load)
+    assert "holds custom_checkpoint_1.pkl, and this run" in caplog.text
+    caplog.clear()
+    loading.announce_surplus(Load(tmp_path))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("folder", "faults", "kind", "text"),
+    [
+        ("x", [f"x: {loading.NO_FOLDER}"], ConfigurationError, "pass a folder that was saved to"),
+        ("x", ["x: a is missing"], CheckpointError, "not loaded, and nothing was changed. x: a is missing"),
+        (None, ["y: cut off"], CheckpointError, r"no complete checkpoint .* y: cut off\. .*load_state\("),
+        (None, [], CheckpointError, "none was saved under automatic naming"),
+    ],
+)
+def test_nothing_to_load_says_why(folder: Any, faults: list[str], kind: type[Exception], text: str) -> None:
+    error = nothing_to_load(folder, faults)
+    assert type(error) is kind
+    with pytest.raises(kind, match=f"(?i){text}"):
+        raise error

@@ -1,0 +1,192 @@
+"""The kinds of parts: what they write, and what they say of files that do not fit."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import generators
+from accelerate.checkpointing.part import Load, Part, Payload, nothing
+from accelerate.checkpointing.parts import (
+    GeneratorsPart,
+    LoaderPart,
+    ModelPart,
+    StatePart,
+    StreamPart,
+    custom_part,
+    state_parts,
+)
+
+
+class Holder:
+    """An object whose state is whatever it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state["value"]
+
+
+def write(part: Part, folder: Path) -> list[str]:
+    payloads: list[Payload] = part.collect()
+    for payload in payloads:
+        payload.write(payload.content, folder / payload.name)
+    return [payload.name for payload in payloads]
+
+
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    assert write(custom_part(2, Holder({"value": [1, Counter("aab")]})), tmp_path) == [
+        "custom_checkpoint_2.pkl"
+    ]
+    holder = Holder()
+    change = custom_part(2, holder).read(Load(tmp_path))
+    assert holder.state is None  # reading changes nothing
+    change()
+    assert holder.state == [1, Counter("aab")]
+
+
+@pytest.mark.parametrize("state", [{"other": 1}, [1], 3, None])
+def test_a_state_that_does_not_fit_is_named_with_its_file(tmp_path: Path, state: Any) -> None:
+    write(custom_part(0, Holder(state)), tmp_path)
+    change = custom_part(0, Holder()).read(Load(tmp_path))
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl does not fit this Holder"):
+        change()
+
+
+@pytest.mark.usefixtures("states")
+def test_what_could_not_be_read_again_is_said_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Accelerator(cpu=True)
+    write(custom_part(0, Holder({"value": {1: torch.ones(2), "b": (1.5, None, {True})}})), tmp_path)
+    assert caplog.text == ""
+    write(custom_part(0, Holder({"value": tmp_path})), tmp_path)
+    assert "pathlib." in caplog.text
+    assert 'load_state(load_kwargs={"weights_only": False})' in caplog.text
+
+
+def test_names_count_from_the_first_one_without_a_number() -> None:
+    parts = state_parts([Holder()] * 2, [Holder()] * 2, Holder(), [Holder()] * 2)
+    assert [part.name for part in parts] == [
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.bin",
+        "scheduler_1.bin",
+        "scaler.pt",
+        "custom_checkpoint_0.pkl",
+        "custom_checkpoint_1.pkl",
+    ]
+    assert [part.on_device for part in parts] == [True, True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize(("safe", "name"), [(True, "model_1.safetensors"), (False, "pytorch_model_1.bin")])
+def test_a_model_comes_back_from_either_format(tmp_path: Path, safe: bool, name: str) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert write(ModelPart(1, model.state_dict(), safe=safe), tmp_path) == [name]
+    ModelPart(1, model=other).read(Load(tmp_path))()
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_model_is_only_saved_or_only_loaded_where_that_is_meant(tmp_path: Path) -> None:
+    assert ModelPart(0).collect() == []
+    assert ModelPart(0).read(Load(tmp_path)) is nothing
+
+
+@pytest.mark.parametrize(
+    ("state", "safe", "text"),
+    [
+        ({"weight": torch.ones(2, 3)}, True, r"It lacks bias\. Prepare the models"),
+        (
+            {**nn.Linear(3, 2).state_dict(), "more": torch.ones(1)},
+            True,
+            "The model does not have more",
+        ),
+        ({"weight": torch.ones(5), "bias": torch.ones(2)}, True, "size mismatch for weight"),
+        ([1, 2], False, "does not fit this Linear"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, state: Any, safe: bool, text: str) -> None:
+    if safe:
+        write(ModelPart(0, state), tmp_path)
+    else:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=text):
+        ModelPart(0, model=nn.Linear(3, 2)).read(Load(tmp_path))()
+
+
+def test_strict_false_loads_what_fits(tmp_path: Path) -> None:
+    write(ModelPart(0, {"weight": torch.ones(2, 3), "more": torch.ones(1)}), tmp_path)
+    model = nn.Linear(3, 2)
+    ModelPart(0, model=model).read(Load(tmp_path, model={"strict": False}))()
+    assert bool((model.weight == 1).all())
+
+
+def test_generators_come_back_and_others_are_refused(tmp_path: Path) -> None:
+    assert write(GeneratorsPart(3, step=7), tmp_path) == ["random_states_3.pkl"]
+    drawn = torch.rand(2)
+    assert Load(tmp_path).read("random_states_3.pkl")["step"] == 7
+    GeneratorsPart(3).read(Load(tmp_path))()
+    assert torch.equal(torch.rand(2), drawn)
+    torch.save({**generators.capture(), "torch_manual_seed": "x"}, tmp_path / "random_states_3.pkl")
+    with pytest.raises(CheckpointError, match=r"random_states_3\.pkl does not fit this process"):
+        GeneratorsPart(3).read(Load(tmp_path))()
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("content", [{}, [1], {"version": 1, "seen": "x"}, None])
+def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content: Any) -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
+    torch.save(content, tmp_path / "sampler.bin")
+    with pytest.raises(CheckpointError, match=r"no position of a loader|sampler\.bin does not fit this Data"):
+        LoaderPart(0, loader).read(Load(tmp_path))()
+
+
+def test_loaders_that_know_no_position_have_no_file(tmp_path: Path) -> None:
+    plain = DataLoader(range(4))
+    assert LoaderPart(0, plain).collect() == []
+    assert StreamPart(0, plain, 1).collect() == []
+    assert LoaderPart(0, plain).read(Load(tmp_path)) is nothing
+    assert StreamPart(0, plain, 1).read(Load(tmp_path)) is nothing
+
+
+class Hostile:
+    """Runs a command where it is unpickled without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer.bin", "pytorch_model.bin", "random_states_0.pkl", "sampler.bin", "stream_0_0.bin"],
+)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_file_can_run_code(tmp_path: Path, name: str, legacy: bool) -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
+    write(LoaderPart(0, loader), tmp_path)
+    torch.save(Hostile(tmp_path / "trap"), tmp_path / name, _use_new_zipfile_serialization=not legacy)
+    part: Part = {
+        "optimizer.bin": StatePart("optimizer.bin", Holder()),
+        "pytorch_model.bin": ModelPart(0, model=nn.Linear(1, 1)),
+        "random_states_0.pkl": GeneratorsPart(0),
+    }.get(name, LoaderPart(0, loader))
+    with pytest.raises(CheckpointError, match=rf"{name} (holds a `\w+\.mkdir`|cannot be read)"):
+        part.read(Load(tmp_path))
+    assert not (tmp_path / "trap").exists()

@@ -1,0 +1,126 @@
+"""Writing: what appears when, and what is said of what did not work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import hidden, manifest, retention, saving
+from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.part import Payload
+from accelerate.checkpointing.saving import Request, abandon, open_site
+
+
+def put(content: Any, path: Path) -> None:
+    path.write_text(content)
+
+
+def request(target: Path, **choices: Any) -> Request:
+    return Request(target, patience=1.0, **choices)
+
+
+def save(target: Path, text: str = "x", **choices: Any) -> Path:
+    site = open_site(request(target, **choices), Council())
+    return saving.write(site, [Payload("a.bin", text, put), Payload("deep/b.bin", text, put)])
+
+
+def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "one"
+    site = open_site(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}), Council())
+    assert not target.exists()
+    (site.folder / "hook.txt").write_text("by a hook")
+    assert saving.write(site, [Payload("a.bin", "x", put)]) == target
+    read = manifest.read(target)
+    assert sorted(read.files) == ["a.bin", "hook.txt"]
+    assert (read.step, read.epoch, read.iteration, read.world_size) == (3, 2, 5, 1)
+    assert read.run == {"num_steps": 4}
+    assert manifest.problems(target, read, deep=True) == []
+    assert os.listdir(target.parent) == ["one"]
+
+
+def test_two_parts_of_one_save_may_lie_in_folders(tmp_path: Path) -> None:
+    assert sorted(manifest.read(save(tmp_path / "one")).files) == ["a.bin", "deep/b.bin"]
+
+
+def fail(error: Exception) -> Callable[[Any, Path], None]:
+    def write(content: Any, path: Path) -> None:
+        path.write_text("a part")
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(OSError(28, "No space left"), r"No space left\)"), (KeyError("x"), r"KeyError: 'x'\)")],
+)
+def test_a_file_that_cannot_be_written_leaves_what_there_was(
+    tmp_path: Path, error: Exception, text: str
+) -> None:
+    target = save(tmp_path / "one", "old")
+    site = open_site(request(target), Council())
+    with pytest.raises(CheckpointError, match=rf"process 0: .*{text}. Mend the cause"):
+        saving.write(site, [Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])
+    assert (target / "a.bin").read_text() == "old"
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    site = open_site(request(tmp_path / "one"), Council())
+    abandon(site, KeyError("hook"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*it is a file.*Choose a folder"):
+        open_site(request(tmp_path / "file"), Council())
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        open_site(request(Path("/proc/nothing/one")), Council())
+
+
+class Elsewhere(Council):
+    """Fails after the folder was made, as when another rank does not come."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def decide(self, what: str, value: Any, judge: Any, patience: float) -> Any:
+        self.calls += 1
+        if self.calls > 1:
+            raise CheckpointError("not together")
+        return judge([value])
+
+
+def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not together"):
+        open_site(request(tmp_path / "one"), Elsewhere())
+    assert os.listdir(tmp_path) == []
+    assert hidden._needed == set()
+
+
+@pytest.mark.usefixtures("states")
+def test_older_ones_go_only_behind_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Accelerator(cpu=True)
+    for number in (0, 1):
+        save(tmp_path / retention.name_of(number), keep=1)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+    def refuse(path: Path) -> None:
+        assert (tmp_path / "checkpoint_2" / manifest.NAME).is_file()
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(retention.folder, "remove", refuse)
+    save(tmp_path / "checkpoint_2", keep=1)
+    assert "checkpoint_2 is saved, and older checkpoints could not be deleted" in caplog.text
+    monkeypatch.undo()
+    save(tmp_path / "checkpoint_3", keep=1)
+    assert os.listdir(tmp_path) == ["checkpoint_3"]

@@ -1,0 +1,125 @@
+"""A loader that starts in the middle of an epoch: at once, and without reading what it passes over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accelerate.data_loader import position, prepare_data_loader, skip_first_batches
+from accelerate.data_loader.late import start_late, start_where_saved, variant_of
+from accelerate.data_loader.position import Place, Resume
+
+pytestmark = pytest.mark.usefixtures("states")
+MILLION, BATCH = 1_000_000, 2
+
+
+class Counted(Dataset[Any]):
+    """Huge, and knows what was read of it."""
+
+    def __init__(self, samples: int = BATCH * MILLION + 50) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def make(data: Any, processes: int = 1, rank: int = 0, **config: Any) -> Any:
+    loader = DataLoader(data, batch_size=BATCH, shuffle=not isinstance(data, IterableDataset))
+    return prepare_data_loader(loader, torch.device("cpu"), processes, rank, **config)
+
+
+def python_calls(work: Any) -> int:
+    """How many functions and generators of Python run in a piece of work: it doesn't depend on the clock."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}], ids=["default", "seedable"])
+def test_a_million_batches_are_passed_over_at_once(processes: int, rank: int, config: dict[str, Any]) -> None:
+    data = Counted(processes * (BATCH * MILLION // processes) + 50)
+    late = skip_first_batches(make(data, processes, rank, **config), MILLION // processes)
+    found: list[Any] = []
+    calls = python_calls(lambda: found.append(next(iter(late))))
+    assert len(data.read) == BATCH
+    assert found[0].tolist() == data.read
+    assert calls < 20_000
+
+
+def test_a_resumed_loader_reads_no_sample_of_the_past() -> None:
+    data = Counted()
+    loader = make(data)
+    state = {**(position.capture(loader) or {}), "seen": MILLION, "consumed": MILLION}
+    position.restore(loader, state)
+    late, found = skip_first_batches(loader, MILLION), []
+    assert python_calls(lambda: found.append(next(iter(late)))) < 20_000
+    assert len(data.read) == BATCH
+
+
+def resume(loader: Any, seen: int, groups: int = 1, consumed: int | None = None, **facts: Any) -> Any:
+    place = Place(seen, seen if consumed is None else consumed)
+    loader.position.resume = Resume(place, None, groups, **facts)
+    return loader
+
+
+def test_what_was_given_is_passed_over() -> None:
+    late = start_late(make(Stream()), 3)
+    assert [batch.tolist() for batch in late][0] == [6, 7]
+
+
+def test_another_number_of_groups_goes_on_behind_what_all_had() -> None:
+    data = Counted(20)
+    parts = []
+    for rank in range(2):
+        loader = prepare_data_loader(DataLoader(data, batch_size=BATCH), torch.device("cpu"), 2, rank)
+        late = start_late(resume(loader, 2, groups=3, consumed=6), 2)
+        parts += [value for batch in late for value in batch.tolist()]
+    assert sorted(parts) == list(range(12, 20))
+
+
+def test_an_epoch_that_was_over_stays_over() -> None:
+    assert list(start_late(resume(make(Stream()), 10, is_over=True), 10)) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "stateful", "goes_on"), [(3, True, True), (0, True, False), (3, False, False)]
+)
+def test_only_a_loader_that_is_told_to_goes_on_by_itself(seen: int, stateful: bool, goes_on: bool) -> None:
+    loader = resume(make(Counted(20)), seen)
+    loader.use_stateful_dataloader = stateful
+    assert (start_where_saved(loader) is not None) == goes_on
+    assert start_where_saved(make(Counted(20))) is None
+
+
+def test_a_variant_shares_what_is_not_changed() -> None:
+    loader = make(Counted(20))
+    variant: Any = variant_of(loader, skip_batches=4)
+    assert (variant.skip_batches, loader.skip_batches) == (4, 0)
+    assert variant.dataset is loader.dataset
+    assert variant.position is loader.position

@@ -1,0 +1,54 @@
+"""Names of a state dict that stand for one tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.weights.shared import drop_shared, missing_names, restore_shared
+
+
+def test_a_tensor_with_several_names_is_kept_once() -> None:
+    weight, other = torch.ones(2, 3), torch.zeros(2, 3)
+    kept, aliases = drop_shared({"a": weight, "b": other, "c": weight, "d": weight})
+    assert list(kept) == ["a", "b"]
+    assert aliases == {"c": "a", "d": "a"}
+    again = restore_shared(dict(kept), aliases)
+    assert again["c"] is again["d"] is again["a"]
+
+
+def test_parts_of_one_memory_are_kept_as_copies() -> None:
+    memory = torch.arange(6.0)
+    kept, aliases = drop_shared({"head": memory[:4], "tail": memory[2:], "turned": memory.view(2, 3).t()})
+    assert aliases == {}
+    places = {tensor.untyped_storage().data_ptr() for tensor in kept.values()}
+    assert len(places) == 3
+    assert kept["tail"].tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert kept["turned"].is_contiguous()
+
+
+def test_empty_tensors_share_nothing() -> None:
+    kept, aliases = drop_shared({"a": torch.ones(0), "b": torch.ones(0)})
+    assert list(kept) == ["a", "b"]
+    assert aliases == {}
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"extra='int': safetensors holds tensors only"):
+        drop_shared({"a": torch.ones(1), "extra": 3})
+
+
+def test_an_alias_of_what_is_not_there_is_left_out() -> None:
+    assert restore_shared({}, {"b": "a"}) == {}
+    own = torch.ones(1)
+    assert restore_shared({"a": torch.zeros(1), "b": own}, {"b": "a"})["b"] is own
+
+
+def test_one_name_of_a_shared_tensor_is_enough() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    assert missing_names(model, {"a.weight": torch.ones(2, 2)}) == ["b.weight"]
+    model["b"].weight = model["a"].weight
+    assert missing_names(model, {"b.weight": torch.ones(2, 2)}) == []
+    assert missing_names(model, {}) == ["a.weight", "b.weight"]
