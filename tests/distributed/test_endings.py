@@ -1,0 +1,120 @@
+"""Saves that something interferes with: the end of the script, an error, another run in the same folder."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import manifest, parts, retention
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+
+Run = Callable[..., list[Any]]
+JOBS, SAVES = 3, 12
+
+
+def build(limit: int | None = None) -> tuple[Accelerator, nn.Module]:
+    project = ProjectConfiguration("project", automatic_checkpoint_naming=True, total_limit=limit)
+    accelerator = Accelerator(project_config=project)
+    return accelerator, accelerator.prepare(nn.Linear(64, 64))
+
+
+def leave(how: str, folder: str) -> None:
+    """End the script in some way while a checkpoint is being written."""
+    os.chdir(folder)
+    accelerator, _ = build()
+    write = parts.write_whole_tensors
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    parts.write_whole_tensors = slowly
+    accelerator.save_state(blocking=False)
+    if how == "error":
+        raise KeyError("mine")
+    if how == "error of one" and accelerator.process_index == 1:
+        raise KeyError("mine")
+    if how == "exit":
+        raise SystemExit(3)
+    if how == "end of training":
+        accelerator.end_training()
+
+
+SLOWLY = [("error", 1), ("exit", 1), ("end", 2), ("end of training", 2), ("error", 2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [("end", 1), ("error of one", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)],
+)
+def test_the_end_of_the_script_waits_for_the_commit(
+    end: Callable[..., Any], tmp_path: Path, how: str, processes: int
+) -> None:
+    end(leave, how, str(tmp_path), processes=processes)
+    (found,) = retention.survey(tmp_path / "project" / "checkpoints", deep=True)
+    assert found.fault == ""
+
+
+def compete(jobs: int) -> list[int]:
+    """Let several runs that know nothing of each other save into one folder; how many saves worked."""
+    warnings.simplefilter("ignore")
+    build()[0].save_state()
+    for cls in (AcceleratorState, PartialState, GradientState):
+        cls._reset_state()
+    pids = [fork(save_often) for _ in range(jobs)]
+    saved = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    accelerator, model = build()
+    accelerator.load_state()
+    assert len(set(model.weight.flatten().tolist())) == 1
+    accelerator.save_state()
+    left = os.listdir("project/checkpoints")
+    assert not [name for name in left if name.startswith(".")], left
+    for each in retention.survey(Path("project/checkpoints"), deep=True):
+        assert each.fault == ""
+        assert manifest.read(each.path).iteration == each.number
+    return saved
+
+
+def fork(job: Callable[[], int]) -> int:
+    if pid := os.fork():
+        return pid
+    code = 99
+    try:
+        code = job()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def save_often() -> int:
+    accelerator, model = build(limit=2)
+    saved = 0
+    for _ in range(SAVES):
+        with torch.no_grad():
+            model.weight.fill_(os.getpid())
+        try:
+            accelerator.save_state()
+        except CheckpointError as error:
+            print(error)
+        else:
+            saved += 1
+    return saved
+
+
+def test_runs_that_share_a_folder_by_mistake_do_not_break_it(run: Run) -> None:
+    (saved,) = run(compete, JOBS, processes=1)
+    print(saved)
+    assert all(count <= SAVES for count in saved), "a run ended with another error"
+    assert sum(saved) >= SAVES
