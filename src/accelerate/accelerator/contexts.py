@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import profile
 
 from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import StateError
 from accelerate.logging import get_logger
 from accelerate.plugins.handlers import AutocastKwargs
 from accelerate.plugins.profile import ProfileKwargs
@@ -22,6 +23,7 @@ class Contexts:
     """Number format, profiler, uneven inputs and context parallelism as `with` blocks."""
 
     _runtime: Runtime
+    _cp_context: Callable[..., AbstractContextManager[Any]] | None
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context in which operations run in the number format of the run.
@@ -96,8 +98,19 @@ class Contexts:
             buffers: tensors that all ranks of the axis hold whole.
             buffer_seq_dims: sequence dimension of each of them.
             no_restore_buffers: those that need not be whole again afterwards.
+
+        Raises:
+            StateError: nothing has been prepared yet.
+            ConfigurationError: buffers and dimensions do not go together, or a sequence cannot be split.
         """
-        return nullcontext()
+        config = self._runtime.request.parallelism
+        if config is None or not config.cp_enabled:
+            return nullcontext()
+        if self._cp_context is None:
+            raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
+        return self._cp_context(
+            buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+        )
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from accelerate.plugins.training import (
 )
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state.processes import ProcessControl
+from accelerate.strategies.axes.context import ContextParallel, drop_masks
 from accelerate.strategies.base import refuse_split_model
 from accelerate.strategies.bundle import Bundle, is_prepared, mark_prepared
 from accelerate.tracking.base import GeneralTracker
@@ -149,6 +151,7 @@ class Accelerator(
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
+        self._cp_context: Callable[..., AbstractContextManager[Any]] | None = None
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -207,7 +210,19 @@ class Accelerator(
             )
         bundle = Bundle(args, device_placement)
         self._runtime.strategy.check(bundle, self._runtime.prepared)
+        parallelism = self._runtime.request.parallelism
+        if parallelism is not None and parallelism.cp_enabled:
+            self._prepare_cp(*bundle.objects)
         return self._runtime.strategy.prepare(bundle, self).result()
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Let sequences be shared; clients replace this method, and set `_cp_context` themselves."""
+        handler: Any = self._runtime.request.parallelism.cp_handler  # type: ignore[union-attr]  # it is enabled
+        self._cp_context = ContextParallel(self.torch_device_mesh, handler.cp_comm_strategy)
+        for model in args:
+            if isinstance(model, nn.Module) and not is_prepared(model):
+                drop_masks(model)
+        return args
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

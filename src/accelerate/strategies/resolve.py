@@ -47,17 +47,16 @@ def _sharded(version: int) -> type[Strategy]:
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    for axis in ("cp", "sp"):
-        if axis in mesh.non_dp_dim_names:
-            raise wrong_value(
-                f"{axis}_size",
-                getattr(mesh, f"{axis}_size"),
-                "this version has meshes of data and tensor parallelism only",
-                f"Leave {axis}_size at 1",
-            )
+    if mesh.sp_enabled:
+        raise wrong_value(
+            "sp_size",
+            mesh.sp_size,
+            "this version shares sequences by context parallelism only",
+            "Leave sp_size at 1, and set cp_size",
+        )
     if plugin is None:
         _check_mesh_of_whole_models(mesh)
-    elif not mesh.dp_shard_enabled:
+    elif not mesh.dp_shard_cp_dim_names:
         raise wrong_value(
             "dp_shard_size",
             mesh.dp_shard_size,
@@ -78,10 +77,11 @@ def _check_mesh_of_whole_models(mesh: ParallelismConfig) -> None:
         raise wrong_value(
             "dp_shard_size", mesh.dp_shard_size, "nothing says how parameters are sharded", use_two
         )
-    if mesh.tp_enabled and mesh.dp_replicate_enabled:
+    if mesh.tp_enabled and (mesh.dp_replicate_enabled or mesh.cp_enabled):
+        axis = "dp_replicate" if mesh.dp_replicate_enabled else "cp"
         raise wrong_value(
-            "dp_replicate_size",
-            mesh.dp_replicate_size,
+            f"{axis}_size",
+            getattr(mesh, f"{axis}_size"),
             "copies of models whose layers are shared are kept equal by FSDP 2 only",
             f"Set dp_shard_size too. {use_two}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -117,7 +118,10 @@ def sharding_mesh(accelerator: ShardingRun) -> DeviceMesh:
     if mesh is None:
         size = accelerator.state.num_processes
         return init_device_mesh(accelerator.device.type, (size,), mesh_dim_names=("dp_shard",))
-    return mesh[tuple(accelerator.state.parallelism_config.dp_dim_names)]  # type: ignore[no-any-return]
+    with warnings.catch_warnings():
+        # torch has no other way yet to a mesh of one axis and the union of two
+        warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+        return mesh[tuple(accelerator.state.parallelism_config.fsdp_dim_names)]  # type: ignore[no-any-return]
 
 
 def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:

@@ -1,0 +1,161 @@
+"""Processes that share sequences train as one process does that has them whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins.parallel import TorchContextParallelConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+
+Run = Callable[..., list[Any]]
+TOKENS, LENGTH, BATCH, STEPS = 17, 16, 2, 6
+
+
+class Reader(nn.Module):
+    """Attends to what stands before, and guesses the next token; positions come with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(TOKENS, 32), nn.Embedding(LENGTH, 32)
+        self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, TOKENS)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.positions(positions)
+        heads = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.mix(hidden).chunk(3, -1)]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(hidden + attended.transpose(1, 2).flatten(-2))
+
+
+def texts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(TOKENS, (24, LENGTH + 1), generator=generator))
+
+
+def train(config: dict[str, Any] | None, batch: int, rotate: str = "allgather", sharded: bool = False) -> Any:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the guesses are a view; nobody writes to them
+    set_seed(0)
+    options: dict[str, Any] = {}
+    if config is not None:
+        handler = TorchContextParallelConfig(cp_comm_strategy=rotate)
+        options["parallelism_config"] = ParallelismConfig(**config, cp_handler=handler)
+    if sharded:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(**options)
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(texts(), batch_size=batch))
+    losses, norms = [], []
+    for whole in loader:
+        tokens, labels = whole[:, :-1].clone(), whole[:, 1:].clone()
+        positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], {tokens, labels}):
+            guesses = model(tokens, positions)
+            loss = F.cross_entropy(guesses.flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        assert positions.shape == (len(tokens) if config is None else batch, LENGTH)  # whole again
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses[:STEPS], norms[:STEPS]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, Any]:
+    """Losses and norms of one process, by the size of its batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        from accelerate.state import AcceleratorState, GradientState
+
+        found = {}
+        for batch in (BATCH, 2 * BATCH):
+            found[batch] = train(None, batch)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        return found
+
+
+def check(ranks: list[Any], expected: Any) -> None:
+    for losses, norms in ranks:
+        assert losses == pytest.approx(expected[0], abs=1e-5)
+        assert norms == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_two_processes_share_each_sequence(run: Run, alone: dict[int, Any], rotate: str) -> None:
+    check(run(train, {"cp_size": 2}, BATCH, rotate), alone[BATCH])
+
+
+def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any]) -> None:
+    check(run(train, {"cp_size": 2}, BATCH, "allgather", True), alone[BATCH])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "sharded"),
+    [
+        ({"dp_replicate_size": 2, "cp_size": 2}, False),
+        ({"dp_shard_size": 2, "cp_size": 2}, True),
+    ],
+)
+def test_groups_of_processes_share_each_sequence(
+    run: Run, alone: dict[int, Any], config: dict[str, Any], sharded: bool
+) -> None:
+    ranks = run(train, config, BATCH, "allgather", sharded, processes=4, timeout=120)
+    check(ranks, alone[2 * BATCH])
+
+
+def make_mistakes() -> list[str]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    said = []
+    batch = torch.zeros(2, 16)
+    with pytest.raises(StateError) as early:
+        accelerator.maybe_context_parallel([batch], [1])
+    accelerator.prepare(nn.Linear(2, 2))
+    for buffers, dims in (([], []), ([batch], []), ([batch], [2]), ([torch.zeros(2, 6)], [1])):
+        with pytest.raises(ConfigurationError) as caught:
+            accelerator.maybe_context_parallel(buffers, dims)
+        said.append(str(caught.value))
+    return [str(early.value), *said]
+
+
+def test_mistakes_are_named(run: Run) -> None:
+    early, none, dims, dim, length = run(make_mistakes)[0]
+    assert "after prepare()" in early
+    assert "got no buffers" in none
+    assert "0 entries for 1 buffers" in dims
+    assert "[2, 16]" in dim
+    assert "multiple of 4" in length
+
+
+def replace_the_context() -> tuple[list[Any], bool]:
+    """As clients do: `_prepare_cp` is theirs, and sets the context."""
+    seen: list[Any] = []
+
+    class Replaced(Accelerator):
+        def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+            self._cp_context = lambda **given: seen.append(sorted(given)) or torch.no_grad()
+            return args
+
+    accelerator = Replaced(parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator.prepare(nn.Linear(2, 2))
+    with accelerator.maybe_context_parallel([torch.zeros(2, 16)], [1]):
+        return seen, torch.is_grad_enabled()
+
+
+def test_clients_may_set_the_context(run: Run) -> None:
+    for seen, enabled in run(replace_the_context):
+        assert seen == [["buffer_seq_dims", "buffers", "no_restore_buffers"]]
+        assert not enabled
