@@ -50,7 +50,8 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (request(2, {"cp_size": 2}), "cp_size=2: .* Leave cp_size at 1"),
+        (request(2, {"sp_size": 2}), "sp_size=2: .* set cp_size"),
+        (request(None, {"tp_size": 2, "cp_size": 2}), "cp_size=2: .* Set dp_shard_size too"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(None, {"tp_size": 2, "dp_replicate_size": 2}), "dp_replicate_size=2: .* by FSDP 2 only"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
