@@ -182,9 +182,10 @@ def fail_at_each_call(numbered: bool, blocking: bool) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("numbered", "blocking"), [(True, True), (True, False), (False, True), (False, False)]
-)
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False), (False, True))]
+
+
+@pytest.mark.parametrize(("numbered", "blocking"), [(True, True), (False, False), *SLOWLY])
 def test_a_fault_at_any_call_leaves_the_checkpoint_before(run: Run, numbered: bool, blocking: bool) -> None:
     (names,) = run(fail_at_each_call, numbered, blocking, processes=1)
     print(len(names), names)
@@ -221,7 +222,7 @@ def end_at_each_call(numbered: bool) -> int:
     return calls
 
 
-@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("numbered", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_end_at_any_call_leaves_a_whole_checkpoint(run: Run, numbered: bool) -> None:
     (calls,) = run(end_at_each_call, numbered, processes=1)
     assert calls > 20

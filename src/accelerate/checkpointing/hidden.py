@@ -21,7 +21,7 @@ import psutil
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 SAVING, OLD, DOOMED = "saving", "old", "deleting"
-DAYS_TO_KEEP_STRANGERS = 7
+SECONDS_TO_KEEP_STRANGERS = 3600.0  # since another machine wrote to one
 LETTERS_SHOWN = 40  # of a long name; only what is brought back needs all of them
 _PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DOOMED})-(.+)-(\d+)-(\w+)", re.DOTALL)
 _count = itertools.count()
@@ -52,7 +52,7 @@ class Hidden:
     def is_needed(self) -> bool:
         """Whether the process that made it may still need it."""
         if self.host != socket.gethostname():
-            return _age(self.path) < DAYS_TO_KEEP_STRANGERS * 24 * 3600
+            return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_STRANGERS
         if self.pid == os.getpid():
             return self.path.name in _needed
         return psutil.pid_exists(self.pid) and birth_of(self.pid) in (self.birth, "")
@@ -129,8 +129,8 @@ def birth_of(pid: int) -> str:
         return ""
 
 
-def _age(path: Path) -> float:
+def _seconds_unchanged(folder: Path) -> float:
     try:
-        return time.time() - path.stat().st_mtime
-    except OSError:  # just removed, or not ours to look at
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:  # something was just removed, or is not ours to look at
         return 0.0

@@ -146,12 +146,21 @@ def open_newest(parent: Path, council: Council, place: Place, patience: float) -
     Raises:
         StateError: a rank did not come in time.
     """
-    found = {each.number: each for each in retention.survey(parent)}
+    found = {each.number: each for each in _survey(parent)}
     said = council.decide(CALL, sorted(found), list, patience)
     for number in sorted({number for numbers in said for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
         yield Source(path, council, place, fault)
+
+
+def _survey(parent: Path) -> list[retention.Found]:
+    """Look for checkpoints; a rank that cannot look has none, so that the others need not wait for it."""
+    try:
+        return retention.survey(parent)
+    except OSError as error:
+        logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
+        return []
 
 
 def check_policy(policy: str) -> None:

@@ -42,11 +42,13 @@ def test_what_this_process_needs_stays_until_it_says_so(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_those_of_other_machines_stay_for_days(tmp_path: Path) -> None:
+def test_those_of_other_machines_stay_while_they_are_written_to(tmp_path: Path) -> None:
     foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
     sweep(tmp_path)
-    assert foreign.exists()
     os.utime(foreign, (0, 0))
+    sweep(tmp_path)
+    assert foreign.exists()
+    os.utime(foreign / "part", (0, 0))
     sweep(tmp_path)
     assert not foreign.exists()
 

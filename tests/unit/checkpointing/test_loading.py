@@ -99,6 +99,19 @@ def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> No
     assert [source.is_readable for source in found] == [False, True, True]
 
 
+@pytest.mark.usefixtures("states")
+def test_a_rank_that_cannot_look_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(parent: Path) -> list[Any]:
+        raise PermissionError(13, "Permission denied", str(parent))
+
+    Accelerator(cpu=True)
+    monkeypatch.setattr(retention, "survey", fail)
+    assert list(loading.open_newest(tmp_path, Council(), ALONE, 1.0)) == []
+    assert "cannot be looked for: [Errno 13] Permission denied" in caplog.text
+
+
 def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
     make(tmp_path / "one").rename(tmp_path / ".one.old-elsewhere-1-0x0")
     assert settle(loading.open_checkpoint(tmp_path / "one", Council(), ALONE, 1.0)) == ""
