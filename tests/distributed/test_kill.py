@@ -215,7 +215,9 @@ def kill_one_after_another(kills: int, processes: int, blocking: bool, chance: r
         assert min(loaded) >= reported, f"run {number} loaded {loaded}, and {reported} had been reported"
         found.loaded += loaded
         if number < kills:
-            run.wait_for("begins", chance.randint(1, 4 * processes))
+            # Mostly behind a commit, sometimes within the first save.
+            least = 1 if chance.random() < 0.2 else processes + 1
+            run.wait_for("begins", chance.randint(least, 4 * processes))
             time.sleep(chance.random() * span * 1.2)
         way = chance.choice(WAYS[: 1 if processes == 1 else None])
         run.kill(way, chance.random() * 0.05)

@@ -188,7 +188,7 @@ def test_a_loader_that_goes_on_by_itself(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [2, 3])  # one: tests/unit/data_loader/test_position.py
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_matrix(run: Run, kind: str, config: dict[str, Any], processes: int) -> None:

@@ -47,8 +47,8 @@ class Workplace:
     Attributes:
         target: the folder that it becomes.
         folder: the folder it is written in.
-        inside: whether `folder` lies in the target, which cannot be renamed: a mount, or the folder that the
-            process works in.
+        inside: whether `folder` lies in the target, which cannot be renamed: a mount, one that holds a mount,
+            or the folder that the process works in.
     """
 
     target: Path
@@ -113,7 +113,7 @@ def plan_workplace(target: Path) -> Workplace:
     """
     target = place_of(target)
     inside = target.is_dir() and (
-        os.path.ismount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
+        _holds_mount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
     )
     parent = target if inside else target.parent
     return Workplace(target, hidden.claim(target.name, parent, hidden.SAVING), inside)
@@ -152,6 +152,10 @@ def recover_all(parent: Path) -> None:
     """Bring back all folders in a folder that interrupted saves had moved aside."""
     for name in {each.name for each in hidden.find(parent, hidden.OLD)}:
         recover(parent / name)
+
+
+def _holds_mount(folder: Path) -> bool:
+    return os.path.ismount(folder) or any(os.path.ismount(folder / name) for name in os.listdir(folder))
 
 
 def _works_in(folder: Path) -> bool:

@@ -223,6 +223,17 @@ def test_folders_links_and_namesakes_of_the_user_stay(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_with_a_mount_in_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+    (target / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    number = (target / "disk").stat().st_ino, target.stat().st_ino
+    save(target, "new")
+    assert content(target) == "new"
+    assert ((target / "disk").stat().st_ino, target.stat().st_ino) == number
+
+
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text("mine")
     with pytest.raises(CheckpointError, match="it is a file"):
