@@ -40,15 +40,15 @@ def gradients(model: nn.Module, seed: int) -> list[float]:
     return torch.cat([each.grad.flatten() for each in model.parameters()]).tolist()
 
 
-def compare() -> Any:
+def compare(**options: Any) -> Any:
     dist.init_process_group("gloo")
     try:
-        trained, orders = replica(), []
+        trained, orders = replica(**options), []
         for step in range(3):
             orders.append(order_of(trained))
             later = gradients(trained, step)
         orders.append(order_of(trained))
-        fresh, plain = replica(), replica()
+        fresh, plain = replica(**options), replica(**options)
         first = next(fresh.parameters())
         first.grad = torch.ones_like(first)
         adopt_order(fresh, orders[1])
@@ -64,6 +64,17 @@ def compare() -> Any:
         dist.destroy_process_group()
 
 
+def compare_views() -> Any:
+    return compare(gradient_as_bucket_view=True)[:4]
+
+
+def test_gradients_that_lie_in_buckets_are_no_exception(run: Run) -> None:
+    for orders, _, same, again in run(compare_views, processes=3):
+        assert orders[1:] == [[5, 4, 1, 0, 3, 2]] * 5
+        assert same
+        assert again
+
+
 def test_the_first_pass_behind_a_checkpoint_is_like_that_of_the_run_before(run: Run) -> None:
     for orders, held, same, again, plain in run(compare, processes=3):
         assert orders == [[], *[[5, 4, 1, 0, 3, 2]] * 5]
@@ -77,17 +88,22 @@ def leave_alone(kind: str) -> Any:
     dist.init_process_group("gloo")
     try:
         model = replica(**{"find_unused_parameters": True} if kind == "unused" else {})
+        if kind == "sparse":
+            model = DistributedDataParallel(
+                nn.Sequential(nn.Embedding(3, 2, sparse=True), *[nn.Linear(2, 2)] * 2)
+            )
         arrived: list[int] = []
         if kind == "hook":
             next(model.parameters()).register_post_accumulate_grad_hook(lambda each: arrived.append(1))
-        order = {"short": [1, 0], "twice": [0, 0, 1, 2, 3, 4]}.get(kind, [5, 4, 1, 0, 3, 2])
+        orders = {"short": [1, 0], "twice": [0, 0, 1, 2, 3, 4], "sparse": [2, 1, 0]}
+        order = orders.get(kind, [5, 4, 1, 0, 3, 2])
         adopt_order(model, order)
-        return order_of(model), arrived, [each.grad is None for each in model.parameters()]
+        return order_of(model), arrived, all(each.grad is None for each in model.parameters())
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["unused", "hook", "short", "twice"])
+@pytest.mark.parametrize("kind", ["unused", "hook", "short", "twice", "sparse"])
 def test_what_does_not_fit_or_may_do_harm_is_left_alone(run: Run, kind: str) -> None:
-    assert run(leave_alone, kind, processes=1) == [([], [], [True] * 6)]
+    assert run(leave_alone, kind, processes=1) == [([], [], True)]

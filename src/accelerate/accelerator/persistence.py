@@ -362,7 +362,7 @@ class Persistence:
             for optimizer, updates in zip(runtime.prepared.optimizers, run.get("updates", []), strict=False):
                 optimizer.num_updates = updates
             for model, order in zip(runtime.prepared.models, run.get("gradient_order", []), strict=False):
-                if not source.resized:
+                if runtime.prepared.optimizers and not source.resized:
                     runtime.strategy.adopt_gradient_order(model, order)
         elif (source.folder / first).is_file():
             self.step = Load(source.folder).read(first).get("step", self.step)

@@ -61,8 +61,10 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
 
 
 def _changes(replica: DistributedDataParallel) -> bool:
-    """Whether buckets are made anew after the first pass, and nothing else looks into them."""
-    return not (replica.find_unused_parameters or replica.static_graph or replica._comm_hooks)
+    """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
+    has_sparse = any(getattr(each, "sparse", False) for each in replica.module.modules())
+    fixed = replica.find_unused_parameters or replica.static_graph
+    return not (fixed or has_sparse or replica._comm_hooks)
 
 
 def _noted_order(replica: DistributedDataParallel) -> list[int]:
