@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
@@ -20,20 +22,26 @@ from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
 Run = Callable[..., list[Any]]
 TOKENS, LENGTH, BATCH, STEPS = 17, 16, 2, 6
+ATTENTIONS = {
+    "by module": lambda *heads: F.scaled_dot_product_attention(*heads, is_causal=True),
+    "by name": lambda *heads: scaled_dot_product_attention(*heads, is_causal=True),
+    "by keyword": lambda q, k, v: scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True),
+}
 
 
 class Reader(nn.Module):
     """Attends to what stands before, and guesses the next token; positions come with the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: str) -> None:
         super().__init__()
+        self.attend = ATTENTIONS[attention]
         self.tokens, self.positions = nn.Embedding(TOKENS, 32), nn.Embedding(LENGTH, 32)
         self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, TOKENS)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(tokens) + self.positions(positions)
         heads = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.mix(hidden).chunk(3, -1)]
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = self.attend(*heads)
         return self.out(hidden + attended.transpose(1, 2).flatten(-2))
 
 
@@ -42,7 +50,13 @@ def texts() -> list[torch.Tensor]:
     return list(torch.randint(TOKENS, (24, LENGTH + 1), generator=generator))
 
 
-def train(config: dict[str, Any] | None, batch: int, rotate: str = "allgather", sharded: bool = False) -> Any:
+def train(
+    config: dict[str, Any] | None,
+    batch: int,
+    rotate: str = "allgather",
+    sharded: bool = False,
+    attention: str = "by module",
+) -> Any:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the guesses are a view; nobody writes to them
     set_seed(0)
     options: dict[str, Any] = {}
@@ -52,7 +66,7 @@ def train(config: dict[str, Any] | None, batch: int, rotate: str = "allgather", 
     if sharded:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(**options)
-    model = Reader()
+    model = Reader(attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(texts(), batch_size=batch))
     losses, norms = [], []
@@ -98,6 +112,13 @@ def test_two_processes_share_each_sequence(run: Run, alone: dict[int, Any], rota
     check(run(train, {"cp_size": 2}, BATCH, rotate), alone[BATCH])
 
 
+@pytest.mark.parametrize("attention", ["by name", pytest.param("by keyword", marks=pytest.mark.slow)])
+def test_attention_reaches_over_all_however_it_is_called(
+    run: Run, alone: dict[int, Any], attention: str
+) -> None:
+    check(run(train, {"cp_size": 2}, BATCH, "allgather", False, attention), alone[BATCH])
+
+
 def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any]) -> None:
     check(run(train, {"cp_size": 2}, BATCH, "allgather", True), alone[BATCH])
 
@@ -138,6 +159,26 @@ def test_mistakes_are_named(run: Run) -> None:
     assert "0 entries for 1 buffers" in dims
     assert "[2, 16]" in dim
     assert "multiple of 4" in length
+
+
+def attend_by_other_means() -> list[str]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator.prepare(nn.Linear(2, 2))
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    try:
+        with accelerator.maybe_context_parallel([torch.zeros(2, 16)], [1]):
+            pass
+    finally:
+        logging.getLogger("accelerate").removeHandler(handler)
+    return seen
+
+
+def test_attention_of_another_kind_is_told_of(run: Run) -> None:
+    (said,) = run(attend_by_other_means)[0]
+    assert "attn_implementation='sdpa'" in said
 
 
 def replace_the_context() -> tuple[list[Any], bool]:

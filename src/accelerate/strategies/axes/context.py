@@ -5,17 +5,20 @@ Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
+_ATTENTION = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional offers outside of contexts
 CALL = "accelerator.maybe_context_parallel"
 AXIS = "cp"
 PARTS = 2
@@ -53,6 +56,7 @@ class ContextParallel:
         Raises:
             ConfigurationError: dimensions and buffers do not go together, or a sequence cannot be split.
         """
+        from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -63,11 +67,10 @@ class ContextParallel:
 
             teach_context_parallel()
         set_rotate_method(self.strategy)
-        restored = set(no_restore_buffers or ())
-        context: AbstractContextManager[None] = context_parallel(
-            self.mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=restored
+        split = context_parallel(
+            self.mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return context
+        return _together(split, _AnyAttention(DTensor))
 
     def _check(self, buffers: list[Tensor], dims: list[int]) -> None:
         if not buffers:
@@ -96,6 +99,43 @@ class ContextParallel:
                     f"each of the {self.mesh.size()} processes that share it",
                     f"Pad sequences to a multiple of {whole}",
                 )
+
+
+class _AnyAttention(TorchFunctionMode):
+    """Lets attention reach over all processes however a model has got hold of the function.
+
+    torch replaces `torch.nn.functional.scaled_dot_product_attention` inside its context; code that has
+    imported the function by its name would attend to the part of this process only, without a word.
+
+    Args:
+        shared: the class of tensors that torch's replacement passes on.
+    """
+
+    def __init__(self, shared: type[Tensor]) -> None:
+        super().__init__()
+        self._shared = shared
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _ATTENTION:
+            self.calls += 1
+            if not any(isinstance(arg, self._shared) for arg in args):
+                func = torch.nn.functional.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _together(split: AbstractContextManager[Any], attention: _AnyAttention) -> Iterator[None]:
+    with split, attention:
+        yield
+    if not attention.calls:
+        logger.warning_once(
+            f"Nothing inside {CALL} called torch's scaled_dot_product_attention: each process attends to "
+            "its own part of the sequences only. Choose attention by that function; for transformers' models "
+            "that is attn_implementation='sdpa'."
+        )
 
 
 def drop_masks(model: nn.Module) -> None:

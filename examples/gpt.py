@@ -1,0 +1,117 @@
+"""Train a small GPT on the Python documentation; the launch line alone says how it is spread out.
+
+One process, then copies of the model, then its parameters in parts, then its layers too, then its sequences:
+
+    python examples/gpt.py
+    accelerate launch --cpu --num_processes 2 examples/gpt.py
+    accelerate launch --cpu --num_processes 2 --use_fsdp --fsdp_version 2 examples/gpt.py
+    accelerate launch --cpu --num_processes 4 --use_fsdp --fsdp_version 2 --use_parallelism_config \\
+        --parallelism_config_dp_shard_size 2 --parallelism_config_tp_size 2 examples/gpt.py
+    accelerate launch --cpu --num_processes 2 --use_parallelism_config \\
+        --parallelism_config_cp_size 2 examples/gpt.py
+
+All print the same losses: a batch is shared by as many processes as there are, not added to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pydoc_data.topics import topics
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+
+LENGTH = 64
+HEAD = 16
+
+
+def pieces() -> torch.Tensor:
+    """Python's help texts as bytes, in pieces of one more than the model reads."""
+    text = "\n".join(topics[topic] for topic in sorted(topics)).encode()
+    return torch.tensor(list(text[: len(text) // (LENGTH + 1) * (LENGTH + 1)])).view(-1, LENGTH + 1)
+
+
+class Block(nn.Module):
+    """Attention to what stands before, and two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.join = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(hidden)
+        # As many heads as there are on this process: with tensor parallelism it has some of them.
+        heads = [layer(normed).unflatten(-1, (-1, HEAD)) for layer in (self.query, self.key, self.value)]
+        attended = scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads), is_causal=True)
+        hidden = hidden + self.join(attended.transpose(1, 2).flatten(-2))
+        return hidden + self.down(gelu(self.up(self.norm2(hidden))))
+
+
+class GPT(nn.Module):
+    """Guesses each byte from those before it."""
+
+    _no_split_modules: ClassVar = ["Block"]  # a unit of FSDP
+    tp_plan: ClassVar = {
+        **dict.fromkeys(("blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"), "colwise"),
+        **dict.fromkeys(("blocks.*.join", "blocks.*.down"), "rowwise"),
+    }
+
+    def __init__(self, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.guess = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        hidden = self.bytes(tokens) + self.places(places)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.guess(self.norm(hidden))
+
+
+def train(steps: int, batch_size: int) -> list[float]:
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    )
+    set_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(pieces(), batch_size, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for step, batch in zip(range(steps), loader, strict=False):
+        tokens, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
+        places = torch.arange(LENGTH, device=batch.device).repeat(len(batch), 1)
+        buffers = [tokens, labels, places]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            loss = cross_entropy(model(tokens, places).flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if step % 10 == 0 or step == steps - 1:
+            accelerator.print(f"step {step:3}: loss {losses[-1]:.4f}")
+    accelerator.end_training()
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small GPT on the Python documentation.")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch_size", type=int, default=16, help="of all processes together")
+    options = parser.parse_args()
+    train(options.steps, options.batch_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`examples/gpt.py`, unchanged: one script, and the launch line alone says how it is spread out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0"]
+TWO = ["--num_processes", "2"]
+SHARDED = ["--use_fsdp", "--fsdp_version", "2"]
+MESH = ["--use_parallelism_config"]
+LINE = re.compile(r"^step +(\d+): loss ([\d.]+)$", re.MULTILINE)
+
+WAYS = {
+    "DDP": [*TWO],
+    "FSDP2": [*TWO, *SHARDED],
+    "FSDP1": [*TWO, "--use_fsdp"],
+    "TP": [*TWO, *MESH, "--parallelism_config_tp_size", "2"],
+    "CP": [*TWO, *MESH, "--parallelism_config_cp_size", "2"],
+    "FSDP2+TP": [
+        *("--num_processes", "4", *SHARDED, *MESH),
+        *("--parallelism_config_dp_shard_size", "2", "--parallelism_config_tp_size", "2"),
+    ],
+    "FSDP2+CP": [
+        *("--num_processes", "4", *SHARDED, *MESH),
+        *("--parallelism_config_dp_shard_size", "2", "--parallelism_config_cp_size", "2"),
+    ],
+}
+FAST = ("FSDP2+TP", "CP")
+
+
+def losses(*command: str) -> list[float]:
+    done = subprocess.run(
+        [*command, str(SCRIPT), "--steps", "31"], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = LINE.findall(done.stdout)
+    assert [int(step) for step, _ in found] == [0, 10, 20, 30]
+    return [float(loss) for _, loss in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The losses of one process."""
+    found = losses(sys.executable)
+    assert found[-1] < 0.6 * found[0]  # it learns
+    return found
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
+)
+def test_the_losses_are_those_of_one_process(alone: list[float], way: str) -> None:
+    assert losses(*LAUNCH, *WAYS[way]) == pytest.approx(alone, abs=2e-3)
