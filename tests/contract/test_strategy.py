@@ -231,15 +231,20 @@ def test_the_launcher_s_variables_choose_the_way(
 
 MOVES = [
     ("fsdp2 reshard", "ddp"),
-    ("ddp", "fsdp2 offload"),
+    ("ddp", "fsdp1 full"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in [
+            ("ddp", "fsdp2 offload"),
             ("fsdp2 2x2", "fsdp2 keep"),
             ("fsdp2 recompute", "single"),
             ("single", "fsdp2 2x2"),
             ("fsdp2 keep", "fsdp2 one unit"),
             ("tp", "fsdp2 + tp"),
+            ("fsdp1 full", "fsdp2 reshard"),
+            ("fsdp2 keep", "fsdp1 grad"),
+            ("fsdp1 none", "fsdp1 full, own parameters"),
+            ("fsdp1 hybrid 2x2", "single"),
             ("fsdp2 + tp", "ddp"),
         ]
     ),

@@ -332,9 +332,7 @@ def look_at_the_edges(version: int) -> list[str]:
     assert prepared.enter.weight.shape == (WIDTH, 3)  # ignored: whole
     assert accelerator.prepare(prepared) is prepared
     assert accelerator.state.fsdp_plugin.fsdp_version == version
-    saving = [lambda: accelerator.save_state("folder"), lambda: accelerator.load_state("folder")]
     for call in (
-        *(saving if version == 1 else []),
         lambda: accelerator.join_uneven_inputs([prepared]).__enter__(),
         lambda: accelerator.prepare(*model_in_training()),
     ):
@@ -371,7 +369,6 @@ def test_the_edges(run: Run, version: int) -> None:
         orphans = "to no prepared optimizer and will not change: enter.weight, enter.bias, leave.weight"
         assert (orphans in text) is (rank == 0)  # warnings come from the main process
         assert ("train and are in ignored_modules" in text) is (rank == 0)
-        assert text.count("save_state and load_state do not work with FSDP 1") == (2 if version == 1 else 0)
         assert "join_uneven_inputs does not work with FSDP or tensor parallelism" in text
         assert "holds the state of 2 parameters, which cannot be sharded" in text
 

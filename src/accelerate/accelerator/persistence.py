@@ -73,7 +73,6 @@ class Persistence:
             StateError: a rank did not come in time; on all that did.
         """
         runtime, project = self._runtime, self._runtime.request.project
-        runtime.strategy.check_saving()
         session = runtime.checkpoints
         session.wait()
         request = self._request(output_dir)
@@ -127,7 +126,6 @@ class Persistence:
             StateError: a rank did not come in time.
         """
         runtime = self._runtime
-        runtime.strategy.check_saving()
         loading.check_policy(world_size_policy)
         runtime.checkpoints.wait()
         options = dict(load_model_func_kwargs)

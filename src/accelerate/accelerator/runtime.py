@@ -12,11 +12,14 @@ from accelerate.base.errors import wrong_value
 from accelerate.checkpointing.session import Session
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
+from accelerate.logging import get_logger
 from accelerate.settings.sections.precision import Fp8Section
 from accelerate.settings.variables import decode
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
+
+logger = get_logger(__name__)
 
 SECONDS_WITHOUT_LIMIT = 1800.0  # what torch takes for its own operations
 
@@ -94,6 +97,11 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             request.fsdp,
             "this process already runs without FSDP",
             "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+        )
+    if request.fsdp is not None and begun is None:
+        logger.warning(
+            "FSDP shards a model between processes, and there is one: the model is trained whole. Launch more "
+            "processes with --num_processes."
         )
     return replace(request, fsdp=begun, parallelism=state.parallelism_config)
 

@@ -257,9 +257,6 @@ class Strategy:
 
     # Save and end
 
-    def check_saving(self) -> None:
-        """Refuse to save or load the whole run, before anything is written or changed."""
-
     def gradient_order(self, model: nn.Module) -> list[int]:
         """Return what the rounding of summed gradients depends on: an order of the parameters, or nothing."""
         return []

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import accelerate.accelerator
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import ConfigurationError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins.fp8 import TERecipeKwargs
@@ -237,3 +237,13 @@ def test_a_plain_loop_trains_without_warnings() -> None:
             scheduler.step()
             optimizer.zero_grad()
     assert not accelerator.optimizer_step_was_skipped
+
+
+def test_one_process_has_nothing_to_shard(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert "there is one: the model is trained whole" in caplog.text
+    assert not hasattr(accelerator.state, "fsdp_plugin")  # clients take the attribute for a sharded run
+    assert not accelerator.is_fsdp2
+    model = torch.nn.Linear(2, 2)
+    assert accelerator.prepare(model) is model

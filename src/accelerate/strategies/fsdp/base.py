@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class Sharded(Strategy, ABC):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self.places: WeakKeyDictionary[Any, list[list[str]]] = WeakKeyDictionary()
+        """Optimizer -> for each of its groups the names that its parameters had before."""
         self.replicas = context.topology.size
         if self.plugin is not None and context.mixed_precision in AUTOCAST:
             self.plugin.set_mixed_precision(context.mixed_precision)
@@ -98,6 +101,7 @@ class Sharded(Strategy, ABC):
         sharded = shard()
         parameters = named(sharded)
         trail.rejoin(parameters)
+        self.places.update(trail.names_by_group())
         for old, new in trail.moved(parameters):
             self.moved[old] = new
         return sharded

@@ -149,6 +149,17 @@ class Trail:
             known |= set(unique)
             _put(group, list(unique.values()))
 
+    def names_by_group(self) -> dict[Any, list[list[str]]]:
+        """Return for each optimizer of this model alone the names that each group had, in order."""
+        found: dict[Any, list[list[Any]]] = {}
+        for optimizer, _, places in self._groups:
+            found.setdefault(optimizer, []).append(places)
+        return {
+            optimizer: groups
+            for optimizer, groups in found.items()
+            if all(isinstance(place, str) for group in groups for place in group)
+        }
+
     def moved(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         """Iterate over those old parameters that somebody still holds, with the new ones.
 

@@ -5,18 +5,18 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,6 +25,12 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
+from accelerate.strategies.fsdp.flat_states import (
+    Names,
+    WholeFlatOptimizer,
+    gather_flat_state,
+    whole_states,
+)
 from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
 from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
 from accelerate.strategies.fsdp.sharding import keep_master_weights, recompute, warn_about_ignored
@@ -51,6 +57,7 @@ class FullySharded(Sharded):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._groups = WeakIdKeyDictionary()
+        self._roots: WeakSet[FSDP] = WeakSet()
 
     def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
         """Return a gradient scaler that tells all ranks when one has gradients that are not finite."""
@@ -69,6 +76,7 @@ class FullySharded(Sharded):
         sharded = self.follow(model, partial(self._shard, model, units), joined_parameters)
         for parameter, group in sharded_parameters(sharded):
             self._groups[parameter] = (group,)
+        self._roots.add(sharded)  # type: ignore[arg-type]
         if plugin.activation_checkpointing:
             recompute(sharded, units)
         return sharded
@@ -156,33 +164,51 @@ class FullySharded(Sharded):
         groups: clipping.Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
 
-    def check_saving(self) -> None:
-        """Refuse: the states of optimizers lie in flat parts.
+    # Save and end
 
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(
-            "save_state and load_state do not work with FSDP 1 in this version. Set fsdp_version=2; or save "
-            "the model with save_model() or get_state_dict(), without its optimizer."
-        )
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Return what saves and loads the optimizers with whole tensors, each of one model."""
+        return [self._owner(optimizer, gather) for optimizer in optimizers]
+
+    def _owner(self, optimizer: Any, gather: bool) -> Any:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        roots = [root for root in self._roots if any(id(p) in held for p in root.parameters())]
+        if not roots:
+            return optimizer
+        if len(roots) > 1:
+            raise ConfigurationError(
+                f"{type(optimizer.optimizer).__name__} steps the parameters of {len(roots)} models, and "
+                "states of such optimizers cannot be saved or loaded with FSDP 1. Give each model an "
+                "optimizer of its own, or set fsdp_version=2."
+            )
+        names = self.places.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
+        where = (optimizer, roots[0], names, self._offloads)
+        keep = self.context.topology.local_rank == 0
+        return WholeFlatOptimizer(*where, gather_flat_state(*where, keep) if gather else None)
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self.context.device.type != "cpu")
+
+    def load_weights(
+        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
+    ) -> None:
+        """Load whole weights; torch takes this rank's part."""
+        root = root_of(model)
+        if root is None:
+            super().load_weights(model, state, fill)
+            return
+        with whole_states(root, self._offloads):
+            fill(root, state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state on the CPU of each machine's first process; names are without wrappers."""
         root = root_of(model)
         if root is None:
             return super().state_dict(model, unwrap=unwrap)
-        topology, device = self.context.topology, self.context.device.type
-        config = FullStateDictConfig(
-            offload_to_cpu=device != "cpu",  # torch crashes where there is nothing to offload
-            rank0_only=topology.size == topology.local_size,
-        )
-        with warnings.catch_warnings():
-            # what torch recommends instead leaves the state on one rank of all machines
-            warnings.filterwarnings("ignore", r"FSDP\.state_dict_type", FutureWarning)
-            warnings.filterwarnings("ignore", "When using ``NO_SHARD``", UserWarning)
-            with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, config):
-                return self.keep_whole(root.state_dict())
+        topology = self.context.topology
+        with whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
+            return self.keep_whole(root.state_dict())
 
 
 def root_of(model: nn.Module) -> FSDP | None:
@@ -207,13 +233,24 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
     Without `use_orig_params` several names stand for the one flat parameter that holds them.
     """
-    found = named_parameters(model)
+    found = {name: p for name, p in named_parameters(model).items() if not name.endswith("_flat_param")}
     for prefix, unit in model.named_modules():
         if not isinstance(unit, FSDP) or unit._handle is None or unit._use_orig_params:
             continue
         flat = unit._handle.flat_param
         found.update({clean_name(f"{prefix}.{name}").lstrip("."): flat for name in flat._fqns})
     return found
+
+
+def _names_of(optimizer: Any, root: FSDP) -> Names:
+    """Return the names of the parameters that an optimizer was built on after they were sharded."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in joined_parameters(root).items():
+        names.setdefault(id(parameter), []).append(name)
+    shown = slice(1) if root._use_orig_params else slice(None)  # tied ones once, joined ones each
+    return [
+        [name for p in group["params"] for name in names[id(p)][shown]] for group in optimizer.param_groups
+    ]
 
 
 def _to_empty(module: nn.Module, device: torch.device) -> None:
