@@ -100,8 +100,8 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
         )
     if request.fsdp is not None and begun is None:
         logger.warning(
-            "FSDP shards a model between processes, and there is one: the model is trained whole. Launch more "
-            "processes with --num_processes."
+            "FSDP shards a model between processes, and there is one: the model is trained whole. Launch "
+            "more processes with --num_processes."
         )
     return replace(request, fsdp=begun, parallelism=state.parallelism_config)
 

@@ -110,5 +110,5 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
 
 
 def _own(value: Any) -> Any:
-    """Return a number as a tensor of its own: torch gives all parameters of a unit the same count of steps."""
+    """Return a number as a tensor of its own: torch gives all parameters of a unit one count of steps."""
     return value.clone() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
