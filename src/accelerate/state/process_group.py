@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices.backend import DeviceBackend
+from accelerate.state import lives
 from accelerate.state.topology import Topology
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
@@ -74,8 +75,14 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
             name: text for name, text in topology.variables().items() if not environ.current().get(name)
         }
         environ.assign(missing)
-        if _agent_has_restarted(topology) and not {"init_method", "store"} & set(kwargs):
-            kwargs["store"] = _store_of_this_life(topology, kwargs.get("timeout"))
+        store = (
+            None
+            if {"init_method", "store"} & set(kwargs)
+            else lives.store_of_this_life(
+                topology, kwargs.get("timeout") or distributed_c10d.default_pg_timeout
+            )
+        )
+        kwargs.update({"store": store} if store else {})
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
@@ -86,35 +93,6 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
         # A process that ends before its peers have connected to each other would make them fail.
         dist.barrier()
     return comm
-
-
-def _agent_has_restarted(topology: Topology) -> bool:
-    """Return whether an elastic agent started all ranks anew, and they meet in the store it had before.
-
-    On several machines the agents count restarts on their own, so their counts tell nothing there.
-    """
-    variables = environ.current()
-    return (
-        topology.local_size == topology.size
-        and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and _life() != "0"
-    )
-
-
-def _store_of_this_life(topology: Topology, timeout: timedelta | None) -> Store:
-    """Connect to the agent's store, without what earlier lives left in it.
-
-    That holds the addresses of dead processes: whoever reads one fails to connect, or waits for ever.
-    """
-    patience = timeout or distributed_c10d.default_pg_timeout
-    store = TCPStore(
-        str(topology.address), int(topology.port or 0), None, False, patience, wait_for_workers=False
-    )
-    return PrefixStore(f"life_{_life()}", store)
-
-
-def _life() -> str:
-    return environ.current().get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def own_group() -> None:
@@ -133,7 +111,7 @@ def connect_store(purpose: str) -> Store | None:
     if not is_open():
         return None
     store: Any = distributed_c10d._get_default_store()
-    prefix = f"accelerate/{purpose}/{_life()}.{_opened[0]}"  # the store may outlive a restart
+    prefix = f"accelerate/{purpose}/{lives.name()}.{_opened[0]}"  # the store may outlive a restart
     if hasattr(store, "clone"):
         try:
             return PrefixStore(prefix, store.clone())

@@ -1,0 +1,37 @@
+"""A run on two hosts, of which a process is killed in the middle of training: it goes on by itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .conftest import LAUNCH, Hosts
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parents[3] / "examples" / "restart.py"
+TWO = (*LAUNCH, "--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_port", "29613")
+END = re.compile(r"^starting at step (\d+)\n|^weights: ([0-9a-f]{64})$", re.MULTILINE)
+
+
+def train(hosts: Hosts, name: str, *options: str) -> tuple[list[str], list[str]]:
+    """Return the steps that the lives of the run began at, and the checksum of the weights."""
+    rendezvous = ("--main_process_ip", "nodea", "--rdzv_backend", "c10d", "--max_restarts", "2")
+    script = (str(SCRIPT), "--project", str(hosts.folder / name), "--num_epochs", "1", *options)
+    started = [hosts.start(host, *TWO, *rendezvous, "--machine_rank", str(host), *script) for host in (0, 1)]
+    ended = [hosts.end(process) for process in started]
+    assert [each.code for each in ended] == [0, 0], ended
+    print("".join(each.err for each in ended))
+    told, other = (END.findall(each.out) for each in ended)  # each host prints
+    assert told == other
+    return [step for step, _ in told if step], [weights for _, weights in told if weights]
+
+
+def test_a_run_on_two_hosts_goes_on(hosts: Hosts) -> None:
+    lives, whole = train(hosts, "whole")
+    assert lives == ["0"]
+    lives, weights = train(hosts, "killed", "--die_at", "25", "--save_every", "10")
+    assert (hosts.folder / "killed" / "died_at_step_25").exists()
+    assert lives == ["0", "20"]
+    assert weights == whole
