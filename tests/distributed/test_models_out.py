@@ -110,7 +110,7 @@ def test_no_wrapper_shows_in_the_files(
     assert torch.equal(empty.head.weight, model.head.weight)
 
 
-# With transformers, where it is installed
+# With transformers
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
