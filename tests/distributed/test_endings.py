@@ -67,6 +67,26 @@ def test_the_end_of_the_script_waits_for_the_commit(
     assert found.fault == ""
 
 
+def save_with_two() -> Any:
+    """Two accelerators of one run save in the background, one right behind the other."""
+    first, _ = build()
+    second = Accelerator(project_config=ProjectConfiguration("other", automatic_checkpoint_naming=True))
+    other = second.prepare(nn.Linear(3, 3))
+    for _ in range(4):
+        first.save_state(blocking=False)
+        second.save_state(blocking=False)
+    second.wait_for_checkpoint()
+    first.load_state()
+    second.load_state()
+    first.end_training()
+    folders = [Path(name) / "checkpoints" for name in ("project", "other")]
+    return [len(retention.survey(folder, deep=True)) for folder in folders], len(list(other.parameters()))
+
+
+def test_accelerators_of_one_run_take_turns(run: Run) -> None:
+    assert run(save_with_two) == [([4, 4], 2)] * 2
+
+
 def compete(jobs: int) -> list[int]:
     """Let several runs that know nothing of each other save into one folder; how many saves worked."""
     warnings.simplefilter("ignore")

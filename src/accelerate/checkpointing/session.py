@@ -43,7 +43,6 @@ class Session:
         self.patience = patience
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self._background = Background()
         self._staging = StagingArea()
 
     @property
@@ -54,6 +53,12 @@ class Session:
             council = open_council(current_transport(), process_group.connect_store("checkpoints"))
             PartialState._shared_state["_council"] = council
         return council
+
+    @property
+    def background(self) -> Background:
+        """What writes; the sessions of a process take turns in it, because they agree over one council."""
+        background: Background = PartialState._shared_state.setdefault("_checkpoints", Background())
+        return background
 
     @staticmethod
     def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
@@ -103,7 +108,7 @@ class Session:
         if blocking:
             return partial(saving.write, site, payloads)
         staged = self._staging.stage(payloads)
-        return partial(self._background.start, partial(saving.write, site, staged, threads=1))
+        return partial(self.background.start, partial(saving.write, site, staged, threads=1))
 
     def wait(self) -> None:
         """Return when no save is running any more.
@@ -111,7 +116,7 @@ class Session:
         Raises:
             CheckpointError: the last one in the background has failed; once, on all ranks.
         """
-        self._background.wait()
+        self.background.wait()
 
     def candidates(self, folder: Path | None, parent: Path | None) -> Iterator[Source]:
         """Yield the checkpoints that may be loaded, the first choice first; called on all ranks.
