@@ -461,3 +461,32 @@ def replace_the_public_function() -> list[str]:
 @pytest.mark.slow
 def test_clients_may_replace_what_shards(run: Run) -> None:
     assert run(replace_the_public_function) == [["Net"], ["Net"]]
+
+
+def trigger_in_backward(version: int) -> list[float]:
+    """Backward without exchange, and then with it: gradients of both, averaged over ranks."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+    model = accelerator.prepare(plain())
+    expected = plain()
+    inputs = [x + rank for rank in range(2) for x, _ in batches()][:4]
+    for x in inputs:
+        (expected(x).sum() / 2).backward()
+    own = inputs[accelerator.process_index :: 2]
+    with accelerator.no_sync(model):
+        first = model(own[0]).sum()
+        if version == 1:  # frees the units of all forwards in the first backward
+            accelerator.backward(first)
+        last = model(own[1]).sum()
+        if version == 2:
+            accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(last)
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    return [float(norm), float(torch.nn.utils.get_total_norm([p.grad for p in expected.parameters()]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_gradients_are_exchanged_when_backward_is_told_to(run: Run, version: int) -> None:
+    for ours, expected in run(trigger_in_backward, version):
+        assert ours == pytest.approx(expected, rel=1e-4)

@@ -17,6 +17,7 @@ from accelerate.base.errors import wrong_value
 from accelerate.plugins.handlers import DistributedDataParallelKwargs
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.buckets import adopt_order, order_of
+from accelerate.strategies.exchange import exchanging
 from accelerate.strategies.request import Context
 
 
@@ -42,7 +43,7 @@ def _synchronising(replica: DistributedDataParallel) -> Iterator[None]:
 def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context that arms the replica in `model` for its next backward pass; nothing without one."""
     replica = _replica(model)
-    return nullcontext() if replica is None else _synchronising(replica)
+    return exchanging(model) if replica is None else _synchronising(replica)
 
 
 class DataParallel(Strategy):

@@ -1,0 +1,36 @@
+"""Units of either kind exchange gradients inside the block, and not after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from accelerate.strategies.exchange import exchanging
+
+
+class Wrapper(nn.Module):
+    _sync_gradients = False
+
+
+class InPlace(nn.Module):
+    syncs = False
+
+    def set_requires_gradient_sync(self, flag: bool, recurse: bool = True) -> None:
+        assert not recurse
+        self.syncs = flag
+
+
+def states(model: Any) -> list[bool]:
+    return [model[0]._sync_gradients, model[1].syncs]
+
+
+def test_units_are_told_and_told_back() -> None:
+    model = nn.Sequential(Wrapper(), InPlace(), nn.Linear(1, 1))
+    with exchanging(model):
+        assert states(model) == [True, True]
+    assert states(model) == [False, False]
+    with pytest.raises(KeyError), exchanging(model):
+        raise KeyError
+    assert states(model) == [False, False]
