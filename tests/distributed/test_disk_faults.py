@@ -188,7 +188,6 @@ SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False)
 @pytest.mark.parametrize(("numbered", "blocking"), [(True, True), (False, False), *SLOWLY])
 def test_a_fault_at_any_call_leaves_the_checkpoint_before(run: Run, numbered: bool, blocking: bool) -> None:
     (names,) = run(fail_at_each_call, numbered, blocking, processes=1)
-    print(len(names), names)
     assert {
         "mkdir",
         "fsync",

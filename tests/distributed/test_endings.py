@@ -135,6 +135,5 @@ def save_often() -> int:
 
 def test_runs_that_share_a_folder_by_mistake_do_not_break_it(run: Run) -> None:
     (saved,) = run(compete, JOBS, processes=1)
-    print(saved)
     assert all(count <= SAVES for count in saved), "a run ended with another error"
     assert sum(saved) >= SAVES
