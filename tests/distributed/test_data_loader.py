@@ -445,7 +445,6 @@ def resume_dispatched(stop: int) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("stop", [1, 7])
 def test_batches_read_ahead_do_not_count(run: Run, stop: int) -> None:
-    pytest.importorskip("torchdata")
     for expected, seen in run(resume_dispatched, stop):
         assert seen == expected
 

@@ -27,6 +27,8 @@ from accelerate.plugins.training import (
     ProjectConfiguration,
 )
 from accelerate.scheduler import StepPolicy
+from accelerate.settings.sections.precision import Fp8Section
+from accelerate.settings.variables import decode
 from accelerate.strategies.request import RunRequest
 
 _UNSET = object()
@@ -47,13 +49,21 @@ _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
 }
 """Fields of a run request that hold one kind of handler each."""
 
+_LEAVE_OUT = (
+    "Leave it out (and drop it from the launch configuration): there are one process, "
+    "DistributedDataParallel, FSDP, and meshes"
+)
 _OTHER_METHODS = {
-    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    "torch_tp_plugin": ("ACCELERATE_USE_TP", "tensor parallelism"),
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _LEAVE_OUT),
+    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _LEAVE_OUT),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _LEAVE_OUT),
+    "torch_tp_plugin": (
+        "ACCELERATE_USE_TP",
+        "tensor parallelism by its older plugin",
+        "Pass parallelism_config=ParallelismConfig(tp_size=...) instead",
+    ),
 }
-"""Arguments and variables that ask for a way of training which this version does not have."""
+"""Arguments and variables that ask for a way of training which this version does not have, with the mend."""
 
 Given = TypeVar("Given")
 
@@ -104,6 +114,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         project=_project(arguments),
         dynamo=_dynamo(arguments),
         fsdp=_fsdp(arguments, environ),
+        fp8_library=decode(Fp8Section, environ).fp8_backend,
         parallelism=_parallelism(arguments, environ),
         handlers=tuple(arguments.kwargs_handlers or ()),
         notes=tuple(notes),
@@ -119,14 +130,13 @@ def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -
         given: arguments by name.
         environ: the process's environment variables.
     """
-    for argument, (variable, method) in _OTHER_METHODS.items():
+    for argument, (variable, method, mend) in _OTHER_METHODS.items():
         asked = (
             argument if given.get(argument) is not None else variable if _flag(environ, variable) else None
         )
         if asked is not None:
             raise ConfigurationError(
-                f"{asked} asks for {method}, which this version cannot train with: it has one process, "
-                "DistributedDataParallel and FSDP. Leave it out (and drop it from the launch configuration)."
+                f"{asked} asks for {method}, which this version cannot train with. {mend}."
             )
 
 

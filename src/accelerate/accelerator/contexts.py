@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from torch.profiler import profile
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import StateError
 from accelerate.logging import get_logger
 from accelerate.plugins.handlers import AutocastKwargs
 from accelerate.plugins.profile import ProfileKwargs
@@ -23,7 +22,7 @@ class Contexts:
     """Number format, profiler, uneven inputs and context parallelism as `with` blocks."""
 
     _runtime: Runtime
-    _cp_context: Callable[..., AbstractContextManager[Any]] | None
+    _cp_context: Callable[..., AbstractContextManager[Any]]
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context in which operations run in the number format of the run.
@@ -103,11 +102,6 @@ class Contexts:
             StateError: nothing has been prepared yet.
             ConfigurationError: buffers and dimensions do not go together, or a sequence cannot be split.
         """
-        config = self._runtime.request.parallelism
-        if config is None or not config.cp_enabled:
-            return nullcontext()
-        if self._cp_context is None:
-            raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
         return self._cp_context(
             buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from accelerate.plugins.training import (
 )
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state.processes import ProcessControl
-from accelerate.strategies.axes.context import ContextParallel, drop_masks
+from accelerate.strategies.axes.context import ContextParallel, drop_masks, not_prepared, whole_sequences
 from accelerate.strategies.base import refuse_split_model
 from accelerate.strategies.bundle import Bundle, is_prepared, mark_prepared
 from accelerate.tracking.base import GeneralTracker
@@ -69,7 +68,7 @@ class Accelerator(
         deepspeed_plugin: refused, this version trains without DeepSpeed.
         fsdp_plugin: how parameters are sharded between processes; the default is what the launcher set,
             else they are whole on each. A live object, fields assigned later count at the next `prepare`.
-        torch_tp_plugin: refused, this version trains without tensor parallelism.
+        torch_tp_plugin: refused: `parallelism_config` says how many processes share layers.
         megatron_lm_plugin: refused, this version trains without Megatron-LM.
         rng_types: random generators that are made equal on all ranks at the start of each epoch; the default
             is the one of the sampler.
@@ -151,7 +150,7 @@ class Accelerator(
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
-        self._cp_context: Callable[..., AbstractContextManager[Any]] | None = None
+        self._cp_context = not_prepared if self._runtime.request.shares_sequences else whole_sequences
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -167,6 +166,7 @@ class Accelerator(
         self.log_with = filter_trackers(log_with, request.project.logging_dir)
         if self._runtime.strategy.shard is not None:
             self._runtime.strategy.shard = self._shard_model
+        self._runtime.strategy.convert_layers = _convert_layers
         prepared = self._runtime.prepared
         self._models = prepared.models
         self._optimizers = prepared.optimizers
@@ -210,8 +210,7 @@ class Accelerator(
             )
         bundle = Bundle(args, device_placement)
         self._runtime.strategy.check(bundle, self._runtime.prepared)
-        parallelism = self._runtime.request.parallelism
-        if parallelism is not None and parallelism.cp_enabled:
+        if self._runtime.request.shares_sequences:
             self._prepare_cp(*bundle.objects)
         return self._runtime.strategy.prepare(bundle, self).result()
 
@@ -430,3 +429,9 @@ class Accelerator(
 
 def _has_device_map(model: nn.Module) -> bool:
     return bool(getattr(model, "hf_device_map", None))
+
+
+def _convert_layers(model: nn.Module, config: Any, module_filter_func: Any) -> None:
+    from accelerate import accelerator as public
+
+    public.convert_model_to_fp8_ao(model, config, module_filter_func)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,6 @@ from accelerate.checkpointing.session import Session
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.logging import get_logger
-from accelerate.settings.sections.precision import Fp8Section
-from accelerate.settings.variables import decode
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
@@ -116,8 +113,6 @@ def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
         mixed_precision=state.mixed_precision,
         gradients=gradient_state,
         mesh=state.device_mesh,
-        fp8_library=decode(Fp8Section, environ.current()).fp8_backend,
-        public=sys.modules["accelerate.accelerator"],
     )
     runtime = Runtime(request, state, gradient_state, resolve(request, state.topology)(context))
     watching.start(PartialState(), environ.current())

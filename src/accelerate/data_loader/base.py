@@ -201,7 +201,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Whether torchdata reads and goes on: where data can only be read in order, and no rank waits for
         another."""
         is_read_in_order = self._dataset_kind == _DatasetKind.Iterable
-        return self.is_by_torchdata and is_read_in_order and self.plan.how != "dataset_shards"
+        return self.is_by_torchdata and is_read_in_order and not self.plan.own_shares
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch just yielded; needs `use_stateful_dataloader`."""
@@ -424,7 +424,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _counts_batches(self) -> bool:
         """Whether what is dealt out are whole batches: the loader doesn't build batches itself."""
         is_ready_made = not self._auto_collation and not isinstance(self.sampler, BatchSampler)
-        return is_ready_made and self.plan.how != "dataset_shards"
+        return is_ready_made and not self.plan.own_shares
 
     def _first_number(self) -> int:
         """Number, in the whole pass, of the first batch that torch's iterator gives."""

@@ -58,7 +58,7 @@ def start_where_saved(loader: DataLoaderAdapter) -> DataLoader[Any] | None:
 
 def _refuse_other_shares(loader: DataLoaderAdapter, resume: Resume) -> None:
     """Raise where the groups had shares of the dataset that those of now have not."""
-    own_shares, groups = loader.plan.how == "dataset_shards", loader.plan.groups
+    own_shares, groups = loader.plan.own_shares, loader.plan.groups
     if (resume.own_shares, resume.groups) == (own_shares, groups) or not (own_shares or resume.own_shares):
         return
     before = "its own shares" if resume.own_shares else "batches of the whole"

@@ -60,6 +60,11 @@ class ShardPlan:
     even: bool = True
     why: str = "one process"
 
+    @property
+    def own_shares(self) -> bool:
+        """Whether groups read what the dataset gives each of them, of whatever length."""
+        return self.how == "dataset_shards"
+
     def __str__(self) -> str:
         share = "" if self.how == "leave" else f", part {self.group} of {self.groups}"
         return f"{self.how}{share} ({self.why})"

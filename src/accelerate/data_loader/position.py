@@ -134,7 +134,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "consumed": position.place.consumed,
         "groups": loader.plan.groups,
         "is_over": bool(position.seen and position.is_over),
-        "own_shares": loader.plan.how == "dataset_shards",
+        "own_shares": loader.plan.own_shares,
         "start": position.start,
         "generators": [generator.get_state() for generator in generators_of(loader)],
         "seed": getattr(loader.get_sampler(), "initial_seed", None),

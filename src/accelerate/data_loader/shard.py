@@ -111,7 +111,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _goes_in_step(self) -> bool:
-        return self.plan.how == "dataset_shards" and (self.plan.even or self._drop_last)
+        return self.plan.own_shares and (self.plan.even or self._drop_last)
 
     @property
     def batches_kept(self) -> int:
@@ -121,7 +121,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def batches_in_round(self) -> int:
         """How many batches of the dataset, or of this group's share, one batch of this loader takes."""
-        return 1 if self.plan.how == "dataset_shards" else super().batches_in_round
+        return 1 if self.plan.own_shares else super().batches_in_round
 
     def _first_round(self) -> list[Any]:
         return [self._step.first] if self._step is not None else super()._first_round()
@@ -148,7 +148,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         size: int | None = getattr(self._index_sampler, "batch_size", None)
         if isinstance(shard, BatchSamplerShard):
             return size if shard.split_batches or not size else size * shard.num_processes
-        if self.plan.how == "dataset_shards":
+        if self.plan.own_shares:
             return size and size * self.plan.groups
         if isinstance(self.dataset, IterableDatasetShard) and size:
             return size * self.dataset.num_processes

@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
 from accelerate.precision.resolve import RECIPES, PrecisionRequest
 from accelerate.precision.resolve import resolve as resolve_precision
-from accelerate.precision.torchao import convert_model_to_fp8_ao
+from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters
 from accelerate.strategies.ownership import find_orphans, find_strangers
@@ -77,6 +77,9 @@ class Strategy:
     shard: Callable[[nn.Module], nn.Module] | None = None
     """Shards a model in place, where the method does; the accelerator replaces it by its public function."""
 
+    convert_layers: ConvertLayers = staticmethod(convert_model_to_fp8_ao)
+    """Lets layers compute in torchao's float8; the accelerator replaces it by its public function."""
+
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 
@@ -105,15 +108,11 @@ class Strategy:
                 request.scaler,
                 self.make_scaler,
                 [handler for handler in request.handlers if isinstance(handler, RECIPES)],
-                context.fp8_library,
+                request.fp8_library,
                 self.gathers_shards,
-                self._convert_layers,
+                lambda *given: self.convert_layers(*given),
             )
         )
-
-    def _convert_layers(self, model: nn.Module, config: Any, module_filter_func: Any) -> None:
-        convert = getattr(self.context.public, "convert_model_to_fp8_ao", convert_model_to_fp8_ao)
-        convert(model, config, module_filter_func)
 
     # Prepare
 

@@ -53,6 +53,7 @@ class RunRequest:
         profile: arguments of the profiler.
         fsdp: how parameters are sharded; `None` keeps them whole.
         parallelism: sizes of the mesh; `None` for one axis of all processes.
+        fp8_library: which library computes in FP8; `None` leaves it open.
         handlers: all handlers the user gave, also those of other number formats.
         notes: what the user should know about how the request came about, one line each.
     """
@@ -73,8 +74,14 @@ class RunRequest:
     profile: ProfileKwargs | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+    fp8_library: str | None = None
     handlers: tuple[KwargsHandler, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether several processes have one sequence together."""
+        return self.parallelism is not None and self.parallelism.cp_enabled
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,6 @@ class Context:
         mixed_precision: name of the number format in force.
         gradients: whether this round synchronises.
         mesh: the device mesh, `None` for plain data parallelism.
-        fp8_library: which library computes in FP8; `None` leaves it open.
-        public: the module in which clients replace functions; they are looked up there when they are called.
     """
 
     topology: Topology
@@ -100,5 +105,3 @@ class Context:
     mixed_precision: str
     gradients: GradientState
     mesh: Any = None
-    fp8_library: str | None = None
-    public: Any = None

@@ -100,7 +100,6 @@ def test_plain_iterables_inside_a_loop_leave_its_loader_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it in its constructor
 def test_a_stateful_loader_tells_the_position_of_the_batch_in_use() -> None:
-    pytest.importorskip("torchdata")
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator, loader = accelerator_with(2, 6, dataloader_config=config)
     positions = {}

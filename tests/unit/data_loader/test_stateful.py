@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata import stateful_dataloader as stateful
 
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 
-stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 pytestmark = [
     pytest.mark.usefixtures("states"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it in its constructor

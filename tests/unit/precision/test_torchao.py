@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("torchao", reason="torchao is not installed")
-
 from accelerate import Accelerator
 from accelerate.base.enums import FP8BackendType
 from accelerate.plugins.fp8 import AORecipeKwargs

@@ -6,14 +6,14 @@ Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
@@ -136,6 +136,20 @@ def _together(split: AbstractContextManager[Any], attention: _AnyAttention) -> I
             "its own part of the sequences only. Choose attention by that function; for transformers' models "
             "that is attn_implementation='sdpa'."
         )
+
+
+def whole_sequences(**given: Any) -> AbstractContextManager[Any]:
+    """Return a context that does nothing: no process shares sequences."""
+    return nullcontext()
+
+
+def not_prepared(**given: Any) -> AbstractContextManager[Any]:
+    """Refuse to split sequences for a model that does not expect it.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
 
 
 def drop_masks(model: nn.Module) -> None:
