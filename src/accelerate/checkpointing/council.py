@@ -106,11 +106,19 @@ class StoreCouncil(Council):
         if self.rank == 0:
             self._post(f"{topic}/verdict", self._judge(topic, what, judge, patience))
             self._forget(self._number - 2)
+            self._stay(topic)
         keys = [f"{topic}/verdict"]
         if self._missing(keys, patience + SECONDS_FOR_THE_VERDICT):
             raise StateError(_absence(what, [0], patience))
-        result: T = _unpack(pickle.loads(self._store.get(keys[0])))
+        verdict = pickle.loads(self._store.get(keys[0]))
+        self._post(f"{topic}/heard/{self.rank}", True)
+        result: T = _unpack(verdict)
         return result
+
+    def _stay(self, topic: str) -> None:
+        """Wait until all ranks that came have heard: rank 0 may end next, and the store with it."""
+        came = [rank for rank in range(1, self.size) if self._store.check([f"{topic}/{rank}"])]
+        self._missing([f"{topic}/heard/{rank}" for rank in came], SECONDS_FOR_THE_VERDICT)
 
     def _judge(self, topic: str, what: str, judge: Judge[T], patience: float) -> tuple[bool, Any]:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
@@ -140,8 +148,10 @@ class StoreCouncil(Council):
     def _forget(self, number: int) -> None:
         """Remove what nobody reads any more: all ranks have come to the topic after it."""
         if number > 0:
-            for who in ("verdict", *range(self.size)):
-                self._store.delete_key(f"{number}/{who}")
+            for rank in range(self.size):
+                self._store.delete_key(f"{number}/{rank}")
+                self._store.delete_key(f"{number}/heard/{rank}")
+            self._store.delete_key(f"{number}/verdict")
 
 
 def open_council(transport: Transport, store: Store | None) -> Council:

@@ -13,7 +13,7 @@ from accelerate.checkpointing.hidden import DOOMED, OLD, SAVING, claim, dispose,
 
 
 def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = socket.gethostname()) -> Path:
-    path = parent / f".checkpoint.{kind}-{host}-{pid}-{birth}x0"
+    path = parent / f".checkpoint.{kind}-{host}-{pid}-{birth}xleft"
     path.mkdir()
     (path / "part").write_text("")
     return path
