@@ -470,3 +470,47 @@ def test_bad_arguments_are_named(run: Run) -> None:
     assert first[2].startswith("from_process=-1: there are 2 processes.")
     assert "processes [0, 1] have one" in first[3]
     assert first[4].startswith("reduction='median'")
+
+
+def combine_distributed_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    PartialState(cpu=True)
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))["inner"]
+    group = mesh.mesh.min().item()
+    whole = torch.arange(6.0).view(3, 2) + 10 * group
+    data = {"shared": distribute_tensor(whole, mesh, [Shard(0)]), "own": torch.tensor([float(rank())])}
+    norm = distribute_tensor(torch.tensor(4.0 + group), mesh)
+    before = data["shared"].to_local().clone()
+    return {
+        "gather": gather(data),
+        "norm": gather(norm),
+        "mean": reduce([data["shared"], norm], "mean"),
+        "sum": reduce(data["shared"], "sum", scale=0.5),
+        "whole": whole,
+        "same": torch.equal(before, data["shared"].to_local()),
+    }
+
+
+def test_a_distributed_tensor_is_one_value(run: Run) -> None:
+    for found in run(combine_distributed_tensors, (1, 2)):
+        torch.testing.assert_close(found["gather"]["shared"], found["whole"])
+        assert found["gather"]["own"].tolist() == [0.0, 1.0]
+        assert found["norm"].tolist() == [4.0]
+        torch.testing.assert_close(found["mean"][0], found["whole"])
+        assert found["mean"][1].item() == 4.0
+        torch.testing.assert_close(found["sum"], found["whole"] / 2)
+        assert found["same"]
+
+
+@pytest.mark.slow
+def test_groups_that_share_a_distributed_tensor_count_once(run: Run) -> None:
+    first, third = torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2) + 20
+    for found in run(combine_distributed_tensors, (2, 2), processes=4):
+        torch.testing.assert_close(found["gather"]["shared"], torch.cat([first, third]))
+        assert found["gather"]["own"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found["norm"].tolist() == [4.0, 6.0]
+        torch.testing.assert_close(found["mean"][0], (first + third) / 2)
+        assert found["mean"][1].item() == 5.0
+        torch.testing.assert_close(found["sum"], (first + third) / 2)
+        assert found["same"]

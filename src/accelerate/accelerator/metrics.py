@@ -12,6 +12,7 @@ from accelerate.base.errors import StateError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
+from accelerate.ops.dtensors import whole_tensors
 
 logger = get_logger(__name__)
 
@@ -35,7 +36,9 @@ def gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
         if not as_objects:
             recursively_apply(_warn_of_scalar, data)
         return gather_object(data) if as_objects else gather(data)
-    return (_gather_objects if as_objects else _gather_tensors)(data, counts, loader.batch_rows)
+    if as_objects:
+        return _gather_objects(data, counts, loader.batch_rows)
+    return _gather_tensors(whole_tensors(data), counts, loader.batch_rows)
 
 
 def mean_over_ranks(value: Any, weight: Any) -> Any:

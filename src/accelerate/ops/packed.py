@@ -6,12 +6,15 @@ larger follows: small tensors together in parcels, large ones each by itself, wi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelerate.nested import recursively_apply
 from accelerate.ops.base import Transport
+from accelerate.ops.dtensors import gather_values, reduce_values
 from accelerate.ops.dtypes import finished_reduction, reducible_dtype
 from accelerate.ops.head import Head
 from accelerate.ops.packing import Parts, Plan, plan_for, put_together, take_apart
@@ -31,6 +34,8 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         The same nesting.
     """
     parts = take_apart(data)
+    if parts.is_distributed:
+        return gather_values(data, transport, lambda leaf: gather_packed(leaf, transport, call))
     leaves, size = parts.leaves, transport.size
     plan, head = _begin(parts, transport, call, sends=True)
     results: list[Any] = [None] * len(leaves)
@@ -65,6 +70,9 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
         The same nesting.
     """
     parts = take_apart(data)
+    if parts.is_distributed:
+        totals = reduce_values(data, how, transport, partial(_reduce_value, transport=transport, call=call))
+        return recursively_apply(_scaled, totals, scale)
     leaves, size = parts.leaves, transport.size
     plan, head = _begin(parts, transport, call, sends=True, mixed=False)
     results: list[Any] = [None] * len(leaves)
@@ -148,6 +156,10 @@ def _add_up(rows: Tensor, slot: Slot) -> Tensor:
     for row in others:
         total += row
     return total
+
+
+def _reduce_value(data: Any, how: str, *, transport: Transport, call: Call) -> Any:
+    return reduce_packed(data, how, 1.0, transport, call)
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
+from accelerate.ops.dtensors import is_dtensor
 from accelerate.ops.parcels import Parcel, lay_out
 
 ALONE = 64 * 1024
@@ -38,6 +39,11 @@ class Parts:
     leaves: list[Tensor]
     facts: list[Any]
     skeleton: list[Any]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a leaf is a distributed tensor."""
+        return any(map(is_dtensor, self.leaves))
 
 
 def take_apart(data: Any) -> Parts:

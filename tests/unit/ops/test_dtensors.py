@@ -1,0 +1,79 @@
+"""Distributed tensors are told from plain ones; between processes see tests/distributed/test_ops.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.ops.base import Transport
+from accelerate.ops.dtensors import gather_values, is_dtensor, reduce_values, whole_tensors
+
+
+class Mesh:
+    def __init__(self, *ranks: int) -> None:
+        self.mesh = torch.tensor(ranks)
+
+
+class Shared(torch.Tensor):
+    """Looks like a distributed tensor."""
+
+    device_mesh: Any
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).repeat(2)
+
+
+class Wire(Transport):
+    """Rank 1 of four; the others have what it has. Ranks 0 and 1, and 2 and 3, share tensors."""
+
+    size, rank = 4, 1
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [0, 0, 2, 2]
+
+
+def shared(values: list[float], *ranks: int) -> Shared:
+    tensor = torch.tensor(values).as_subclass(Shared)
+    tensor.device_mesh = Mesh(*ranks)
+    return tensor
+
+
+def test_only_distributed_tensors_are_meant() -> None:
+    assert is_dtensor(shared([1.0]))
+    assert not any(map(is_dtensor, (torch.ones(1), nn.Parameter(torch.ones(1)), 3, None)))
+
+
+def test_whole_tensors_take_their_places() -> None:
+    plain = torch.ones(1)
+    found = whole_tensors({"a": [shared([1.0]), plain], "b": "text"})
+    assert found["a"][0].tolist() == [1.0, 1.0]
+    assert found["a"][1] is plain
+    assert found["b"] == "text"
+
+
+def test_a_value_of_all_ranks_is_there_once() -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("nothing needs to travel")
+
+    value = shared([3.0], 0, 1, 2, 3)
+    assert gather_values([value], Wire(), never)[0].tolist() == [3.0, 3.0]
+    assert reduce_values([value], "mean", Wire(), never)[0].tolist() == [3.0, 3.0]
+
+
+def test_each_group_counts_once() -> None:
+    calls = []
+
+    def reduce(leaf: torch.Tensor, how: str) -> torch.Tensor:
+        calls.append((leaf.tolist(), how))
+        return leaf + 8
+
+    value, plain = shared([3.0], 0, 1), torch.tensor([1.0])
+    gathered = gather_values([value, plain], Wire(), lambda leaf: leaf.repeat(4))
+    assert gathered[0].tolist() == [3.0] * 4
+    assert gathered[1].tolist() == [1.0] * 4
+    reduced = reduce_values([value, plain], "mean", Wire(), reduce)
+    assert reduced[0].tolist() == [4.0, 4.0]
+    assert reduced[1].tolist() == [9.0]
+    assert calls == [([0.0, 0.0], "sum"), ([1.0], "mean")]
