@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.base import environ
 from accelerate.base.errors import wrong_value
 from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins.fsdp_conversion import fields_of_fsdp2, notes_of
 from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
 from accelerate.settings.sections.fsdp import FsdpSection
 from accelerate.settings.variables import read
@@ -235,6 +237,18 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: the object is not of the class that this version takes.
         """
         choices.offload_of(self.fsdp_version, self.cpu_offload)
+
+    def to_fsdp2(self) -> FullyShardedDataParallelPlugin:
+        """Return the plugin with which FSDP 2 trains in the same way; one for FSDP 2 comes back as it is.
+
+        Units, offload, number formats, ignored modules, recomputation and loading are kept. Where FSDP 2 has
+        something else in place of the sharding strategy (copies, no shards), a warning says what.
+        """
+        if self.fsdp_version == 2:
+            return self
+        for note in notes_of(self):
+            warnings.warn(f"FSDP 2 instead of {self.sharding_strategy.name}: {note}.", stacklevel=2)
+        return type(self)(**fields_of_fsdp2(self, _OPTIONS))
 
     # How the fields are filled
 
