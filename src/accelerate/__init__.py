@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from accelerate.launchers import debug_launcher as debug_launcher
     from accelerate.launchers import notebook_launcher as notebook_launcher
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+    from accelerate.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
     from accelerate.plugins.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -75,6 +76,7 @@ _HOMES = {
     "AutocastKwargs": "accelerate.plugins.handlers",
     "DDPCommunicationHookType": "accelerate.base.enums",
     "DataLoaderConfiguration": "accelerate.plugins.training",
+    "DeepSpeedPlugin": "accelerate.plugins.deepspeed",
     "DistributedDataParallelKwargs": "accelerate.plugins.handlers",
     "DistributedType": "accelerate.base.enums",
     "FullyShardedDataParallelPlugin": "accelerate.plugins.fsdp",

@@ -63,6 +63,7 @@ from accelerate.ops.collectives import reduce as reduce
 from accelerate.ops.padding import pad_across_processes as pad_across_processes
 from accelerate.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+from accelerate.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.plugins.fp8 import FP8RecipeKwargs as FP8RecipeKwargs

@@ -196,6 +196,11 @@ from accelerate.ops.padding import (
     pad_input_tensors as pad_input_tensors,
 )
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+from accelerate.plugins.deepspeed import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from accelerate.plugins.deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.plugins.fp8 import (

@@ -49,6 +49,7 @@ from accelerate.devices.availability import (
     is_xpu_available as is_xpu_available,
 )
 from accelerate.nested import TensorInformation as TensorInformation
+from accelerate.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.plugins.fsdp_wrapping import get_module_class_from_name as get_module_class_from_name

@@ -1,0 +1,319 @@
+"""DeepSpeedPlugin: how DeepSpeed trains, from arguments, the environment and DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from accelerate.base import environ
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.plugins import deepspeed_choices as choices
+from accelerate.plugins.deepspeed_config import AUTO, Filling, HfDeepSpeedConfig, refuse_all
+from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SelectionError(StateError, NotImplementedError):
+    """A plugin was selected by assignment, which cannot tell the others."""
+
+
+class RunningState(Protocol):
+    """What knows the way of training and its plugins."""
+
+    @property
+    def distributed_type(self) -> DistributedType | str: ...
+    @property
+    def deepspeed_plugin(self) -> Any: ...
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """How DeepSpeed trains.
+
+    What is not given is read from the environment when the object is built, as the launcher sets it. Where a
+    DeepSpeed configuration is given, its values count; an argument that says something else is an error, and
+    "auto" takes over arguments and variables now, and what `prepare` is given later.
+
+    Args:
+        hf_ds_config: DeepSpeed's own configuration: a dictionary, the path of a JSON file, JSON in base64, or
+            an `HfDeepSpeedConfig`, which is kept. From ACCELERATE_DEEPSPEED_CONFIG_FILE; otherwise it is made
+            from the fields below.
+        gradient_accumulation_steps: Batches for each step of the optimizer; otherwise as the `Accelerator`.
+        gradient_clipping: Largest norm of the gradients; otherwise as `clip_grad_norm_` is called.
+        zero_stage: What processes share: nothing (0), optimizer states (1), gradients too (2), parameters too
+            (3); otherwise 2.
+        is_train_batch_min: Whether the smallest batch size of several loaders counts, and not the largest.
+        offload_optimizer_device: Where optimizer states are kept: "none", "cpu" or "nvme".
+        offload_param_device: Where parameters are kept: "none", "cpu" or "nvme"; for stage 3.
+        offload_optimizer_nvme_path: Folder for optimizer states on NVMe.
+        offload_param_nvme_path: Folder for parameters on NVMe.
+        zero3_init_flag: Whether models are built in shards; otherwise with stage 3.
+        zero3_save_16bit_model: Whether shards are brought together when a model is saved; otherwise no.
+        transformer_moe_cls_names: Class names of mixture-of-experts layers, separated by commas, that stage 3
+            fetches as a whole. From ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES.
+        enable_msamp: Whether DeepSpeed computes in FP8 by MS-AMP; otherwise as ACCELERATE_FP8_BACKEND says.
+        msamp_opt_level: "O1" or "O2". From ACCELERATE_FP8_OPT_LEVEL; otherwise "O1".
+
+    Attributes:
+        deepspeed_config: The configuration, the very dictionary of `hf_ds_config`.
+        dschf: Through this object transformers knows that models are built in shards; None otherwise.
+
+    Raises:
+        ConfigurationError: Values that cannot be, or do not go together; all of them are named.
+    """
+
+    hf_ds_config: Any = None
+    # Any: numbers, or "auto" where they are not known yet
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: Any = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        self.dschf: Any = None
+        found = choices.read_variables(environ.current())
+        source = self.hf_ds_config
+        if source is None:
+            source = found.get("deepspeed_config_file")
+        given = {name: getattr(self, name) for name in choices.KEYS if getattr(self, name) is not None}
+        problems = (
+            self._take_fields(given, found) if source is None else self._take_config(source, given, found)
+        )
+        problems += choices.problems_of(self)
+        refuse_all(problems, "Correct them; 'auto' in the configuration takes over what is told elsewhere")
+        self.hf_ds_config.set_stage_and_offload()
+        self.deepspeed_config: Any = self.hf_ds_config.config
+        self.deepspeed_config.setdefault("steps_per_print", math.inf)  # its own reports would go to each log
+        self._read_others(found)
+
+    def _take_fields(self, given: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+        """Make a configuration of the fields."""
+        for name, usual in choices.USUAL.items():
+            setattr(self, name, given.get(name, found.get(name, usual)))
+        self.hf_ds_config = HfDeepSpeedConfig(choices.config_of(self))
+        return []
+
+    def _take_config(self, source: Any, given: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+        """Lay fields over a configuration where it is open, and take them from it where it is not."""
+        kept = isinstance(source, HfDeepSpeedConfig)
+        self.hf_ds_config = source if kept else HfDeepSpeedConfig(source)
+        config = self.hf_ds_config.config
+        if not isinstance(config.get("zero_optimization"), dict):
+            mend = "Add {'stage': 0}, or another stage"
+            raise wrong_value("zero_optimization", config.get("zero_optimization"), "it is missing", mend)
+        filling = choices.filling_of(given, found)
+        choices.add_missing(config, filling.values)
+        filling.fill(config)
+        choices.tell_overruled(filling.overruled)
+        config.setdefault("gradient_accumulation_steps", AUTO)
+        for name, key in choices.KEYS.items():
+            usual = choices.USUAL[name] if name != "zero_stage" else 0
+            setattr(self, name, self.hf_ds_config.get_value(key, usual))
+        return filling.mismatches
+
+    def _read_others(self, found: Mapping[str, Any]) -> None:
+        asked = self.zero3_init_flag
+        if asked is None:
+            asked = found.get("zero3_init_flag", self.zero_stage == 3)
+        self.zero3_init_flag = choices.read_init_flag(asked, self.zero_stage)
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = found.get("transformer_moe_cls_names")
+        if self.enable_msamp is None:
+            self.enable_msamp = bool(found.get("enable_msamp", False))
+        self.msamp_opt_level = self.msamp_opt_level or found.get("msamp_opt_level", "O1")
+        if self.enable_msamp:
+            self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    # The configuration
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a value of the configuration is "auto"."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the configuration.
+
+        Args:
+            ds_key_long: Its dotted name.
+            default: What is returned where there is none.
+        """
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill a value of the configuration that is "auto", or compare it.
+
+        Args:
+            ds_key_long: Its dotted name; nothing happens where there is none.
+            mismatches: Gets a line if the value is another one.
+            must_match: Whether it must be the same.
+            **kwargs: Values by dotted name.
+
+        Raises:
+            ConfigurationError: It is "auto", and `kwargs` has no value for it.
+        """
+        config, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if config is None or key not in config:
+            return
+        filling = Filling(kwargs)
+        filling.fill_one(config, key, ds_key_long, must_match)
+        if mismatches is None:
+            filling.settle()
+        else:
+            mismatches += filling.mismatches
+            filling.mismatches = []
+            filling.settle()
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill all values of the configuration that are "auto", and compare the others.
+
+        Args:
+            prefix: Dotted name of the part that is looked at, with a dot at its end; empty for all.
+            mismatches: Gets a line for each value that is another one, instead of an error.
+            config: That part; None for the whole configuration.
+            must_match: Whether values must be the same.
+            **kwargs: Values by dotted name; None lets DeepSpeed choose.
+
+        Raises:
+            ConfigurationError: Values differ, or are "auto" and told nowhere; with all of them.
+        """
+        filling = Filling(kwargs)
+        filling.fill(self.deepspeed_config if config is None else config, must_match, prefix)
+        if mismatches is not None:
+            mismatches += filling.mismatches
+            filling.mismatches = []
+        filling.settle()
+        self.hf_ds_config.set_stage_and_offload()
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let DeepSpeed train in a number format; "no" leaves what the configuration says.
+
+        Args:
+            mixed_precision: "no", "fp16", "bf16", or "fp8" (what FP8 layers leave over is bfloat16).
+
+        Raises:
+            ConfigurationError: The configuration asks for the other format.
+        """
+        choices.set_format(self.deepspeed_config, str(mixed_precision).lower())
+
+    # Models
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers know whether models are built in shards."""
+        self.dschf = show_to_transformers(self.deepspeed_config, self.is_zero3_init_enabled(), self.dschf)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are built in shards."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Build models in shards inside the block, or whole ones.
+
+        Args:
+            enable: Whether they are built in shards; that needs stage 3.
+        """
+        before = self.is_zero3_init_enabled()
+        if enable and self.zero_stage != 3:
+            raise wrong_value(
+                "enable", enable, f"models are not sharded by ZeRO stage {self.zero_stage}", "Use stage 3"
+            )
+        self.zero3_init_flag = enable
+        self.set_deepspeed_weakref()
+        try:
+            with build_sharded(self.deepspeed_config) if enable else leave_whole():
+                yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Let stage 3 fetch mixture-of-experts layers of a model as a whole, whichever experts are used.
+
+        Args:
+            model: Has modules of the classes named by `transformer_moe_cls_names`; nothing without names.
+
+        Raises:
+            ConfigurationError: It has no module of one of the classes.
+        """
+        if names := choices.split_names(self.transformer_moe_cls_names):
+            choices.mark_leaves(model, names)
+
+    # Several plugins
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the plugin in use; chosen by `AcceleratorState().select_deepspeed_plugin(name)`."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise SelectionError(
+            "`selected` cannot be assigned. Call `AcceleratorState().select_deepspeed_plugin(name)`, which "
+            "lets the other plugins know."
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Use this plugin; called by `AcceleratorState().select_deepspeed_plugin(name)`.
+
+        Args:
+            _from_accelerator_state: Whether it was.
+
+        Raises:
+            ConfigurationError: It was not, so that another plugin would still be selected.
+        """
+        if not _from_accelerator_state:
+            raise ConfigurationError(
+                "A DeepSpeedPlugin cannot select itself. Call "
+                "`AcceleratorState().select_deepspeed_plugin(name)`, which lets the other plugins know."
+            )
+        self._set_selected(True)
+        self.set_deepspeed_weakref()
+
+    def _unselect(self) -> None:
+        self._set_selected(False)
+
+    def _set_selected(self, value: bool) -> None:
+        self._selected = value
+
+
+def get_active_deepspeed_plugin(state: RunningState) -> DeepSpeedPlugin:
+    """Return the DeepSpeed plugin in use.
+
+    Args:
+        state: An `AcceleratorState`.
+
+    Raises:
+        ConfigurationError: The run does not use DeepSpeed.
+    """
+    if state.distributed_type != DistributedType.DEEPSPEED:
+        raise ConfigurationError(
+            f"This run does not use DeepSpeed (distributed_type is {state.distributed_type}). Pass "
+            "`deepspeed_plugin=DeepSpeedPlugin(...)` to `Accelerator`."
+        )
+    plugin: DeepSpeedPlugin = state.deepspeed_plugin
+    return plugin

@@ -1,0 +1,276 @@
+"""What users say of DeepSpeed by arguments and variables -> values of its configuration, checked together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate.base.environ import FALSE_WORDS, TRUE_WORDS
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.plugins.deepspeed_config import AUTO, STAGE, Filling
+from accelerate.plugins.fsdp_wrapping import get_module_class_from_name
+from accelerate.settings.sections.deepspeed import DEVICES, DeepSpeedSection
+from accelerate.settings.sections.precision import Fp8Section
+from accelerate.settings.variables import read
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": STAGE,
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Fields that DeepSpeed's configuration has too -> their dotted names in it."""
+
+USUAL: dict[str, Any] = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_save_16bit_model": False,
+}
+"""Their values where nobody gives one."""
+
+_OTHER_OPTIONS = {
+    "deepspeed_config_file": "deepspeed_config_file",
+    "zero3_init_flag": "zero3_init_flag",
+    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+}
+_VARIABLES = {row.name: row.variables[0] for row in DeepSpeedSection.options() if row.variables}
+FIELDS_OF_FILE = "ACCELERATE_CONFIG_DS_FIELDS"
+"""The variable that names the fields which the user's configuration file sets beside DeepSpeed's own."""
+
+STAGES = (0, 1, 2, 3)
+FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+"""Number formats -> the section of DeepSpeed's configuration that trains in them."""
+
+
+class Fields(Protocol):
+    """The fields that are checked together."""
+
+    zero_stage: Any
+    offload_optimizer_device: Any
+    offload_param_device: Any
+    offload_optimizer_nvme_path: Any
+    offload_param_nvme_path: Any
+    gradient_accumulation_steps: Any
+    gradient_clipping: Any
+
+
+def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the environment says, by field.
+
+    Args:
+        variables: of this process; "auto" counts as not set.
+
+    Raises:
+        ConfigurationError: variables hold values that cannot be.
+    """
+    said = {name: text for name, text in variables.items() if text.lower() != AUTO}
+    options = read(said, (DeepSpeedSection,))
+    names = {**{field: field for field in KEYS}, **_OTHER_OPTIONS}
+    found = {field: options[option] for field, option in names.items() if option in options}
+    fp8 = read(said, (Fp8Section,))
+    if "fp8_backend" in fp8:
+        found["enable_msamp"] = str(fp8["fp8_backend"]).lower() == "msamp"
+    if "fp8_opt_level" in fp8:
+        found["msamp_opt_level"] = fp8["fp8_opt_level"]
+    fields = said.get(FIELDS_OF_FILE, "")
+    found[FIELDS_OF_FILE] = {name.strip() for name in fields.split(",") if name.strip()}
+    return found
+
+
+def config_of(fields: Any) -> dict[str, Any]:
+    """Return the configuration that the fields stand for; what is known later is "auto"."""
+
+    def place(name: str) -> dict[str, Any]:
+        path = getattr(fields, f"offload_{name}_nvme_path")
+        device = str(getattr(fields, f"offload_{name}_device")).lower()
+        return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+    return {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": fields.gradient_accumulation_steps,
+        "zero_optimization": {
+            "stage": fields.zero_stage,
+            "offload_optimizer": place("optimizer"),
+            "offload_param": place("param"),
+            "stage3_gather_16bit_weights_on_model_save": fields.zero3_save_16bit_model,
+        },
+        "gradient_clipping": fields.gradient_clipping,
+    }
+
+
+def filling_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Filling:
+    """Return what arguments and variables say, by dotted name; a configuration wins over variables.
+
+    Args:
+        given: arguments by field; "auto" is none.
+        found: variables by field.
+    """
+    arguments = {name: value for name, value in given.items() if value != AUTO}
+    variables = {name: found[name] for name in KEYS if name in found and name not in arguments}
+    sources = {KEYS[name]: f"the argument {name}" for name in arguments}
+    sources.update({KEYS[name]: f"the variable {_VARIABLES[name]}" for name in variables})
+    return Filling(
+        {KEYS[name]: value for name, value in {**variables, **arguments}.items()},
+        sources,
+        usual={KEYS[name]: value for name, value in USUAL.items()},
+        yielding={KEYS[name] for name in variables if name not in found[FIELDS_OF_FILE]},
+    )
+
+
+def tell_overruled(lines: Sequence[str]) -> None:
+    """Warn of variables that say something else than the configuration, which counts."""
+    if lines:
+        warnings.warn(f"DeepSpeed's configuration counts: {'; '.join(lines)}.", stacklevel=5)
+
+
+def problems_of(fields: Fields) -> list[str]:
+    """Return one line for each value that cannot be, or does not go with another."""
+    problems = []
+    stage = fields.zero_stage
+    if str(stage) not in map(str, STAGES):
+        problems.append(f"zero_stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+    for name in ("optimizer", "param"):
+        problems += _problems_of_place(fields, name)
+    if str(stage) in "012" and str(fields.offload_param_device).lower() in DEVICES[1:]:
+        problems.append(
+            f"offload_param_device={fields.offload_param_device!r}: parameters are kept elsewhere with ZeRO "
+            f"stage 3 only, and zero_stage is {stage}"
+        )
+    problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
+    problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
+    return problems
+
+
+def _problems_of_place(fields: Fields, name: str) -> list[str]:
+    device = getattr(fields, f"offload_{name}_device")
+    path = getattr(fields, f"offload_{name}_nvme_path")
+    if device is None or str(device).lower() in (*DEVICES[:2], AUTO):
+        return []
+    if str(device).lower() not in DEVICES:
+        return [f"offload_{name}_device={device!r}: it is none of {', '.join(DEVICES)}"]
+    if path in (None, "none", ""):
+        return [f"offload_{name}_device='nvme' needs offload_{name}_nvme_path, a folder on that disk"]
+    return []
+
+
+def _problem_of_number(name: str, value: Any, least: int) -> list[str]:
+    if value in (AUTO, None):
+        return []
+    try:
+        if not isinstance(value, bool) and float(value) >= least:
+            return []
+    except (TypeError, ValueError):
+        pass
+    return [f"{name}={value!r}: it is no number of at least {least}"]
+
+
+def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Add to a configuration what is not in it and is not as usual.
+
+    Args:
+        config: has a `zero_optimization`.
+        values: by dotted name.
+    """
+    for name, key in KEYS.items():
+        if values.get(key, USUAL[name]) == USUAL[name]:
+            continue
+        *nodes, last = key.split(".")
+        place: Any = config
+        for node in nodes:
+            place = place.setdefault(node, {})
+        place.setdefault(last, values[key])
+
+
+def read_init_flag(asked: Any, stage: Any) -> bool:
+    """Return whether models are built in shards; only stage 3 can.
+
+    Args:
+        asked: a truth value, or a word for one.
+        stage: of ZeRO.
+
+    Raises:
+        ConfigurationError: it is neither a yes nor a no.
+    """
+    word = str(asked).strip().lower()
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise wrong_value("zero3_init_flag", asked, "it is neither a yes nor a no", "Give True or False")
+    wanted = word in TRUE_WORDS
+    if wanted and str(stage) != "3":
+        warnings.warn(
+            f"zero3_init_flag=True has no effect: ZeRO stage {stage} does not shard models.", stacklevel=5
+        )
+        return False
+    return wanted
+
+
+def set_format(config: dict[str, Any], mixed_precision: str) -> None:
+    """Let a configuration train in a number format.
+
+    Args:
+        config: changed in place.
+        mixed_precision: "no" leaves what it says.
+
+    Raises:
+        ConfigurationError: it asks for the other format, or there is no such format.
+    """
+    if mixed_precision != "no" and mixed_precision not in FORMATS:
+        known = ", ".join(("no", *FORMATS))
+        raise wrong_value("mixed_precision", mixed_precision, "no such number format", f"Use one of {known}")
+    wanted = FORMATS.get(mixed_precision)
+    for name in ("fp16", "bf16"):
+        section = config.setdefault(name, {})
+        said = section.get("enabled", AUTO)
+        if said == AUTO:
+            section["enabled"] = name == wanted
+            if name == wanted == "fp16":
+                section.setdefault("auto_cast", True)
+        elif said is True and wanted not in (None, name):
+            raise wrong_value(
+                "mixed_precision",
+                mixed_precision,
+                f"DeepSpeed's configuration has {name}.enabled=True",
+                f"Set {name}.enabled to 'auto' there, or mixed_precision to {name!r}",
+            )
+
+
+def split_names(names: Any) -> list[str]:
+    """Return the class names in a text that separates them by commas, or in a list."""
+    parts = names.split(",") if isinstance(names, str) else list(names or ())
+    return [part.strip() for part in parts if part.strip()]
+
+
+def mark_leaves(model: nn.Module, names: Sequence[str]) -> None:
+    """Let ZeRO-3 fetch the modules of some classes as a whole.
+
+    Args:
+        model: has such modules.
+        names: of the classes.
+
+    Raises:
+        ConfigurationError: it has none of one of the classes.
+    """
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    missing = [name for name, found in classes.items() if found is None]
+    if missing:
+        known = sorted({type(inner).__name__ for inner in model.modules() if any(inner.children())})
+        raise ConfigurationError(
+            f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no module "
+            f"of that class. Name some of {', '.join(known)}."
+        )
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, [found for found in classes.values() if found is not None])

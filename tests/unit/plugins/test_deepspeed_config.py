@@ -1,0 +1,158 @@
+"""Tests of DeepSpeed configurations: look-up, "auto" and disagreements."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.plugins.deepspeed_config import (
+    Filling,
+    HfDeepSpeedConfig,
+    leaves,
+    read_config,
+    refuse_all,
+    same_value,
+    without_auto,
+)
+
+CONFIG = {
+    "a": {"b": {"c": 1, "yes": True, "no": False}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+}
+
+
+def test_a_configuration_is_read_from_a_dictionary_that_stays_as_it_is():
+    given = {"zero_optimization": {"stage": 2}}
+    config = HfDeepSpeedConfig(given)
+    config.config["zero_optimization"]["stage"] = 1
+    assert given == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize("how", ["file", "path", "base64"])
+def test_a_configuration_is_read_from_a_file_or_base64(how, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    text = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
+    assert read_config({"file": str(path), "path": path, "base64": text}[how]) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("/no/such/file.json", "no such file"),
+        (5, "it is a int"),
+        ("broken.json", "not JSON"),
+        ("list.json", "no object"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(source, reason, tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1]")
+    given = str(tmp_path / source) if str(source) in ("broken.json", "list.json") else source
+    with pytest.raises(ConfigurationError, match=reason):
+        HfDeepSpeedConfig(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "value", "or_five"),
+    [
+        ("a.b.c", CONFIG["a"]["b"], 1, 1),
+        ("a.b.x", CONFIG["a"]["b"], None, 5),
+        ("a.x.c", None, None, 5),
+        ("a.b.c.d", None, None, 5),
+        ("z", CONFIG, None, 5),
+    ],
+)
+def test_values_are_found_by_dotted_names(name, node, value, or_five):
+    config = HfDeepSpeedConfig(CONFIG)
+    assert config.find_config_node(name) == (node, name.split(".")[-1])
+    assert config.get_value(name) == value
+    assert config.get_value(name, 5) == or_five
+
+
+def test_truth_values_that_are_missing_are_neither():
+    config = HfDeepSpeedConfig(CONFIG)
+    assert [config.is_true(f"a.b.{name}") for name in ("yes", "no", "x")] == [True, False, False]
+    assert [config.is_false(f"a.b.{name}") for name in ("yes", "no", "x")] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("zero", "answers"),
+    [
+        ({"stage": 2}, (True, False, False)),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, (False, True, True)),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, (False, True, True)),
+        ({"stage": 1, "offload_optimizer": {"device": "none"}}, (False, False, False)),
+        ({}, (False, False, False)),
+    ],
+)
+def test_stage_and_offloading_are_taken_down(zero, answers):
+    config = HfDeepSpeedConfig({"zero_optimization": zero})
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == answers
+
+
+def test_a_sub_tree_is_removed():
+    config = HfDeepSpeedConfig(CONFIG)
+    config.del_config_sub_tree("a.b")
+    config.del_config_sub_tree("a.b")
+    assert config.config["a"] == {}
+    with pytest.raises(ConfigurationError, match="no such value"):
+        config.del_config_sub_tree("a.b", must_exist=True)
+
+
+def test_auto_is_filled_and_all_that_does_not_fit_is_said_at_once():
+    config = {"x": "auto", "y": {"z": "auto", "w": 3, "v": "8"}, "left": "auto", "free": "auto", "u": 1}
+    filling = Filling(
+        {"x": 1, "y.w": 4, "y.v": 8, "u": 2, "free": None}, {"y.w": "the argument w"}, {"y.z": 7}
+    )
+    filling.fill(config)
+    assert config == {"x": 1, "y": {"z": 7, "w": 3, "v": "8"}, "left": "auto", "u": 1}
+    with pytest.raises(ConfigurationError) as caught:
+        filling.settle()
+    said = str(caught.value)
+    assert "y.w is 3 in the DeepSpeed configuration, and 4 by the argument w" in said
+    assert "u is 1 in the DeepSpeed configuration, and 2 by an argument" in said
+    assert "left is 'auto', and nothing says its value" in said
+    assert "y.v" not in said
+
+
+def test_values_that_yield_are_told_apart():
+    filling = Filling({"x": 2, "y": 2}, yielding=("x",))
+    filling.fill({"x": 1, "y": 1})
+    assert len(filling.overruled) == len(filling.mismatches) == 1
+    assert filling.overruled[0].startswith("x is 1")
+
+
+def test_nothing_is_refused_without_problems():
+    refuse_all([], "mend")
+    with pytest.raises(ConfigurationError, match=r"\n- one\n- two\nMend it\."):
+        refuse_all(["one", "two"], "Mend it")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (8, "8", True),
+        (1.0, 1, True),
+        ("1e-3", 0.001, True),
+        (8, 4, False),
+        (True, "true", True),
+        (True, 1, True),
+        (False, "true", False),
+        ([0.9, 0.999], (0.9, 0.999), True),
+        ([0.9], [0.9, 0.999], False),
+        ("AdamW", "AdamW", True),
+        ("AdamW", "Adam", False),
+        (3, None, True),
+    ],
+)
+def test_values_are_compared_by_what_they_mean(first, second, same):
+    assert same_value(first, second) is same
+
+
+def test_leaves_and_a_copy_without_auto():
+    assert dict(leaves({"a": {"b": 1}, "c": 2})) == {"a.b": 1, "c": 2}
+    assert without_auto({"a": {"b": "auto", "d": 1}, "c": "auto"}) == {"a": {"d": 1}}
