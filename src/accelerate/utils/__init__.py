@@ -216,6 +216,10 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
 )
+from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.plugins.megatron_models import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
 from accelerate.plugins.parallel import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,

@@ -66,6 +66,16 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
 )
+from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.plugins.megatron_models import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+    parse_bert_config as parse_bert_config,
+    parse_glm4_moe_config as parse_glm4_moe_config,
+    parse_gpt2_config as parse_gpt2_config,
+    parse_llama_config as parse_llama_config,
+    parse_t5_config as parse_t5_config,
+)
 from accelerate.plugins.parallel import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,

@@ -1,0 +1,239 @@
+"""Checks of a MegatronLMPlugin: each answers with all problems it finds, and raises nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate.plugins.megatron import MegatronLMPlugin
+
+_COUNTS = (
+    "tp_degree",
+    "pp_degree",
+    "num_micro_batches",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "expert_tensor_parallel_size",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "recompute_num_layers",
+    "train_iters",
+    "train_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "seq_length",
+    "encoder_seq_length",
+    "decoder_seq_length",
+)
+"""Fields that hold counts of at least 1."""
+
+_FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
+
+_CHOICES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+}
+
+_TOGETHER: tuple[tuple[str, str], ...] = (
+    ("train_iters", "train_samples"),
+    ("train_iters", "lr_decay_samples"),
+    ("train_iters", "lr_warmup_samples"),
+    ("train_samples", "lr_decay_iters"),
+    ("train_samples", "lr_warmup_iters"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_warmup_samples", "lr_warmup_fraction"),
+)
+"""Pairs of fields that say the same thing in different units."""
+
+
+def read_backend(value: Any) -> Any:
+    """Return the name of an attention kernel; a yes leaves the choice to Megatron-LM.
+
+    Args:
+        value: a name, a truth value, or None.
+    """
+    words: dict[Any, str | None] = {True: "auto", "true": "auto", False: None, "false": None}
+    key = value.lower() if isinstance(value, str) else value
+    return words.get(key, key)
+
+
+def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
+    """Return what is wrong with the fields themselves, one line each."""
+    return [
+        *_wrong_counts(plugin),
+        *_wrong_choices(plugin),
+        *_wrong_pairs(plugin),
+        *_wrong_companions(plugin),
+    ]
+
+
+def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
+    """Return how the number of processes does not fit the degrees of parallelism.
+
+    Args:
+        plugin: checked.
+        processes: how many there are.
+    """
+    tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
+    problems = []
+    if processes % (tp * pp * cp):
+        problems.append(
+            f"{processes} processes cannot be shared out: one copy of the model takes tp_degree={tp} * "
+            f"pp_degree={pp} * context_parallel_size={cp} = {tp * pp * cp}. Launch a multiple of "
+            f"{tp * pp * cp}, or change the degrees"
+        )
+    etp, ep = plugin.expert_tensor_parallel_size or 1, plugin.expert_model_parallel_size or 1
+    if ep > 1 and processes % (etp * ep * pp):
+        problems.append(
+            f"{processes} processes cannot be shared out: one copy of the experts takes "
+            f"expert_tensor_parallel_size={etp} * expert_model_parallel_size={ep} * pp_degree={pp} = "
+            f"{etp * ep * pp}. Launch a multiple of {etp * ep * pp}, or change the sizes"
+        )
+    return problems
+
+
+def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> list[str]:
+    """Return how the sizes of a network do not fit the degrees of parallelism.
+
+    Args:
+        plugin: checked.
+        network: arguments of Megatron-LM, with the sizes of the network.
+    """
+    return [*_wrong_layers(plugin, network), *_wrong_heads(plugin, network), *_wrong_lengths(plugin, network)]
+
+
+def _wrong_counts(plugin: MegatronLMPlugin) -> Iterator[str]:
+    for name in _COUNTS:
+        value = getattr(plugin, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            yield f"{name}={value!r}: it is not a count. Give a whole number of at least 1"
+    for name in _FRACTIONS:
+        value = getattr(plugin, name)
+        if value is not None and not 0 <= value <= 1:
+            yield f"{name}={value!r}: it is not a part of a whole. Give a number from 0 to 1"
+    if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
+        yield f"gradient_clipping={plugin.gradient_clipping!r}: a norm is never negative. Give 0 for no limit"
+
+
+def _wrong_choices(plugin: MegatronLMPlugin) -> Iterator[str]:
+    for name, choices in _CHOICES.items():
+        value = getattr(plugin, name)
+        if value is not None and value not in choices:
+            yield f"{name}={value!r}: it is not a known choice. Choose one of {', '.join(choices)}"
+    if plugin.pipeline_model_parallel_split_rank is not None:
+        yield (
+            f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank!r}: Megatron-LM "
+            "splits no encoder from its decoder any more. Leave it out"
+        )
+
+
+def _wrong_pairs(plugin: MegatronLMPlugin) -> Iterator[str]:
+    for first, second in _TOGETHER:
+        one, other = getattr(plugin, first), getattr(plugin, second)
+        if one and other:
+            yield f"{first}={one!r} and {second}={other!r} count in different units. Give one of them"
+
+
+def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
+    if plugin.recompute_method is not None and plugin.recompute_granularity != "full":
+        yield (
+            f"recompute_method={plugin.recompute_method!r}: it chooses layers that are recomputed as a "
+            "whole. Set recompute_granularity='full', or leave it out"
+        )
+    if plugin.recompute_granularity == "full" and plugin.recompute_method is None:
+        yield (
+            "recompute_granularity='full': nothing says which layers are recomputed. Set recompute_method to "
+            "'uniform' or 'block', and recompute_num_layers"
+        )
+    if plugin.overlap_cpu_optimizer_d2h_h2d and not plugin.optimizer_cpu_offload:
+        yield (
+            "overlap_cpu_optimizer_d2h_h2d=True: the optimizer is not on the CPU. Set "
+            "optimizer_cpu_offload=True"
+        )
+    if plugin.use_precision_aware_optimizer and not plugin.use_distributed_optimizer:
+        yield (
+            "use_precision_aware_optimizer=True: only the distributed optimizer knows it. Set "
+            "use_distributed_optimizer=True"
+        )
+    if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
+        yield (
+            f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
+            "is no pipeline. Set pp_degree to 2 or more, or leave it out"
+        )
+    weight_decays = (plugin.start_weight_decay, plugin.end_weight_decay)
+    if plugin.weight_decay_incr_style != "constant" and None in weight_decays:
+        yield (
+            f"weight_decay_incr_style={plugin.weight_decay_incr_style!r}: nothing says from where to where. "
+            "Set start_weight_decay and end_weight_decay"
+        )
+    if plugin.custom_train_step_class is not None and not isinstance(plugin.custom_train_step_class, type):
+        yield "custom_train_step_class: it is not a class. Pass the class, and its arguments apart"
+
+
+def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    layers, pp = network.get("num_layers"), plugin.pp_degree or 1
+    if layers is None or pp == 1:
+        return
+    if network.get("model_type_name") == "t5":
+        yield f"pp_degree={pp}: Megatron-LM has no pipelines for T5. Set pp_degree=1"
+        return
+    last = plugin.decoder_last_pipeline_num_layers
+    stages, rest = (pp, layers) if last is None else (pp - 1, layers - last)
+    if rest <= 0 or rest % stages:
+        yield (
+            f"{layers} layers cannot be shared out between pp_degree={pp} stages"
+            + ("" if last is None else f", of which the last has {last}")
+            + ". Change pp_degree, or set decoder_last_pipeline_num_layers so that the rest can be divided"
+        )
+    virtual = plugin.num_layers_per_virtual_pipeline_stage
+    if virtual is not None and layers % (pp * virtual):
+        yield (
+            f"{layers} layers cannot be shared out between {pp} stages in parts of "
+            f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
+        )
+    micro = plugin.num_micro_batches or 1
+    if virtual is not None and micro % pp:
+        yield (
+            f"num_micro_batches={micro}: an interleaved schedule takes a multiple of pp_degree={pp}. "
+            "Change it, or leave num_layers_per_virtual_pipeline_stage out"
+        )
+
+
+def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    tp, heads, groups = (
+        plugin.tp_degree or 1,
+        network.get("num_attention_heads"),
+        network.get("num_query_groups"),
+    )
+    if heads is not None and heads % tp:
+        yield f"{heads} attention heads cannot be shared out between tp_degree={tp} processes. Change it"
+    if groups is not None and groups % tp and tp % groups:
+        yield f"{groups} groups of queries cannot be shared out between tp_degree={tp} processes. Change it"
+    experts, ep = network.get("num_experts"), plugin.expert_model_parallel_size or 1
+    if ep > 1 and (experts is None or experts % ep):
+        yield (
+            f"{experts or 'no'} experts cannot be shared out between expert_model_parallel_size={ep} "
+            "processes. Change it"
+        )
+
+
+def _wrong_lengths(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    longest = network.get("max_position_embeddings")
+    tp, cp = plugin.tp_degree or 1, plugin.context_parallel_size or 1
+    for name in ("seq_length", "encoder_seq_length", "decoder_seq_length"):
+        length = network.get(name)
+        if length is None:
+            continue
+        if longest is not None and length > longest:
+            yield f"{name}={length}: the model has {longest} positions. Make sequences shorter"
+        if plugin.sequence_parallelism and length % tp:
+            yield f"{name}={length}: sequence_parallelism splits it in {tp} parts. Take a multiple of {tp}"
+        if cp > 1 and length % (2 * cp):
+            yield (
+                f"{name}={length}: context_parallel_size={cp} splits it in {2 * cp} parts. Take a multiple "
+                f"of {2 * cp}"
+            )

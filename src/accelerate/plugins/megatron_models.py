@@ -1,0 +1,309 @@
+"""From the configuration of a model to the arguments of Megatron-LM: one function for each model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.errors import wrong_value
+from accelerate.devices.availability import is_transformer_engine_available
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accelerate.plugins.megatron import MegatronLMPlugin
+
+Parser = Callable[..., None]
+
+MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
+"""Model type of a configuration -> the function that reads such configurations."""
+
+_LONGEST_T5 = 1024  # relative positions have no limit, and Megatron-LM wants one
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Return a decorator that lets Megatron-LM train models of one more type.
+
+    The function takes the plugin, the model and a batch (or None), and writes to the plugin's
+    `megatron_lm_default_args`.
+
+    Args:
+        model_type: as in the configuration of such models.
+    """
+
+    def register(parser: Parser) -> Parser:
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type] = parser
+        return parser
+
+    return register
+
+
+def parse_network_size(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Let the function of its family read the configuration of a model.
+
+    Args:
+        plugin: takes the arguments.
+        model: has `config.model_type`.
+        batch_data: a batch as its loader gives it, or None.
+
+    Raises:
+        ConfigurationError: there is no such function.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(model_type)
+    if parser is None:
+        raise wrong_value(
+            "model_type",
+            model_type,
+            f"nothing says how Megatron-LM builds a {type(model).__name__}; it is known for "
+            f"{', '.join(MODEL_CONFIGS_TO_MEGATRON_PARSERS)}",
+            "Choose another model, or write a function for this one and register it with "
+            "@add_model_config_to_megatron_parser(model_type)",
+        )
+    parser(plugin, model, batch_data)
+
+
+@add_model_config_to_megatron_parser("megatron-bert")
+@add_model_config_to_megatron_parser("bert")
+def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Take the sizes of a BERT; only its pretraining heads are Megatron-LM's own.
+
+    Args:
+        megatron_lm_plugin: takes the arguments.
+        model: has the configuration.
+        batch_data: a batch, for the length of sequences, or None.
+    """
+    config = _Config(model)
+    name = type(model).__name__
+    pretraining = not any(head in name for head in ("ForSequenceClassification", "ForTokenClassification"))
+    megatron_lm_plugin.seq_length = _length(
+        megatron_lm_plugin.seq_length or megatron_lm_plugin.encoder_seq_length,
+        batch_data,
+        "input_ids",
+        config,
+    )
+    megatron_lm_plugin.megatron_lm_default_args.update(
+        _common(megatron_lm_plugin, config, "bert", pretraining),
+        seq_length=megatron_lm_plugin.seq_length,
+        tokenizer_type="BertWordPieceLowerCase",
+        ffn_hidden_size=config("intermediate_size", 4 * config("hidden_size")),
+        norm_epsilon=config("layer_norm_eps", 1e-12),
+        position_embedding_type="learned_absolute",
+        num_labels=config("num_labels", len(config("id2label", ())) or 2),
+        bert_binary_head="ForPreTraining" in name,
+    )
+
+
+@add_model_config_to_megatron_parser("gpt2")
+def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Take the sizes of a GPT-2.
+
+    Args:
+        megatron_lm_plugin: takes the arguments.
+        model: has the configuration.
+        batch_data: a batch, for the length of sequences, or None.
+    """
+    config = _Config(
+        model,
+        num_hidden_layers="n_layer",
+        hidden_size="n_embd",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+    )
+    _set_decoder(megatron_lm_plugin, config, batch_data, "GPT2BPETokenizer")
+    megatron_lm_plugin.megatron_lm_default_args.update(
+        ffn_hidden_size=config("n_inner", None) or 4 * config("hidden_size"),
+        norm_epsilon=config("layer_norm_epsilon", 1e-5),
+        position_embedding_type=_positions(megatron_lm_plugin, "learned_absolute"),
+    )
+
+
+@add_model_config_to_megatron_parser("t5")
+def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Take the sizes of a T5.
+
+    Args:
+        megatron_lm_plugin: takes the arguments.
+        model: has the configuration.
+        batch_data: a batch, for the lengths of sequences, or None.
+    """
+    config = _Config(
+        model,
+        num_hidden_layers="num_layers",
+        hidden_size="d_model",
+        num_attention_heads="num_heads",
+        max_position_embeddings="n_positions",
+    )
+    config.values.setdefault("n_positions", _LONGEST_T5)
+    plugin = megatron_lm_plugin
+    plugin.encoder_seq_length = _length(plugin.encoder_seq_length, batch_data, "input_ids", config)
+    plugin.decoder_seq_length = _length(plugin.decoder_seq_length, batch_data, "labels", config)
+    plugin.megatron_lm_default_args.update(
+        _common(plugin, config, "t5", True),
+        encoder_seq_length=plugin.encoder_seq_length,
+        decoder_seq_length=plugin.decoder_seq_length,
+        decoder_num_layers=config("num_decoder_layers", config("num_hidden_layers")),
+        tokenizer_type="BertWordPieceCase",
+        ffn_hidden_size=config("d_ff"),
+        kv_channels=config("d_kv"),
+        normalization="RMSNorm",
+        norm_epsilon=config("layer_norm_epsilon", 1e-6),
+        add_bias_linear=False,
+        position_embedding_type="relative",
+        relative_attention_num_buckets=config("relative_attention_num_buckets", 32),
+        relative_attention_max_distance=config("relative_attention_max_distance", 128),
+    )
+
+
+@add_model_config_to_megatron_parser("llama")
+def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Take the sizes of a Llama.
+
+    Args:
+        megatron_lm_plugin: takes the arguments.
+        model: has the configuration.
+        batch_data: a batch, for the length of sequences, or None.
+    """
+    config = _Config(model)
+    _set_decoder(megatron_lm_plugin, config, batch_data, "Llama2Tokenizer")
+    megatron_lm_plugin.megatron_lm_default_args.update(_like_llama(megatron_lm_plugin, config))
+
+
+@add_model_config_to_megatron_parser("glm4_moe")
+def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+    """Take the sizes of a GLM-4 with experts.
+
+    Args:
+        megatron_lm_plugin: takes the arguments.
+        model: has the configuration.
+        batch_data: a batch, for the length of sequences, or None.
+    """
+    config = _Config(model)
+    _set_decoder(megatron_lm_plugin, config, batch_data, "HuggingFaceTokenizer")
+    arguments = megatron_lm_plugin.megatron_lm_default_args
+    arguments.update(_like_llama(megatron_lm_plugin, config), original_model_type="glm4_moe")
+    arguments.update(
+        qk_layernorm=config("use_qk_norm", False),
+        rotary_percent=config.rope("partial_rotary_factor", 0.5),
+        num_experts=config("n_routed_experts"),
+        moe_ffn_hidden_size=config("moe_intermediate_size"),
+        moe_shared_expert_intermediate_size=config("moe_intermediate_size") * config("n_shared_experts", 1),
+        moe_layer_freq=_experts_by_layer(config),
+        moe_router_topk=config("num_experts_per_tok"),
+        moe_router_topk_scaling_factor=config("routed_scaling_factor", 1.0),
+        moe_router_pre_softmax=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_router_dtype="fp32",
+        moe_aux_loss_coeff=0,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=is_transformer_engine_available(),
+    )
+    if config("n_group", 1) > 1:
+        arguments.update(moe_router_num_groups=config("n_group"), moe_router_group_topk=config("topk_group"))
+
+
+class _Config:
+    """The configuration of a model by one set of names.
+
+    Args:
+        model: has `config`.
+        **names: common name -> the one of this family.
+    """
+
+    def __init__(self, model: nn.Module, **names: str) -> None:
+        config: Any = model.config
+        whole = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        self.model_type = str(config.model_type)
+        self.values: dict[str, Any] = dict(whole)
+        self.names = names
+
+    def __call__(self, name: str, *default: Any) -> Any:
+        """Return a value; without a default it must be there."""
+        key = self.names.get(name, name)
+        if key in self.values:
+            return self.values[key]
+        if default:
+            return default[0]
+        raise wrong_value(
+            f"config.{key}",
+            None,
+            f"a model of type {self.model_type} needs it, and its configuration has none",
+            "Give the model a complete configuration",
+        )
+
+    def rope(self, name: str, default: Any) -> Any:
+        """Return a value of rotary positions, which lie apart in newer configurations."""
+        apart: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        return apart.get(name, self.values.get(name, default))
+
+
+def _common(plugin: MegatronLMPlugin, config: _Config, family: str, pretraining: bool) -> dict[str, Any]:
+    return {
+        "model_type_name": family,
+        "num_layers": config("num_hidden_layers"),
+        "hidden_size": config("hidden_size"),
+        "num_attention_heads": config("num_attention_heads"),
+        "max_position_embeddings": config("max_position_embeddings"),
+        "orig_vocab_size": config("vocab_size"),
+        "pretraining_flag": pretraining,
+        "return_logits": plugin.return_logits,
+        "model_return_dict": config("return_dict", True),
+        "eos_token_id": config("eos_token_id", None),
+        "pad_token_id": config("pad_token_id", None),
+        "untie_embeddings_and_output_weights": not config("tie_word_embeddings", True),
+    }
+
+
+def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: Any, tokenizer: str) -> None:
+    """Take what all models that go from left to right have in common."""
+    given = plugin.seq_length or plugin.decoder_seq_length
+    plugin.seq_length = _length(given, batch_data, "input_ids", config)
+    plugin.megatron_lm_default_args.update(
+        _common(plugin, config, "gpt", True), seq_length=plugin.seq_length, tokenizer_type=tokenizer
+    )
+
+
+def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
+    heads = config("num_attention_heads")
+    groups = config("num_key_value_heads", heads) or heads
+    arguments = {
+        "ffn_hidden_size": config("intermediate_size"),
+        "kv_channels": config("head_dim", None) or config("hidden_size") // heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else None,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config("rms_norm_eps", 1e-6),
+        "add_bias_linear": config("mlp_bias", False),
+        "add_qkv_bias": config("attention_bias", False),
+        "position_embedding_type": _positions(plugin, "rope"),
+        "rotary_base": int(config.rope("rope_theta", 10000)),
+    }
+    if config.rope("rope_type", "default") == "llama3":
+        arguments.update(use_rope_scaling=True, rope_scaling_factor=config.rope("factor", 8.0))
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _positions(plugin: MegatronLMPlugin, own: str) -> str:
+    """Return how positions are told: as the plugin says, otherwise as the model has it."""
+    chosen = plugin.use_rotary_position_embeddings
+    if chosen is None:
+        return own
+    return "rope" if chosen else "learned_absolute"
+
+
+def _experts_by_layer(config: _Config) -> list[int]:
+    layers, dense = config("num_hidden_layers"), config("first_k_dense_replace", 0)
+    return [int(layer >= dense) for layer in range(layers)]
+
+
+def _length(given: int | None, batch_data: Any, key: str, config: _Config) -> int:
+    """Return the length of sequences: as given, as a batch has it, or as long as the model can take them."""
+    if given is not None:
+        return given
+    if isinstance(batch_data, Mapping) and key in batch_data:
+        return int(batch_data[key].shape[1])
+    return int(config("max_position_embeddings"))
