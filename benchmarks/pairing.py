@@ -24,11 +24,12 @@ class Pair:
 
     Attributes:
         work: What was done.
-        raw: Processor seconds for one repetition by hand, best round.
-        ours: Processor seconds for one repetition through the library, best round.
+        raw: Processor seconds for one repetition by hand, best round; or bytes.
+        ours: Processor seconds for one repetition through the library, best round; or bytes.
         figure: What is held against the budget: a ratio, or seconds.
         budget: Largest figure that is accepted.
         unit: "x" for a ratio, "s" for seconds.
+        measured: What `raw` and `ours` are: "s" for seconds, "B" for bytes.
     """
 
     work: str
@@ -37,6 +38,7 @@ class Pair:
     figure: float
     budget: float
     unit: str = "x"
+    measured: str = "s"
 
 
 def measure(work: str, raw: Work, ours: Work, *, budget: float, repetitions: int, rounds: int = 60) -> Pair:
@@ -80,6 +82,8 @@ def spell(seconds: float) -> str:
 
 
 def _in_unit(value: float, unit: str) -> str:
+    if unit == "B":
+        return f"{value / 1e6:.2f} MB"
     return spell(value) if unit == "s" else f"{value:.2f} {unit}"
 
 
@@ -98,8 +102,8 @@ def report(pairs: Sequence[Pair], title: str) -> int:
         figure, budget = (_in_unit(value, pair.unit) for value in (pair.figure, pair.budget))
         verdict = "" if pair.figure <= pair.budget else "  MISSED"
         print(
-            f"{pair.work:{width}}  {spell(pair.raw):>10}  {spell(pair.ours):>10}  {figure:>9}  "
-            f"<= {budget}{verdict}"
+            f"{pair.work:{width}}  {_in_unit(pair.raw, pair.measured):>10}  "
+            f"{_in_unit(pair.ours, pair.measured):>10}  {figure:>9}  <= {budget}{verdict}"
         )
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
