@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import AccelerateError, PreparationError
-from accelerate.utils import DistributedType, TorchDynamoPlugin, has_compiled_regions
+from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin, has_compiled_regions
 
 Run = Callable[..., list[Any]]
 WIDTH = 6
@@ -292,6 +293,47 @@ def train_low(version: int, number_format: str) -> None:
 )
 def test_low_precision(run: Run, version: int, number_format: str) -> None:
     run(train_low, version, number_format)
+
+
+def train_in_float8(folder: str) -> dict[str, Any]:
+    """Weights travel in float8; master weights stay float32, in the state that is saved as well."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    recipe = AORecipeKwargs(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", fsdp_plugin=plugin, kwargs_handlers=[recipe])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
+    x = torch.randn(16, 32)
+    losses = []
+    for _ in range(12):
+        loss = (model(x) - x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.save_state(folder)
+    saved = accelerator.get_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.0)
+    accelerator.load_state(folder)
+    back = accelerator.get_state_dict(model)
+    locals_ = {type(p.to_local()).__name__ for p in model.parameters()}
+    return {
+        "losses": losses,
+        "kinds": locals_,
+        "same": all(torch.equal(saved[name], back[name]) for name in saved),
+    }
+
+
+@pytest.mark.slow
+def test_weights_that_travel_in_float8(run: Run, tmp_path: Path) -> None:
+    for found in run(train_in_float8, str(tmp_path / "state"), timeout=180):
+        assert found["losses"][-1] < found["losses"][0] * 0.5
+        assert "WeightWithDynamicFloat8CastTensor" in found["kinds"]
+        assert found["same"]
 
 
 def skip_together(version: int) -> list[bool]:
