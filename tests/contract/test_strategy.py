@@ -52,6 +52,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
     "fsdp1 hybrid grad 2x2": ({**ONE, "sharding_strategy": "HYBRID_SHARD_ZERO2"}, MESH, 4),
     "fsdp2 2x2": (TWO, MESH, 4),
     "tp": (None, {"tp_size": 2}, 2),
+    "tp, two copies": (None, {"dp_replicate_size": 2, "tp_size": 2}, 4),
     "fsdp2 + tp": (TWO, LAYERS, 4),
     "fsdp2 + tp, recompute": ({**TWO, "activation_checkpointing": True}, LAYERS, 4),
     "fsdp2 + tp, loaded on rank 0": ({**TWO, "cpu_ram_efficient_loading": True}, LAYERS, 4),
@@ -246,6 +247,8 @@ MOVES = [
             ("fsdp1 none", "fsdp1 full, own parameters"),
             ("fsdp1 hybrid 2x2", "single"),
             ("fsdp2 + tp", "ddp"),
+            ("tp, two copies", "fsdp2 reshard"),
+            ("fsdp2 + tp", "tp, two copies"),
         ]
     ),
 ]
@@ -287,7 +290,10 @@ def evaluate(plugin: dict[str, Any] | None, mesh: dict[str, int] | None) -> list
     "way",
     [
         "fsdp2 reshard",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp", "fsdp2 + tp", "fsdp2 2x2")),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("tp", "tp, two copies", "fsdp2 + tp", "fsdp2 2x2")
+        ),
     ],
 )
 def test_metrics_see_each_sample_once(run: Run, way: str) -> None:

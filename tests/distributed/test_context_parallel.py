@@ -36,13 +36,17 @@ class Reader(nn.Module):
         super().__init__()
         self.attend = ATTENTIONS[attention]
         self.tokens, self.positions = nn.Embedding(TOKENS, 32), nn.Embedding(LENGTH, 32)
-        self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, TOKENS)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.mix, self.out = nn.Linear(32, 32), nn.Linear(32, TOKENS)
+        self.tp_plan = {**dict.fromkeys(("query", "key", "value"), "colwise"), "mix": "rowwise"}
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(tokens) + self.positions(positions)
-        heads = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.mix(hidden).chunk(3, -1)]
+        heads = [
+            part(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        ]
         attended = self.attend(*heads)
-        return self.out(hidden + attended.transpose(1, 2).flatten(-2))
+        return self.out(hidden + self.mix(attended.transpose(1, 2).flatten(-2)))
 
 
 def texts() -> list[torch.Tensor]:
@@ -129,13 +133,15 @@ def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any
     [
         ({"dp_replicate_size": 2, "cp_size": 2}, False),
         ({"dp_shard_size": 2, "cp_size": 2}, True),
+        ({"cp_size": 2, "tp_size": 2}, False),
+        ({"cp_size": 2, "tp_size": 2}, True),
     ],
 )
 def test_groups_of_processes_share_each_sequence(
     run: Run, alone: dict[int, Any], config: dict[str, Any], sharded: bool
 ) -> None:
     ranks = run(train, config, BATCH, "allgather", sharded, processes=4, timeout=120)
-    check(ranks, alone[2 * BATCH])
+    check(ranks, alone[BATCH if "tp_size" in config else 2 * BATCH])
 
 
 def make_mistakes() -> list[str]:

@@ -29,10 +29,15 @@ def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
     if request.fsdp is not None:
         return _sharded(request.fsdp.fsdp_version)
     if request.parallelism is not None and request.parallelism.tp_enabled:
-        from accelerate.strategies.axes.tensor import TensorParallel
-
-        return TensorParallel
+        return _sharing_layers(request.parallelism)
     return DataParallel
+
+
+def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
+    """Return the class for tensor parallelism; torch's part of it takes a second to import."""
+    from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
+
+    return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 
 
 def _sharded(version: int) -> type[Strategy]:
@@ -69,21 +74,13 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
 
 
 def _check_mesh_of_whole_models(mesh: ParallelismConfig) -> None:
-    use_two = (
-        "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
-        "--fsdp_version 2"
-    )
     if mesh.dp_shard_enabled:
         raise wrong_value(
-            "dp_shard_size", mesh.dp_shard_size, "nothing says how parameters are sharded", use_two
-        )
-    if mesh.tp_enabled and (mesh.dp_replicate_enabled or mesh.cp_enabled):
-        axis = "dp_replicate" if mesh.dp_replicate_enabled else "cp"
-        raise wrong_value(
-            f"{axis}_size",
-            getattr(mesh, f"{axis}_size"),
-            "copies of models whose layers are shared are kept equal by FSDP 2 only",
-            f"Set dp_shard_size too. {use_two}",
+            "dp_shard_size",
+            mesh.dp_shard_size,
+            "nothing says how parameters are sharded",
+            "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
+            "--fsdp_version 2",
         )
 
 

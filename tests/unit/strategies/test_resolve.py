@@ -9,7 +9,7 @@ import pytest
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base.errors import ConfigurationError
 from accelerate.state.topology import Topology
-from accelerate.strategies.axes.tensor import TensorParallel
+from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.fsdp.v1 import FullySharded
 from accelerate.strategies.fsdp.v2 import FullyShard
@@ -40,6 +40,8 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
         ),
         (request(None, {"dp_replicate_size": 2}), 2, DataParallel),
         (request(None, {"tp_size": 2}), 2, TensorParallel),
+        (request(None, {"tp_size": 2, "dp_replicate_size": 2}), 4, CopiedTensorParallel),
+        (request(None, {"tp_size": 2, "cp_size": 2}), 4, CopiedTensorParallel),
         (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, FullyShard),
     ],
 )
@@ -51,9 +53,7 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
     ("asked", "message"),
     [
         (request(2, {"sp_size": 2}), "sp_size=2: .* set cp_size"),
-        (request(None, {"tp_size": 2, "cp_size": 2}), "cp_size=2: .* Set dp_shard_size too"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
-        (request(None, {"tp_size": 2, "dp_replicate_size": 2}), "dp_replicate_size=2: .* by FSDP 2 only"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: nothing says .* Pass fsdp_plugin"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),

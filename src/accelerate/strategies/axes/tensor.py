@@ -1,12 +1,19 @@
-"""Tensor parallelism alone: all processes share each layer, and each batch."""
+"""Tensor parallelism without FSDP: processes share each layer; groups of them may hold copies."""
 
 from __future__ import annotations
 
-from torch import nn
+from contextlib import AbstractContextManager
+from typing import Any
 
-from accelerate.strategies.axes.layers import split_layers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from accelerate.strategies.axes.layers import AXIS, split_layers
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.tensors import DistributedTensors
+from accelerate.strategies.fsdp.units import split_by_dtype
+from accelerate.strategies.fsdp.v2 import keeping_gradients, units_of
 
 
 class TensorParallel(DistributedTensors):
@@ -18,3 +25,36 @@ class TensorParallel(DistributedTensors):
         """Return the very model, with parameters of the layers in its plan spread over all ranks."""
         model = model.to(self.context.device)
         return self.follow(model, lambda: split_layers(model, self.context.mesh), named_parameters)
+
+
+class CopiedTensorParallel(TensorParallel):
+    """Groups of processes share each layer; the backward pass averages gradients over the groups."""
+
+    def split(self, model: nn.Module) -> nn.Module:
+        """Return the very model, with parameters spread over each group and copied to all."""
+        model = model.to(self.context.device)
+        return self.follow(model, lambda: self._copy(model), named_parameters)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the backward pass averages nothing."""
+        return keeping_gradients(units_of(model))
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        """Let FSDP 2 average: to shard over one process is to hold a copy."""
+        mesh = copying_mesh(self.context.mesh)
+        units = split_by_dtype(model, [], set())
+        split_layers(model, mesh)
+        for unit in (*units, model):
+            fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
+        return model
+
+
+def copying_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of all copies, an axis of one process, and the axis that shares layers.
+
+    Args:
+        mesh: of the run, whose last axis shares layers; on all ranks.
+    """
+    shared = mesh[AXIS].size()
+    shape = (mesh.size() // shared, 1, shared)
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", AXIS))

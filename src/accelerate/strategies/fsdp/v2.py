@@ -50,7 +50,7 @@ class FullyShard(DistributedTensors):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which units keep whole gradients instead of exchanging them."""
-        return _keeping_gradients(units_of(model))
+        return keeping_gradients(units_of(model))
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
@@ -59,7 +59,8 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def _keeping_gradients(units: list[FSDPModule]) -> Iterator[None]:
+def keeping_gradients(units: list[FSDPModule]) -> Iterator[None]:
+    """Let units keep whole gradients instead of exchanging them."""
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
