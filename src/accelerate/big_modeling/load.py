@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import AccelerateError, CheckpointError, ConfigurationError, wrong_value
+from accelerate.base.errors import AccelerateError, CheckpointError, ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.device_map import check_device_map
 from accelerate.checkpointing.shards import find_shards
+from accelerate.weights.int8 import quantize_and_offload_8bit
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
+from accelerate.weights.packed import INT8
 from accelerate.weights.placement import (
     find_home,
     place_of,
@@ -46,6 +48,7 @@ class Move:
         on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
         dtype: it is converted to.
         in_place: whether the tensor that the model has is filled, and not replaced.
+        in_8_bits: whether it is quantized before it goes to the disk.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Move:
     on_disk: bool = False
     dtype: torch.dtype | None = None
     in_place: bool = False
+    in_8_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,14 @@ class Wishes:
         dtype: of floating-point tensors; None keeps those of the model.
         kept: modules whose tensors are float32 whatever `dtype` says.
         offload_buffers: whether buffers of modules on the disk go there, too.
+        in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
     """
 
     device_map: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
     kept: Sequence[str] = ()
     offload_buffers: bool = False
+    in_8_bits: bool = False
 
 
 def load_checkpoint_in_model(
@@ -121,7 +127,8 @@ def load_checkpoint_in_model(
             memory which could be put aside.
         offload_buffers: whether buffers of modules on the "disk" go there, too, and not to the CPU.
         keep_in_fp32_modules: names of modules whose tensors are float32 whatever `dtype` says.
-        offload_8bit_bnb: whether weights on the "disk" are quantized to 8 bits; not supported.
+        offload_8bit_bnb: whether weights on the "disk" that belong to layers in 8 bits are quantized before
+            they go there.
         strict: whether missing and unexpected names are an error; otherwise they are a warning.
         full_state_dict: for a sharded model: whether the files hold whole tensors, not those of this rank.
         broadcast_from_rank0: for a sharded model, called on all ranks: whether rank 0 alone reads the files.
@@ -130,10 +137,6 @@ def load_checkpoint_in_model(
         ConfigurationError: an argument cannot work, or the device map has no place for a tensor.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    if offload_8bit_bnb:
-        raise wrong_value(
-            "offload_8bit_bnb", True, "quantizing while loading is not supported", "quantize before"
-        )
     path = Path(checkpoint)
     if broadcast_from_rank0 or is_sharded(model):
         _load_sharded(model, path, full_state_dict, broadcast_from_rank0, strict)
@@ -143,6 +146,7 @@ def load_checkpoint_in_model(
         None if dtype is None else read_dtype(dtype),
         tuple(keep_in_fp32_modules or ()),
         offload_buffers,
+        offload_8bit_bnb,
     )
     tied = find_tied_parameters(model)
     if device_map is not None:
@@ -229,7 +233,8 @@ def _plan_move(name: str, source: str, old: Tensor, wishes: Wishes) -> Move:
     if place != DISK:
         return Move(name, source, resolve_device(place), dtype=dtype)
     stays = not (isinstance(old, nn.Parameter) or wishes.offload_buffers)
-    return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype)
+    in_8_bits = wishes.in_8_bits and type(old).__name__ == INT8
+    return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)
 
 
 def _dtype_for(name: str, old: Tensor, wishes: Wishes) -> torch.dtype:
@@ -271,6 +276,10 @@ def _carry_out(
         with torch.no_grad():
             owner, name = find_home(model, move.name)
             getattr(owner, name).copy_(value)
+        return
+    if move.in_8_bits and folder is not None:
+        factors = _factors_of(move.source, weights, CPU)
+        quantize_and_offload_8bit(model, value, move.name, move.dtype, folder, index, factors)
         return
     if move.on_disk and folder is not None:
         offload_weight(value.to(move.dtype), move.name, folder, index)

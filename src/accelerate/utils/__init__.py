@@ -2,6 +2,7 @@
 
 # The modules too, as attributes of this package; but `tqdm` is the function.
 from accelerate.utils import (
+    bnb as bnb,
     constants as constants,
     dataclasses as dataclasses,
     environment as environment,
@@ -227,6 +228,7 @@ from accelerate.plugins.parallel import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
+from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
@@ -248,6 +250,7 @@ from accelerate.precision.transformer_engine import (
     convert_model as convert_model,
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
+from accelerate.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accelerate.rng import (
     set_seed as set_seed,
     synchronize_rng_state as synchronize_rng_state,

@@ -83,6 +83,7 @@ from accelerate.plugins.parallel import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
+from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.memory import clear_device_cache
+from accelerate.weights.packed import (
+    is_own_class,
+    keeps_another_shape,
+    quantizes_itself,
+    remade,
+    scales_of,
+)
 
 Device = int | str | torch.device
 Home = tuple[nn.Module, str]
@@ -65,7 +72,7 @@ def set_module_tensor_to_device(
             )
         if old.device == target and dtype is None:
             return
-    elif value.shape != old.shape and not _keeps_another_shape(old):
+    elif value.shape != old.shape and not keeps_another_shape(old):
         raise wrong_value(
             "value",
             tuple(value.shape),
@@ -74,7 +81,11 @@ def set_module_tensor_to_device(
         )
     source = old.detach() if value is None else value.detach()
     kind = _dtype_after(source, old, dtype)
-    new = _renewed(old, source.to(target, kind, non_blocking=non_blocking))
+    if is_own_class(old):
+        scales = scales_of(owner) if fp16_statistics is None and value is None else fp16_statistics
+        new = remade(old, source, target, kind, scales)
+    else:
+        new = _renewed(old, source.to(target, kind, non_blocking=non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     _put(owner, name, new)
@@ -204,26 +215,13 @@ def _find_twin(
 
 def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return old.dtype
+        return source.dtype if quantizes_itself(old) else old.dtype
     counts = not (source.is_floating_point() or source.is_complex())
     return source.dtype if counts else read_dtype(dtype)
 
 
-def _is_own_class(tensor: Tensor) -> bool:
-    """Whether a parameter is of a class that another library derived from torch's, with attributes."""
-    return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
-
-
-def _keeps_another_shape(tensor: Tensor) -> bool:
-    """Whether the values of a parameter are packed, as those in 4 bits are."""
-    return _is_own_class(tensor) and type(tensor).__name__ == "Params4bit"
-
-
 def _renewed(old: Tensor, data: Tensor) -> Tensor:
     """Return data in the place of a tensor: a parameter like it, or plain for a buffer."""
-    if _is_own_class(old):
-        make = cast("type[nn.Parameter]", type(old))
-        return make(data, requires_grad=old.requires_grad, **vars(old))
     if not isinstance(old, nn.Parameter):
         return data
     new = nn.Parameter(data, requires_grad=old.requires_grad)

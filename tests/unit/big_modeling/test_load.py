@@ -266,7 +266,6 @@ class Exploding:
         ({"device_map": {"embed": "cpu"}}, "device_map gives no device to norm.weight"),
         ({"device_map": {"": "disk"}}, "Pass offload_folder"),
         ({"dtype": "float17"}, "dtype='float17'"),
-        ({"offload_8bit_bnb": True}, "offload_8bit_bnb=True: quantizing while loading is not supported"),
     ],
 )
 def test_mistakes_are_named(files: Path, arguments: dict[str, Any], message: str) -> None:
@@ -288,6 +287,26 @@ def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
     load_checkpoint_in_model(model, tmp_path / "x.safetensors", {"": "cpu"}, strict=True)
     weight: Any = model.weight
     assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])
+
+
+def test_weights_in_eight_bits_are_quantized_before_they_go_to_the_disk(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Int8Params(nn.Parameter):
+        pass
+
+    model = empty()
+    model.body.weight = Int8Params(model.body.weight)
+    stored: list[str] = []
+
+    def store(model: nn.Module, value: Any, name: str, *rest: Any) -> None:
+        stored.append(name)
+
+    monkeypatch.setattr("accelerate.big_modeling.load.quantize_and_offload_8bit", store)
+    device_map = {"": "cpu", "body": "disk"}
+    load_checkpoint_in_model(model, files / "safe", device_map, tmp_path, offload_8bit_bnb=True)
+    assert stored == ["body.weight"]
+    assert set(json.loads((tmp_path / "index.json").read_text())) == {"body.bias"}
 
 
 def test_the_index_of_the_disk_is_that_of_the_original_interface(files: Path, tmp_path: Path) -> None:

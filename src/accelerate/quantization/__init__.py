@@ -1,0 +1,6 @@
+"""Models whose linear layers bitsandbytes computes in 8 or 4 bits."""
+
+from accelerate.quantization.layers import get_keys_to_not_convert as get_keys_to_not_convert
+from accelerate.quantization.layers import get_parameter_device as get_parameter_device
+from accelerate.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelerate.quantization.layers import replace_with_bnb_layers as replace_with_bnb_layers

@@ -1,0 +1,144 @@
+"""Swap linear layers for those of bitsandbytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from accelerate.base.packages import require
+from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.weights.packed import quantizes_itself
+from accelerate.weights.tied import find_tied_parameters
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> nn.Module:
+    """Put a layer of bitsandbytes in the place of each linear layer of a model; weights are not quantized
+    yet.
+
+    They are when they are moved to a device from the CPU, also to the CPU itself. A layer whose class
+    computes in its own way stays.
+
+    Args:
+        model: a module, also one on the meta device; it is changed.
+        bnb_quantization_config: how many bits.
+        modules_to_not_convert: names of modules that stay, with all that is in them.
+        current_key_name: the parts of the name that `model` has in a larger one; the names above begin there.
+
+    Returns:
+        The model.
+
+    Raises:
+        MissingPackageError: bitsandbytes is not installed.
+    """
+    _require_bitsandbytes(bnb_quantization_config)
+    prefix = "".join(f"{part}." for part in current_key_name or ())
+    kept = tuple(modules_to_not_convert or ())
+    found = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if name and _computes_like_linear(layer) and not is_in(f"{prefix}{name}", kept)
+    ]
+    if not found:
+        logger.warning(
+            f"No linear layer of this {type(model).__name__} is quantized: it has none, or all of them are "
+            "in modules that are kept as they are. Look at skip_modules."
+        )
+    for name, layer in found:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, _quantizable(layer, bnb_quantization_config))
+    return model
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a tensor or module is, or lies in, one of some modules.
+
+    Args:
+        name: dotted name.
+        modules: names, or parts of names: "head" stands for "decoder.head", too.
+    """
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Return the modules that lose too much by being quantized: the output layer, and those tied to another.
+
+    Args:
+        model: a module.
+
+    Returns:
+        Names, each once. Nothing for a bare body without an output layer, as far as it says that it is one
+        (`base_model_prefix`), or for a single layer.
+    """
+    tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
+    prefix = getattr(model, "base_model_prefix", "")
+    children = [name for name, _ in model.named_children()]
+    is_body = bool(prefix) and (not hasattr(model, prefix) or children == [prefix])
+    last = [] if is_body and not tied else children[-1:]
+    return list(dict.fromkeys([*tied, *last]))
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Return whether a model has layers of bitsandbytes in 4 bits.
+
+    Args:
+        model: a module.
+    """
+    return any(kind.__name__ == "Linear4bit" for layer in model.modules() for kind in type(layer).__mro__)
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter.
+
+    Args:
+        parameter: a module with parameters.
+    """
+    return next(parameter.parameters()).device
+
+
+def _require_bitsandbytes(config: BnbQuantizationConfig) -> None:
+    require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
+
+
+def _computes_like_linear(layer: nn.Module) -> bool:
+    """Whether this is torch's linear layer, or one that adds nothing to what it computes."""
+    if not isinstance(layer, nn.Linear) or quantizes_itself(layer.weight):
+        return False
+    # Attention reads the weight of this one itself, and could not read a packed one.
+    is_read_by_others = isinstance(layer, NonDynamicallyQuantizableLinear)
+    return type(layer).forward is nn.Linear.forward and not is_read_by_others
+
+
+def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
+    """Return a layer of bitsandbytes with the weight and bias of another, which is not copied."""
+    import bitsandbytes.nn as bnb
+
+    has_bias = layer.bias is not None
+    sizes = (layer.in_features, layer.out_features)
+    if config.load_in_8bit:
+        made: Any = bnb.Linear8bitLt(
+            *sizes, has_bias, has_fp16_weights=False, threshold=config.llm_int8_threshold, device="meta"
+        )
+    else:
+        made = bnb.Linear4bit(
+            *sizes,
+            has_bias,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+            device="meta",
+        )
+    made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
+    made.bias = layer.bias
+    return made.requires_grad_(False).train(layer.training)  # type: ignore[no-any-return]

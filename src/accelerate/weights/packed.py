@@ -1,0 +1,83 @@
+"""Parameters of classes that other libraries derived from torch's: bitsandbytes packs values in them.
+
+Its parameters quantize themselves when they are moved to a device; one in 8 bits (`Int8Params`) has its
+scales in `SCB`, one in 4 bits (`Params4bit`) in `quant_state`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+INT8 = "Int8Params"
+INT4 = "Params4bit"
+_FRESH: dict[str, dict[str, Any]] = {
+    INT8: {"CB": None, "SCB": None},
+    INT4: {"bnb_quantized": False, "quant_state": None},
+}
+"""Attributes of a parameter that is not quantized yet."""
+
+
+def is_own_class(tensor: Tensor) -> bool:
+    """Return whether a parameter is of a class that another library derived from torch's, with attributes."""
+    return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
+
+
+def quantizes_itself(tensor: Tensor) -> bool:
+    """Return whether a parameter is of bitsandbytes' kind."""
+    return is_own_class(tensor) and type(tensor).__name__ in _FRESH
+
+
+def keeps_another_shape(tensor: Tensor) -> bool:
+    """Return whether the values of a parameter are packed, as those in 4 bits are."""
+    return is_own_class(tensor) and type(tensor).__name__ == INT4
+
+
+def remade(
+    old: Tensor, source: Tensor, target: torch.device, dtype: torch.dtype, statistics: Tensor | None
+) -> Tensor:
+    """Return a parameter like `old` with other values on another device; it is quantized there.
+
+    Args:
+        old: a parameter of a class that another library derived from torch's.
+        source: its values: plain numbers, or packed ones like those of `old`.
+        target: the device.
+        dtype: dtype of plain numbers.
+        statistics: what values in 8 bits are multiplied by.
+    """
+    make = cast("type[nn.Parameter]", type(old))
+    attributes = dict(vars(old))
+    if not quantizes_itself(old):
+        return make(source.to(target, dtype), requires_grad=old.requires_grad, **attributes)
+    if target.type == "meta":
+        return make(source.to(target), requires_grad=old.requires_grad, **attributes)
+    if _is_packed(old, source):
+        known = {} if statistics is None else {"SCB": statistics}
+        kept = {**attributes, **known}
+        return make(source, requires_grad=old.requires_grad, **kept).to(target)
+    fresh = {**attributes, **_FRESH[type(old).__name__]}
+    plain = source.to("cpu", dtype)  # it quantizes on its way from there
+    return make(plain, requires_grad=old.requires_grad, **fresh).to(target)
+
+
+def scales_of(owner: nn.Module) -> Tensor | None:
+    """Return the scales of a layer in 8 bits, which keeps them itself from its first forward on.
+
+    Args:
+        owner: the layer, or any module.
+    """
+    weight = owner._parameters.get("weight")
+    if weight is None or type(weight).__name__ != INT8:
+        return None
+    own: Tensor | None = getattr(weight, "SCB", None)
+    return own if own is not None else getattr(getattr(owner, "state", None), "SCB", None)
+
+
+def _is_packed(old: Tensor, source: Tensor) -> bool:
+    if type(old).__name__ == INT8:
+        return source.dtype == torch.int8
+    return (
+        bool(getattr(old, "bnb_quantized", False)) and source.shape == old.shape and source.dtype == old.dtype
+    )

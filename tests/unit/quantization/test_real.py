@@ -1,0 +1,62 @@
+"""The same with the real bitsandbytes, on the CPU. Needs the package bitsandbytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.quantization.layers import has_4bit_bnb_layers, replace_with_bnb_layers
+from accelerate.utils import BnbQuantizationConfig, set_module_tensor_to_device
+from accelerate.weights.int8 import quantize_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytest.importorskip("bitsandbytes")
+
+WAYS = {
+    "8 bits": ({"load_in_8bit": True}, 0.03),
+    "fp4": ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp32"}, 0.25),
+    "nf4": (
+        {
+            "load_in_4bit": True,
+            "bnb_4bit_compute_dtype": "fp32",
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        0.2,
+    ),
+}
+"""Name -> wishes, and the largest deviation, relative to the largest output."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_computes_nearly_the_same(way: str, device: str, body: Any) -> None:
+    wishes, tolerance = WAYS[way]
+    config = BnbQuantizationConfig(torch_dtype="fp32", **wishes)
+    plain = body().eval()
+    tokens = torch.arange(6)
+    with torch.no_grad():
+        expected = plain(tokens)
+    with torch.device(device):
+        model = body().eval()
+    replace_with_bnb_layers(model, config, ["head"])
+    for name, value in plain.state_dict().items():
+        set_module_tensor_to_device(model, name, "cpu", value, torch.float32)
+    for _ in range(2):
+        with torch.no_grad():
+            difference = (model(tokens) - expected).abs().max() / expected.abs().max()
+        assert 0 < difference < tolerance
+        set_module_tensor_to_device(model, "layers.0.weight", "cpu", dtype=torch.float32)
+    assert has_4bit_bnb_layers(model) is config.load_in_4bit
+
+
+def test_rows_are_quantized_as_the_layer_does() -> None:
+    from bitsandbytes.nn import Int8Params
+
+    weight = torch.randn(4, 8)
+    quantized, scales = quantize_rows(weight)
+    by_itself = Int8Params(weight, requires_grad=False).to("cpu")
+    assert torch.equal(quantized, by_itself.data)
+    assert torch.equal(scales, by_itself.SCB)
