@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from accelerate.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from accelerate.base.enums import DistributedType as DistributedType
     from accelerate.base.packages import is_rich_available as is_rich_available
+    from accelerate.big_modeling import infer_auto_device_map as infer_auto_device_map
+    from accelerate.big_modeling import init_empty_weights as init_empty_weights
+    from accelerate.big_modeling import init_on_device as init_on_device
     from accelerate.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
     from accelerate.data_loader import skip_first_batches as skip_first_batches
     from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
@@ -87,6 +90,9 @@ _HOMES = {
     "ProfileKwargs": "accelerate.plugins.profile",
     "debug_launcher": "accelerate.launchers",
     "find_executable_batch_size": "accelerate.diagnostics.batch_size",
+    "infer_auto_device_map": "accelerate.big_modeling",
+    "init_empty_weights": "accelerate.big_modeling",
+    "init_on_device": "accelerate.big_modeling",
     "is_rich_available": "accelerate.base.packages",
     "load_checkpoint_in_model": "accelerate.big_modeling",
     "notebook_launcher": "accelerate.launchers",

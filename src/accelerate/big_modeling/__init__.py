@@ -1,6 +1,13 @@
 """Models larger than a device: plan, load, dispatch."""
 
+from accelerate.big_modeling.budget import get_balanced_memory as get_balanced_memory
+from accelerate.big_modeling.budget import get_max_memory as get_max_memory
 from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.device_map import clean_device_map as clean_device_map
+from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
+from accelerate.big_modeling.explain import explain_device_map as explain_device_map
+from accelerate.big_modeling.init import init_empty_weights as init_empty_weights
+from accelerate.big_modeling.init import init_on_device as init_on_device
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.weights.store import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accelerate.weights.store import extract_submodules_state_dict as extract_submodules_state_dict

@@ -28,7 +28,7 @@ from accelerate.weights.placement import (
 )
 from accelerate.weights.reading import Weights
 from accelerate.weights.store import STATISTICS, Index, beside, offload_weight, save_offload_index
-from accelerate.weights.tied import check_tied_parameters_on_same_device, find_tied_parameters
+from accelerate.weights.tied import find_tied_parameters
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -151,7 +151,6 @@ def load_checkpoint_in_model(
     tied = find_tied_parameters(model)
     if device_map is not None:
         check_device_map(model, device_map)
-        check_tied_parameters_on_same_device(tied, device_map)
     weights = Weights.open(find_shards(path))
     plan = plan_moves(model, weights, wishes, tied)
     _report(plan, path, type(model).__name__, strict)

@@ -112,7 +112,14 @@ from accelerate.base.versions import (
     compare_versions as compare_versions,
     is_torch_version as is_torch_version,
 )
-from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.budget import (
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
+)
+from accelerate.big_modeling.device_map import (
+    check_device_map as check_device_map,
+    infer_auto_device_map as infer_auto_device_map,
+)
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.commands.config.default import write_basic_config as write_basic_config
 from accelerate.compilation import (
@@ -291,6 +298,12 @@ from accelerate.weights.modules import named_module_tensors as named_module_tens
 from accelerate.weights.placement import (
     id_tensor_storage as id_tensor_storage,
     set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from accelerate.weights.sizes import (
+    calculate_maximum_sizes as calculate_maximum_sizes,
+    compute_module_sizes as compute_module_sizes,
+    dtype_byte_size as dtype_byte_size,
+    get_max_layer_size as get_max_layer_size,
 )
 from accelerate.weights.store import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,

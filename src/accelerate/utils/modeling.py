@@ -15,7 +15,16 @@ from accelerate.base.packages import (
 )
 from accelerate.base.text import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.base.versions import is_torch_version as is_torch_version
-from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.budget import (
+    get_balanced_memory as get_balanced_memory,
+    get_max_memory as get_max_memory,
+)
+from accelerate.big_modeling.device_map import (
+    check_device_map as check_device_map,
+    clean_device_map as clean_device_map,
+    infer_auto_device_map as infer_auto_device_map,
+)
+from accelerate.big_modeling.fallback import fallback_allocate as fallback_allocate
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.devices.availability import (
     is_hpu_available as is_hpu_available,
@@ -38,6 +47,7 @@ from accelerate.state.accelerator_state import AcceleratorState as AcceleratorSt
 from accelerate.unwrapping import is_peft_model as is_peft_model
 from accelerate.weights.files import load_state_dict as load_state_dict
 from accelerate.weights.modules import (
+    get_module_leaves as get_module_leaves,
     get_non_persistent_buffers as get_non_persistent_buffers,
     named_module_tensors as named_module_tensors,
 )
@@ -46,6 +56,14 @@ from accelerate.weights.placement import (
     id_tensor_storage as id_tensor_storage,
     read_dtype as _get_proper_dtype,
     set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from accelerate.weights.sizes import (
+    calculate_maximum_sizes as calculate_maximum_sizes,
+    compute_module_sizes as compute_module_sizes,
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+    dtype_byte_size as dtype_byte_size,
+    get_max_layer_size as get_max_layer_size,
+    get_module_size_with_ties as get_module_size_with_ties,
 )
 from accelerate.weights.store import (
     load_offloaded_weight as load_offloaded_weight,

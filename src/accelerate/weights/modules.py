@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -45,6 +45,16 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         for path, inner in module.named_modules()
         for name in inner._non_persistent_buffers_set
     }
+
+
+def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
+    """Return the names that have no other names inside: those of tensors, where tensors are named.
+
+    Args:
+        module_sizes: dotted names, or a mapping by them such as `compute_module_sizes` returns.
+    """
+    inner = {name.rpartition(".")[0] for name in module_sizes if name}
+    return [name for name in module_sizes if name not in inner]
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ scales in `SCB`, one in 4 bits (`Params4bit`) in `quant_state`.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ def remade(
     make = cast("type[nn.Parameter]", type(old))
     attributes = dict(vars(old))
     if not quantizes_itself(old):
-        return make(source.to(target, dtype), requires_grad=old.requires_grad, **attributes)
+        return _remade_elsewhere(make, source.to(target, dtype), old.requires_grad, attributes)
     if target.type == "meta":
         return make(source.to(target), requires_grad=old.requires_grad, **attributes)
     if _is_packed(old, source):
@@ -60,6 +61,21 @@ def remade(
     fresh = {**attributes, **_FRESH[type(old).__name__]}
     plain = source.to("cpu", dtype)  # it quantizes on its way from there
     return make(plain, requires_grad=old.requires_grad, **fresh).to(target)
+
+
+def _remade_elsewhere(
+    make: type[nn.Parameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
+) -> Tensor:
+    """Make a parameter of any other library: what its class does not take is set on it."""
+    taken = inspect.signature(make.__new__).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    new = make(
+        data,
+        requires_grad=requires_grad,
+        **{name: value for name, value in attributes.items() if takes_all or name in taken},
+    )
+    vars(new).update({name: value for name, value in attributes.items() if name not in vars(new)})
+    return new
 
 
 def scales_of(owner: nn.Module) -> Tensor | None:

@@ -85,7 +85,7 @@ def set_module_tensor_to_device(
         scales = scales_of(owner) if fp16_statistics is None and value is None else fp16_statistics
         new = remade(old, source, target, kind, scales)
     else:
-        new = _renewed(old, source.to(target, kind, non_blocking=non_blocking))
+        new = renew(old, source.to(target, kind, non_blocking=non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     _put(owner, name, new)
@@ -189,6 +189,22 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
+def renew(old: Tensor, data: Tensor) -> Tensor:
+    """Return data in the place of a tensor: a parameter like it, or plain for a buffer.
+
+    Args:
+        old: the tensor whose place it takes; gives class, `requires_grad` and attributes.
+        data: the new values.
+    """
+    if is_own_class(old):
+        return remade(old, data, data.device, data.dtype, None)
+    if not isinstance(old, nn.Parameter):
+        return data
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))  # what users and libraries have noted on it
+    return new
+
+
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -218,15 +234,6 @@ def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -
         return source.dtype if quantizes_itself(old) else old.dtype
     counts = not (source.is_floating_point() or source.is_complex())
     return source.dtype if counts else read_dtype(dtype)
-
-
-def _renewed(old: Tensor, data: Tensor) -> Tensor:
-    """Return data in the place of a tensor: a parameter like it, or plain for a buffer."""
-    if not isinstance(old, nn.Parameter):
-        return data
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))  # what users and libraries have noted on it
-    return new
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:

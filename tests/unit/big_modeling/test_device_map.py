@@ -1,10 +1,190 @@
+"""Planning, against every possible plan of small models; checking; shortening."""
+
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from itertools import accumulate, combinations_with_replacement
+from typing import Any
+
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from accelerate import infer_auto_device_map
 from accelerate.base.errors import ConfigurationError
 from accelerate.big_modeling import check_device_map
+from accelerate.big_modeling.device_map import clean_device_map, place_units, spell_place
+from accelerate.big_modeling.units import Unit
+
+LAYER = 20 * 20 * 4
+
+
+def chain(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(count)))
+
+
+# Planning
+
+
+def room(units: Sequence[Unit], blocks: int) -> float:
+    largest = sorted((unit.block for unit in units), reverse=True)[:blocks]
+    return sum(largest) + sum(unit.buffers for unit in units)
+
+
+def best_by_trial(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """How many units accelerators can take at most, of all ways to cut the row into pieces."""
+    for blocks in (2, 1):
+        best = 0
+        for cuts in combinations_with_replacement(range(len(units) + 1), len(limits)):
+            edges = [0, *cuts]
+            sizes = [sum(u.size for u in units[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+            first = next((index for index, size in enumerate(sizes) if size), None)
+            if first is not None:
+                sizes[first] += room(units[cuts[-1] :], blocks)
+            if all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
+                best = max(best, cuts[-1])
+        if best:
+            return best
+    return 0
+
+
+UNITS = st.builds(
+    lambda size, buffers, block: Unit(("x",), size, min(size, buffers), max(size, block)),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.integers(1, 12),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(UNITS, max_size=7), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 30))
+def test_no_plan_brings_more_onto_accelerators(units: list[Unit], limits: list[int], cpu: int) -> None:
+    places = place_units(units, {**dict(enumerate(limits)), "cpu": cpu})
+    on_accelerators = [place for place in places if isinstance(place, int)]
+    assert len(on_accelerators) == best_by_trial(units, limits)
+    order = [*range(len(limits)), "cpu", "disk"]
+    ranks = [order.index(place) for place in places]
+    assert ranks == sorted(ranks)
+    if on_accelerators:
+        on_cpu = [unit.size for unit, place in zip(units, places, strict=True) if place == "cpu"]
+        rest = [unit.size for unit, place in zip(units, places, strict=True) if not isinstance(place, int)]
+        assert len(on_cpu) == sum(total <= cpu for total in accumulate(rest))
+
+
+def test_all_on_one_device_is_one_entry() -> None:
+    assert infer_auto_device_map(chain(3), {0: "1MB", "cpu": "1MB"}) == {"": 0}
+    assert infer_auto_device_map(chain(3), {"cpu": "1MB"}) == {"": "cpu"}
+    assert infer_auto_device_map(chain(1), {0: 4 * LAYER}, clean_result=False) == {"0": 0}
+
+
+def test_room_for_two_blocks_stays_free() -> None:
+    found = infer_auto_device_map(chain(7), {0: 4 * LAYER, 1: 2 * LAYER, "cpu": LAYER})
+    assert found == {"0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "disk", "6": "disk"}
+    tight = infer_auto_device_map(chain(6), {0: 2 * LAYER, "cpu": "1MB"})
+    assert [place for place in tight.values() if place == 0] == [0], "room for one where two leave nothing"
+
+
+def test_formats_count() -> None:
+    memory = {0: 3 * LAYER, "cpu": "1MB"}
+    assert infer_auto_device_map(chain(6), memory, dtype="float16") == {"": 0}
+    special = {f"{index}.weight": torch.float32 for index in range(6)}
+    assert infer_auto_device_map(chain(6), memory, dtype="float16", special_dtypes=special)["5"] == "cpu"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_stay_together_and_the_map_follows_the_model() -> None:
+    model = Tied()
+    found = infer_auto_device_map(model, {0: 80 + 160 + 80, "cpu": "1MB"})
+    assert list(found.items()) == [
+        ("embed", 0),
+        *((f"layers.{index}", 0 if index < 1 else "cpu") for index in range(4)),
+        ("head", 0),
+    ]
+    check_device_map(model, found)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+        for layer in self.layers:
+            layer.register_buffer("table", torch.zeros(25))
+
+
+def test_buffers_stay_where_the_work_is_done() -> None:
+    memory = {0: 164 + 2 * 164 + 100, "cpu": "1MB"}
+    assert infer_auto_device_map(Buffered(), memory, offload_buffers=True)["layers.0"] == 0
+    assert infer_auto_device_map(Buffered(), {0: 2 * 164 + 64, "cpu": "1MB"}) == {"": "cpu"}
+    assert infer_auto_device_map(Buffered(), {0: 164 + 164 + 300, "cpu": "1MB"})["layers.0"] == 0
+
+
+def test_a_module_too_large_for_the_first_device(caplog: pytest.LogCaptureFixture) -> None:
+    units = [Unit(("tied", "group"), 20, 0, 10), *(Unit((name,), 4, 0, 4) for name in "abc")]
+    memory = {0: 19, "cpu": 99}
+    with caplog.at_level(logging.WARNING):
+        assert place_units(units, memory) == ["cpu"] * 4
+    assert "No module goes to device 0" in caplog.text
+    assert "fallback_allocation=True" in caplog.text
+    assert place_units(units, memory, fallback=True) == ["cpu", 0, 0, "cpu"]
+    assert infer_auto_device_map(chain(2), {0: LAYER, "cpu": "1MB"}, fallback_allocation=True) == {"": "cpu"}
+
+
+def test_a_limit_for_the_disk() -> None:
+    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a place"):
+        infer_auto_device_map(chain(3), {"cpu": 3 * LAYER - 1, "disk": 10})
+
+
+def test_verbose_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(chain(3), {0: "1MB"}, verbose=True)
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        "0",
+        "4.69",
+        "KB",
+        "0",
+        "bytes",
+        "4.69",
+        "KB",
+        "0%",
+        "all",
+    ]
+
+
+def test_an_empty_model() -> None:
+    assert infer_auto_device_map(nn.Identity(), {0: 10}) == {}
+
+
+# Shortening
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a.b": 0, "a.c": 0, "d": 1}, {"d": 1, "a": 0}),
+        ({"a.b.x": 0, "a.b.y": 0, "a.c": 0}, {"": 0}),
+        ({"a.b.x": 0, "a.b.y": 0, "a.c": 1, "d": 1}, {"a.c": 1, "d": 1, "a.b": 0}),
+        ({"a": 0, "ab": 0, "b": 1}, {"a": 0, "ab": 0, "b": 1}),
+        ({"": "cpu"}, {"": "cpu"}),
+        ({"a.b": 0}, {"a.b": 0}),
+        ({}, {}),
+    ],
+)
+def test_modules_of_one_device_take_the_name_around_them(before: Any, after: Any) -> None:
+    assert clean_device_map(before) is before
+    assert list(before.items()) == list(after.items())
+
+
+# Checking
 
 
 def test_every_tensor_needs_a_place() -> None:
@@ -14,3 +194,19 @@ def test_every_tensor_needs_a_place() -> None:
     check_device_map(model, {"0.weight": 0, "0.bias": "cpu", "1": "disk"})
     with pytest.raises(ConfigurationError, match="no device to 1.weight, 1.bias, 1.running_mean"):
         check_device_map(model, {"0": 0})
+
+
+def test_one_error_names_all_that_is_wrong() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_device_map(Tied(), {"embed": 0, "head": "cpu", "layer": 0})
+    text = str(caught.value)
+    assert "it names layer, which the model does not have" in text
+    assert "no device to layers.0.weight" in text
+    assert "embed.weight (0) and head.weight (cpu)" in text
+
+
+def test_one_device_in_two_spellings() -> None:
+    check_device_map(Tied(), {"": 0, "head": "cuda:0"})
+    check_device_map(Tied(), {"": "cuda", "head": torch.device("cuda", 0)})
+    places = [0, "0", "cuda", "cuda:1", "cpu", "mps:0", "meta", torch.device("cpu")]
+    assert [spell_place(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]

@@ -1,0 +1,152 @@
+"""How much memory each device may take of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from accelerate.base.errors import wrong_value
+from accelerate.base.text import convert_file_size_to_int
+from accelerate.big_modeling.units import Unit, find_units
+from accelerate.devices import catalogue
+from accelerate.weights.sizes import Dtype
+
+Place = int | str
+"""Number of an accelerator, or "mps", "cpu", "disk"."""
+Memory = Mapping[Place, float | str]
+
+LAST = ("mps", "cpu", "disk")
+"""Places without a number, in the order in which they are filled after those that have one."""
+ROOM = 0.1
+"""Part of the free memory that is left to activations where the user gives no numbers."""
+
+
+def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
+    """Return how many bytes each device has for a model, in the order in which they are filled.
+
+    Args:
+        max_memory: bytes, or texts such as "10GB", by device; None takes what is free on all devices now.
+
+    Raises:
+        ConfigurationError: a size cannot be read, or a device is called otherwise than 0, 1, ..., "mps",
+            "cpu" or "disk".
+    """
+    found: Memory = _free_memory() if max_memory is None else max_memory
+    for place in found:
+        _check_place(place)
+    return {place: _read_size(found[place]) for place in sorted(found, key=_rank)}
+
+
+def plan_memory(max_memory: Memory | None) -> dict[Place, int]:
+    """Return the budget of a plan: what the user says, or what is free without the room for activations.
+
+    Args:
+        max_memory: as in `get_max_memory`.
+    """
+    bytes_ = get_max_memory(max_memory)
+    return bytes_ if max_memory is not None else {place: int(b * (1 - ROOM)) for place, b in bytes_.items()}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+) -> dict[Place, int]:
+    """Return limits under which a model that fits the accelerators is spread evenly over them.
+
+    The largest share is as small as modules that stay whole and in their order allow. The last accelerator
+    keeps all of its memory.
+
+    Args:
+        model: the module; it may lie on the meta device.
+        max_memory: as in `get_max_memory`; None leaves a tenth of what is free to activations.
+        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
+        dtype: of the model once it is loaded; None: as it is.
+        special_dtypes: those of single tensors, by name.
+        low_zero: whether accelerator 0 takes as little as possible, as it is used for other things.
+    """
+    memory = plan_memory(max_memory)
+    numbered = [place for place, bytes_ in memory.items() if place not in LAST and bytes_ > 0]
+    units = find_units(model, no_split_module_classes, dtype, special_dtypes)
+    limits = [memory[place] for place in numbered]
+    if len(numbered) < 2 or not fits(units, limits):
+        return memory
+    if low_zero:
+        first = next(k for k in range(len(units) + 1) if fits(units[k:], limits[1:]))
+        memory[numbered[0]] = int(sum(unit.size for unit in units[:first]))
+        numbered, limits, units = numbered[1:], limits[1:], units[first:]
+    share = _smallest_share(units, limits)
+    return {**memory, **{place: min(memory[place], share) for place in numbered[:-1]}}
+
+
+def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
+    """Return whether units fit devices, filled one after the other.
+
+    Args:
+        units: in their order.
+        limits: bytes of each device.
+    """
+    return fill([0, *accumulate(unit.size for unit in units)], limits)[-1:] == [len(units)] or not units
+
+
+def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list[int]:
+    """Return, for each device, behind which unit it is full when they are filled one after the other.
+
+    No other way with units in their order brings more units onto the first devices.
+
+    Args:
+        ends: bytes of all units before each, and of all at the end.
+        limits: bytes of each device.
+        first: the unit with which the first device begins.
+    """
+    from bisect import bisect_right
+
+    found = []
+    for limit in limits:
+        first = max(first, bisect_right(ends, ends[first] + limit) - 1)
+        found.append(first)
+    return found
+
+
+def _smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Return the smallest limit that lets units fit, where devices have limits of their own, too."""
+    low, high = 0, max(limits)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(units, [min(limit, middle) for limit in limits]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _free_memory() -> dict[Place, int]:
+    backend = catalogue.detect()
+    cpu: dict[Place, int] = {"cpu": catalogue.CPU.free_memory()}
+    if backend is catalogue.CPU:
+        return cpu
+    if backend.name == "mps":
+        return {"mps": backend.free_memory()}
+    return {**{index: backend.free_memory(index) for index in range(backend.count())}, **cpu}
+
+
+def _read_size(size: float | str) -> int:
+    return convert_file_size_to_int(size if isinstance(size, str) else int(size))
+
+
+def _check_place(place: Any) -> None:
+    is_number = isinstance(place, int) and not isinstance(place, bool) and place >= 0
+    if not is_number and place not in LAST:
+        raise wrong_value(
+            "max_memory", place, "this is no device", f"name devices 0, 1, ... or {', '.join(LAST)}"
+        )
+
+
+def _rank(place: Place) -> tuple[int, int]:
+    return (0, place) if isinstance(place, int) else (1, LAST.index(place))

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.big_modeling import budget
+from accelerate.big_modeling.budget import get_balanced_memory, get_max_memory, plan_memory
+from accelerate.devices import catalogue
+
+LAYER = 20 * 20 * 4
+
+
+def chain(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(count)))
+
+
+def test_sizes_are_read_and_sorted() -> None:
+    found = get_max_memory({"disk": "1TB", "cpu": "1GB", 1: 7.9, 0: "2MiB"})
+    assert list(found.items()) == [(0, 2**21), (1, 7), ("cpu", 10**9), ("disk", 10**12)]
+
+
+@pytest.mark.parametrize("place", ["cuda", -1, True, 1.5])
+def test_other_devices_are_refused(place: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_memory"):
+        get_max_memory({place: 7})
+
+
+class FakeBackend:
+    name = "cuda"
+
+    @staticmethod
+    def count() -> int:
+        return 2
+
+    @staticmethod
+    def free_memory(index: int = 0) -> int:
+        return 1000 * (index + 1)
+
+
+def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue.CPU.__class__, "free_memory", lambda self, index=0: 10000)
+    assert get_max_memory() == {"cpu": 10000}
+    monkeypatch.setattr(budget.catalogue, "detect", FakeBackend)
+    assert get_max_memory() == {0: 1000, 1: 2000, "cpu": 10000}
+    assert plan_memory(None) == {0: 900, 1: 1800, "cpu": 9000}
+    assert plan_memory({0: 1000}) == {0: 1000}
+    FakeBackend.name = "mps"
+    assert get_max_memory() == {"mps": 1000}
+
+
+def test_shares_are_as_even_as_layers_allow() -> None:
+    found = get_balanced_memory(chain(7), {0: 10**6, 1: 10**6, 2: 10**6, "cpu": 5})
+    assert found == {0: 3 * LAYER, 1: 3 * LAYER, 2: 10**6, "cpu": 5}
+    assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6})[0] == 3 * LAYER
+    assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6}, dtype=torch.float16)[0] == 3 * LAYER // 2
+    whole = get_balanced_memory(nn.Sequential(chain(2), chain(1)), {0: 10**6, 1: 10**6}, ["Sequential"])
+    assert whole[0] == 2 * LAYER
+
+
+def test_a_small_device_leaves_more_to_the_others() -> None:
+    found = get_balanced_memory(chain(7), {0: LAYER, 1: 10**6, 2: 10**6})
+    assert found == {0: LAYER, 1: 3 * LAYER, 2: 10**6}
+
+
+def test_little_for_the_first() -> None:
+    assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6, 2: 10**6}, low_zero=True) == {
+        0: 0,
+        1: 3 * LAYER,
+        2: 10**6,
+    }
+    found = get_balanced_memory(chain(6), {0: 10**6, 1: 4 * LAYER + 1}, low_zero=True)
+    assert found == {0: 2 * LAYER, 1: 4 * LAYER + 1}
+
+
+@pytest.mark.parametrize(
+    "memory", [{"cpu": 10}, {0: 10**6, "cpu": 10}, {0: LAYER, 1: LAYER}, {0: 0, 1: 10**6}]
+)
+def test_nothing_to_spread(memory: Any) -> None:
+    assert get_balanced_memory(chain(6), memory) == memory
