@@ -54,6 +54,15 @@ def patch_optimizer_step(
     return patched_step
 
 
+def steps_in_backward(optimizer: Any) -> bool:
+    """Return whether an optimizer updates parameters while gradients appear, and has no step (LOMO).
+
+    Args:
+        optimizer: an optimizer as the user made it.
+    """
+    return callable(getattr(optimizer, "fused_backward", None))
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer: steps and clears gradients only on synchronising rounds, and through the
     gradient scaler.
@@ -69,6 +78,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     num_updates: int = 0
     """How many times the parameters were updated, over all interruptions of a run."""
 
+    steps_in_backward: bool = False
+    """Whether the inner optimizer does its work in `Accelerator.backward` (LOMO); `step` only counts."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -82,6 +94,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self.gradients_unscaled = False
+        self.steps_in_backward = steps_in_backward(optimizer)
         self.note_scaled_step: Callable[[torch.amp.GradScaler], None] | None = None
         self._is_overflow = False
         if scaler is not None:
@@ -174,6 +187,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             What the inner optimizer returns; `None` when the step was left out.
         """
         if not self.gradient_state.sync_gradients:
+            return None
+        if self.steps_in_backward:
+            self.num_updates += 1
             return None
         if self.scaler is None:
             self.num_updates += 1

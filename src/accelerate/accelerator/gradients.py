@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.accelerator.fused import rate_of, refuse_arguments, the_fused
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import read_items
 from accelerate.accelerator.windows import Count, Windows
 from accelerate.base.errors import ConfigurationError, StateError
 from accelerate.ops.collectives import reduce
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.ddp import sync_in_backward
 
@@ -51,6 +51,11 @@ class Gradients:
     def optimizer_step_was_skipped(self) -> bool:
         """Whether any optimizer left out its last step because gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._runtime.prepared.optimizers)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether any prepared optimizer updates parameters in the backward pass."""
+        return any(optimizer.steps_in_backward for optimizer in self._runtime.prepared.optimizers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes of `model` exchange no gradients.
@@ -157,31 +162,30 @@ class Gradients:
             loss: 0-d tensor, the mean over this process's batch; where items are counted (`num_items`), the
                 sum over them.
             **kwargs: passed to `torch.Tensor.backward`. `learning_rate` serves optimizers that step during
-                the backward pass; `scale_wrt_gas` is accepted for engines that divide by themselves.
+                the backward pass, otherwise that of their groups; `scale_wrt_gas` is accepted for engines
+                that divide by themselves.
         """
         learning_rate = kwargs.pop("learning_rate", None)
         kwargs.pop("scale_wrt_gas", None)
         loss = self._runtime.weights.weigh(loss)
-        if learning_rate is not None and any(map(_fuses_backward, self._runtime.prepared.optimizers)):
-            self.lomo_backward(loss, learning_rate)
+        if self.has_lomo_optimizer:
+            refuse_arguments(kwargs)
+            optimizer = the_fused(self._runtime.prepared.optimizers)
+            self.lomo_backward(loss, rate_of(optimizer) if learning_rate is None else learning_rate)
             return
         self._runtime.strategy.backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the backward pass of optimizers that update parameters while gradients appear (LOMO).
+        """Run the backward pass of an optimizer that updates parameters while gradients appear (LOMO).
 
         Args:
             loss: 0-d tensor.
             learning_rate: rate of this update.
+
+        Raises:
+            ConfigurationError: no such optimizer is prepared, or several, which one pass cannot serve.
         """
-        fused = [optimizer for optimizer in self._runtime.prepared.optimizers if _fuses_backward(optimizer)]
-        if not fused:
-            raise ConfigurationError(
-                "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "
-                "Prepare a Lomo or AdaLomo optimizer, or call `backward`."
-            )
-        for optimizer in fused:
-            optimizer.fused_backward(loss, learning_rate)
+        the_fused(self._runtime.prepared.optimizers).fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size before they are read or changed; nothing without a gradient
@@ -285,7 +289,3 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
 
 def _lies_on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
-
-
-def _fuses_backward(optimizer: AcceleratedOptimizer) -> bool:
-    return callable(getattr(optimizer.optimizer, "fused_backward", None))

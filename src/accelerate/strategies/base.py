@@ -15,7 +15,7 @@ from accelerate.base.enums import DistributedType
 from accelerate.base.errors import PreparationError
 from accelerate.compilation import compiler_for
 from accelerate.logging import get_logger
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision.base import Precision
 from accelerate.precision.resolve import RECIPES, PrecisionRequest
 from accelerate.precision.resolve import resolve as resolve_precision
@@ -131,6 +131,8 @@ class Strategy:
         self._catch_up(new_optimizers)
         for model in new_models:
             self.check_model(model)
+        for optimizer in new_optimizers:
+            self.check_optimizer(optimizer)
         if not new_optimizers:
             return
         for message in find_orphans(new_models, [*prepared.optimizers, *bundle.optimizers]):
@@ -142,6 +144,24 @@ class Strategy:
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot train."""
         self.precision.check(model)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse an optimizer that this method cannot step, and say what it will not do."""
+        if not steps_in_backward(optimizer):
+            return
+        name = type(optimizer).__name__
+        if self.replicas > 1:
+            raise PreparationError(
+                f"{name} updates parameters in the backward pass, before gradients are averaged: the models "
+                f"of {self.replicas} processes would drift apart. Use one process, DeepSpeed's ZeRO stage 3 "
+                "or another optimizer."
+            )
+        steps = self.context.gradients.num_steps
+        if steps > 1:
+            logger.warning(
+                f"{name} updates parameters in each backward pass, so gradient_accumulation_steps={steps} "
+                f"does not make its batches larger: it only divides losses by {steps}."
+            )
 
     def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
         """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers.

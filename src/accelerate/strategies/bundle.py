@@ -36,10 +36,18 @@ def _is_scheduler(obj: Any) -> bool:
     )
 
 
+_OF_OPTIMIZERS = ("param_groups", "add_param_group", "zero_grad", "step", "state_dict")
+
+
+def _is_optimizer(obj: Any) -> bool:
+    """Whether this is torch's optimizer, or one around another that derives from nothing (schedule-free)."""
+    return isinstance(obj, torch.optim.Optimizer) or all(hasattr(obj, name) for name in _OF_OPTIMIZERS)
+
+
 KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
     (Kind.LOADER, lambda obj: isinstance(obj, DataLoader)),
     (Kind.MODEL, lambda obj: isinstance(obj, nn.Module)),
-    (Kind.OPTIMIZER, lambda obj: isinstance(obj, torch.optim.Optimizer)),
+    (Kind.OPTIMIZER, _is_optimizer),
     (Kind.SCHEDULER, _is_scheduler),
 )
 """Each kind with the claim that makes an object one; the first that holds counts."""

@@ -106,26 +106,6 @@ def test_a_raised_flag_is_seen_once() -> None:
     assert accelerator.check_breakpoint()
 
 
-class Fused(torch.optim.SGD):
-    """Updates while gradients appear, as LOMO does."""
-
-    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
-        self.fused_with = (loss.item(), lr)
-
-
-def test_fused_optimizers_get_loss_and_learning_rate() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, Fused(model.parameters(), lr=1.0))
-    accelerator.backward(torch.tensor(4.0), learning_rate=0.5)
-    assert optimizer.fused_with == (2.0, 0.5)
-
-
-def test_lomo_backward_needs_such_an_optimizer() -> None:
-    with pytest.raises(ConfigurationError, match="fused_backward"):
-        Accelerator(cpu=True).lomo_backward(torch.tensor(1.0), 0.1)
-
-
 def test_contexts_do_nothing_on_one_process() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1))

@@ -36,6 +36,22 @@ def test_each_object_has_its_kind() -> None:
     assert kind_of(None) is Kind.OTHER
 
 
+def test_an_optimizer_around_another_is_one() -> None:
+    class Around:
+        """Has what an optimizer has, and derives from nothing, as schedule-free's wrapper does."""
+
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base = base
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.base, name)
+
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert kind_of(Around(inner)) is Kind.OPTIMIZER
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
+    assert kind_of(scheduler) is Kind.SCHEDULER
+
+
 def test_replace_keeps_the_places() -> None:
     given = list(objects().values())
     bundle = Bundle(given, [True, None, None, False, None])
