@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -42,23 +42,34 @@ def replace_with_bnb_layers(
     Raises:
         MissingPackageError: bitsandbytes is not installed.
     """
-    _require_bitsandbytes(bnb_quantization_config)
+    require_bitsandbytes(bnb_quantization_config)
     prefix = "".join(f"{part}." for part in current_key_name or ())
-    kept = tuple(modules_to_not_convert or ())
-    found = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if name and _computes_like_linear(layer) and not is_in(f"{prefix}{name}", kept)
-    ]
+    found = find_layers(model, modules_to_not_convert or (), prefix)
     if not found:
         logger.warning(
             f"No linear layer of this {type(model).__name__} is quantized: it has none, or all of them are "
             "in modules that are kept as they are. Look at skip_modules."
         )
-    for name, layer in found:
+    for name, layer in found.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, _quantizable(layer, bnb_quantization_config))
     return model
+
+
+def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
+    """Return the layers of a model that can be swapped, by name.
+
+    Args:
+        model: a module.
+        kept: names of modules that stay.
+        prefix: what precedes the model's names there.
+    """
+    names = tuple(kept)
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if name and is_swappable(layer) and not is_in(f"{prefix}{name}", names)
+    }
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
@@ -107,12 +118,13 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
     return next(parameter.parameters()).device
 
 
-def _require_bitsandbytes(config: BnbQuantizationConfig) -> None:
+def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
+    """Raise `MissingPackageError` unless bitsandbytes is installed."""
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 
 
-def _computes_like_linear(layer: nn.Module) -> bool:
-    """Whether this is torch's linear layer, or one that adds nothing to what it computes."""
+def is_swappable(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether this is torch's linear layer, or one that adds nothing to what it computes."""
     if not isinstance(layer, nn.Linear) or quantizes_itself(layer.weight):
         return False
     # Attention reads the weight of this one itself, and could not read a packed one.

@@ -258,6 +258,7 @@ from accelerate.precision.transformer_engine import (
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
 from accelerate.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelerate.quantization.load import load_and_quantize_model as load_and_quantize_model
 from accelerate.rng import (
     set_seed as set_seed,
     synchronize_rng_state as synchronize_rng_state,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from accelerate import init_empty_weights
 from accelerate.quantization.layers import has_4bit_bnb_layers, replace_with_bnb_layers
-from accelerate.utils import BnbQuantizationConfig, set_module_tensor_to_device
+from accelerate.utils import (
+    BnbQuantizationConfig,
+    load_and_quantize_model,
+    set_module_tensor_to_device,
+)
 from accelerate.weights.int8 import quantize_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("states"), pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("bitsandbytes")
 
 WAYS = {
@@ -60,3 +67,43 @@ def test_rows_are_quantized_as_the_layer_does() -> None:
     by_itself = Int8Params(weight, requires_grad=False).to("cpu")
     assert torch.equal(quantized, by_itself.data)
     assert torch.equal(scales, by_itself.SCB)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("device_map", [None, "auto"])
+def test_a_model_is_loaded_in_one_pass(way: str, device_map: Any, body: Any, tmp_path: Path) -> None:
+    wishes, tolerance = WAYS[way]
+    plain, tokens = body().eval(), torch.arange(6)
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = plain(tokens)
+    config = BnbQuantizationConfig(torch_dtype="fp32", **wishes)
+    with init_empty_weights():
+        empty = body().eval()
+    loaded = load_and_quantize_model(empty, config, tmp_path, device_map)
+    for model in (loaded, load_and_quantize_model(plain, config)):
+        with torch.no_grad():
+            difference = (model(tokens) - expected).abs().max() / expected.abs().max()
+        assert 0 < difference < tolerance
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_on_a_quantized_model_train(way: str, body: Any) -> None:
+    from accelerate import Accelerator
+
+    wishes, _ = WAYS[way]
+    model = load_and_quantize_model(body(), BnbQuantizationConfig(torch_dtype="fp32", **wishes))
+    model.head.weight.requires_grad_(True)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([model.head.weight, model.embedding.weight], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = model.embedding.weight.detach().clone()
+    losses = []
+    for _ in range(5):
+        loss = torch.nn.functional.cross_entropy(model(torch.arange(6)), torch.arange(6))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert not torch.equal(model.embedding.weight, before), "gradients go through quantized layers"

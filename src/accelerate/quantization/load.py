@@ -1,0 +1,127 @@
+"""Load, quantize and place a model in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base.text import listed
+from accelerate.big_modeling.budget import Memory
+from accelerate.big_modeling.device_map import check_device_map
+from accelerate.big_modeling.load import load_checkpoint_in_model
+from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.quantization.device_map import (
+    DISK,
+    dtype_of,
+    get_quantized_model_device_map,
+    name_kept,
+)
+from accelerate.quantization.layers import (
+    get_parameter_device,
+    replace_with_bnb_layers,
+    require_bitsandbytes,
+)
+from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
+from accelerate.weights.placement import place_of, resolve_device, set_module_tensor_to_device
+from accelerate.weights.store import Folder
+from accelerate.weights.tied import find_tied_parameters, retie_parameters
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: Folder | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    max_memory: Memory | None = None,
+    offload_folder: Folder | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Let bitsandbytes compute the linear layers of a model in 8 or 4 bits, and bring it to its devices.
+
+    A model on the meta device is filled from files, weight by weight; one that has its weights is quantized
+    as it is.
+
+    Args:
+        model: a module; it is changed.
+        bnb_quantization_config: how many bits, and which modules stay as they are.
+        weights_location: files of weights: see `load_checkpoint_in_model`. Needed on the meta device.
+        device_map: devices by module, or how they are found: "auto" or "balanced" (evenly), "balanced_low_0"
+            (as little as possible on the first) or "sequential". None is the device of this process.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        max_memory: bytes by device.
+        offload_folder: where weights on the "disk" go.
+        offload_state_dict: taken for compatibility.
+
+    Returns:
+        The model, with `hf_device_map` and `is_loaded_in_8bit` or `is_loaded_in_4bit`.
+
+    Raises:
+        MissingPackageError: bitsandbytes is not installed.
+        ConfigurationError: what is asked for does not go together.
+        CheckpointError: the files do not have all weights.
+    """
+    require_bitsandbytes(bnb_quantization_config)
+    is_empty = get_parameter_device(model).type == "meta"
+    if is_empty and weights_location is None:
+        raise ConfigurationError(
+            "The model is on the meta device and has no weights. Pass weights_location, the folder or file "
+            "they are in."
+        )
+    config = name_kept(model, bnb_quantization_config, device_map)
+    places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    check_device_map(model, places)
+    _refuse_several(places)
+    replace_with_bnb_layers(model, config, config.unquantized_modules)
+    if weights_location is not None and is_empty:
+        load_checkpoint_in_model(
+            model,
+            weights_location,
+            places,
+            offload_folder=offload_folder,
+            dtype=config.torch_dtype,
+            offload_state_dict=offload_state_dict,
+            keep_in_fp32_modules=config.keep_in_fp32_modules,
+            offload_8bit_bnb=config.load_in_8bit,
+        )
+    _bring_rest(model, config, places, is_empty)
+    noted: Any = model
+    noted.hf_device_map = dict(places)
+    noted.is_loaded_in_8bit, noted.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    return model
+
+
+def _refuse_several(places: Mapping[str, Any]) -> None:
+    if len(set(places.values())) > 1:
+        raise ConfigurationError(
+            f"device_map={dict(places)}: quantized models lie on one device in this version. Give it more of "
+            "max_memory, or name one device for all modules."
+        )
+
+
+def _bring_rest(
+    model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Any], is_filled: bool
+) -> None:
+    """Bring what was not filled from files to its device, in its dtype; weights are quantized by that."""
+    tied = find_tied_parameters(model)
+    same_dtype = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    lacking = []
+    for name, tensor in all_tensors(model).items():
+        place = place_of(name, places)
+        if place == DISK:
+            continue
+        if tensor.device.type == "meta":
+            lacking.append(name)
+            continue
+        dtype = tensor.dtype if is_filled or name in same_dtype else dtype_of(name, tensor, config)
+        if not is_filled or resolve_device(place) != tensor.device:
+            set_module_tensor_to_device(model, name, place, dtype=dtype, clear_cache=False)
+    if lacking:
+        raise CheckpointError(
+            f"The files have no value for {listed(lacking)}. Take those of this model; buffers that are "
+            "never saved get theirs under init_empty_weights(include_buffers=False)."
+        )
+    retie_parameters(model, tied)

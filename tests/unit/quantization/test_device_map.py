@@ -1,0 +1,95 @@
+"""Which module of a quantized model goes where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.devices import catalogue
+from accelerate.quantization.device_map import _dtypes_of_rest, name_kept
+from accelerate.quantization.layers import replace_with_bnb_layers
+from accelerate.utils import BnbQuantizationConfig
+from accelerate.utils.bnb import get_quantized_model_device_map
+
+EIGHT = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["head"])
+FOUR = BnbQuantizationConfig(load_in_4bit=True, skip_modules=["head"])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this process computes on GPU 1."""
+    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.CUDA)
+    monkeypatch.setattr(type(catalogue.CUDA), "current", lambda self: 1)
+
+
+def test_the_usual_place_is_that_of_the_process(body: Any) -> None:
+    assert get_quantized_model_device_map(body(), FOUR) == {"": "cpu"}
+
+
+def test_on_an_accelerator_it_is_the_current_one(body: Any, gpu: None) -> None:
+    assert get_quantized_model_device_map(body(), FOUR) == {"": 1}
+
+
+@pytest.mark.parametrize("how", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_places_are_found_for_the_size_in_bits(how: str, body: Any, gpu: None) -> None:
+    model = body()
+    # Bytes in 8 bits: 768 of the embedding, 8192 + 256 and 8192 of the layers, 768 of the head.
+    limits = {0: 18_000, "cpu": "1GB"}
+    assert get_quantized_model_device_map(model, EIGHT, how, {0: 40_000, "cpu": "1GB"}) == {"": 0}
+    found = get_quantized_model_device_map(model, FOUR, how, limits)
+    assert found == {"": 0}, "in 4 bits it fits"
+    assert "cpu" in get_quantized_model_device_map(model, EIGHT, how, limits).values()
+
+
+def test_dtypes_of_all_that_is_not_quantized(body: Any, bitsandbytes: Any) -> None:
+    model = body()
+    model.register_buffer("angles", torch.ones(2), persistent=False)
+    model.register_buffer("count", torch.ones(2, dtype=torch.int64))
+    config = BnbQuantizationConfig(
+        load_in_8bit=True, skip_modules=["head"], keep_in_fp32_modules=["embedding"]
+    )
+    expected = {
+        "embedding.weight": torch.float32,
+        "layers.0.bias": torch.float16,
+        "head.weight": torch.float16,
+        "angles": torch.float32,
+        "count": torch.int64,
+    }
+    assert _dtypes_of_rest(model, config) == expected
+    replace_with_bnb_layers(model, config, config.unquantized_modules)
+    assert _dtypes_of_rest(model, config) == expected, "the same once layers are swapped"
+
+
+def test_four_bits_cannot_wait_elsewhere(body: Any, gpu: None) -> None:
+    with pytest.raises(ConfigurationError, match="layers.2.weight on the CPU or the disk.*skip_modules"):
+        get_quantized_model_device_map(body(), FOUR, {"": 0, "layers.2": "cpu"})
+    places = {"": 0, "layers.2": "cpu"}
+    assert get_quantized_model_device_map(body(), EIGHT, places) is places
+
+
+def test_where_the_cpu_computes_it_is_a_place_like_any(body: Any) -> None:
+    assert get_quantized_model_device_map(body(), FOUR, {"": "cpu"}) == {"": "cpu"}
+    with pytest.raises(ConfigurationError, match="4 bits cannot"):
+        get_quantized_model_device_map(body(), FOUR, {"": "cpu", "layers": "disk"})
+
+
+def test_ways_to_find_places_have_names(body: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match="device_map='fast'.*auto, balanced, balanced_low_0, sequential"
+    ):
+        get_quantized_model_device_map(body(), FOUR, "fast")
+
+
+def test_modules_that_stay_have_names(body: Any, gpu: None) -> None:
+    config = BnbQuantizationConfig(load_in_4bit=True)
+    assert name_kept(body(), config, None).skip_modules == ["head"]
+    assert name_kept(body(), config, {"": 0, "layers.2": "cpu"}).skip_modules == ["head", "layers.2"]
+    assert name_kept(body(), EIGHT, {"": 0, "layers.2": "cpu"}).skip_modules == ["head"]
+    chosen = BnbQuantizationConfig(load_in_4bit=True, skip_modules=[])
+    assert name_kept(body(), chosen, "auto").skip_modules == []
+    assert config.skip_modules is None, "the user's own object stays"
+    assert isinstance(body(), nn.Module)
