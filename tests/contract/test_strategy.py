@@ -230,9 +230,23 @@ def test_the_launcher_s_variables_choose_the_way(
         )
 
 
+SHARDS = {"state_dict_type": "SHARDED_STATE_DICT"}
+SAVES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
+    "fsdp1 shards": ({**ONE, **SHARDS}, None, 2),
+    "fsdp1 shards, own parameters": ({**ONE, **SHARDS, "use_orig_params": True}, None, 2),
+    "fsdp1 shards grad": ({**ONE, **SHARDS, "sharding_strategy": "SHARD_GRAD_OP"}, None, 2),
+    "fsdp1 shards none": ({**ONE, **SHARDS, "sharding_strategy": "NO_SHARD"}, None, 2),
+    "fsdp1 shards one unit": ({"fsdp_version": 1, **SHARDS}, None, 2),
+    "fsdp1 local": ({**ONE, "state_dict_type": "LOCAL_STATE_DICT"}, None, 2),
+    "fsdp1 shards hybrid 2x2": ({**ONE, **SHARDS, "sharding_strategy": "HYBRID_SHARD"}, MESH, 4),
+    "fsdp2 whole": ({**TWO, "state_dict_type": "FULL_STATE_DICT"}, None, 2),
+}
+"""Further ways to save: FSDP 1 saves whole states unless told otherwise, FSDP 2 shards."""
+
 MOVES = [
     ("fsdp2 reshard", "ddp"),
     ("ddp", "fsdp1 full"),
+    ("fsdp1 shards", "fsdp1 shards, own parameters"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in [
@@ -249,6 +263,17 @@ MOVES = [
             ("fsdp2 + tp", "ddp"),
             ("tp, two copies", "fsdp2 reshard"),
             ("fsdp2 + tp", "tp, two copies"),
+            ("fsdp2 + tp", "tp"),
+            ("fsdp2 2x2", "fsdp2 + tp"),
+            ("fsdp2 offload", "fsdp1 shards, own parameters"),
+            ("fsdp2 whole", "fsdp1 hybrid 2x2"),
+            ("fsdp1 shards, own parameters", "single"),
+            ("fsdp1 shards, own parameters", "fsdp1 shards hybrid 2x2"),
+            ("fsdp1 shards grad", "fsdp2 2x2"),
+            ("fsdp1 shards none", "ddp"),
+            ("fsdp1 shards one unit", "fsdp1 shards none"),
+            ("fsdp1 local", "fsdp1 shards one unit"),
+            ("fsdp1 shards hybrid 2x2", "fsdp2 keep"),
         ]
     ),
 ]
@@ -261,7 +286,7 @@ def test_a_run_goes_on_in_another_way(
     """Save in one layout, load in another, go on: the losses of a run without a break."""
     losses: list[float] = []
     for way, leave_after in ((before, STEPS // 2), (after, STEPS)):
-        plugin, mesh, processes = WAYS[way]
+        plugin, mesh, processes = {**WAYS, **SAVES}[way]
         arguments = (plugin, mesh, str(tmp_path / "state"), leave_after)
         results = run(train, *arguments, processes=processes)
         losses += results[0]["losses"]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accelerate.accelerator import belongings
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.base.text import describe
-from accelerate.checkpointing import generators, loading, retention, saving
+from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.loading import Source, WorldSizePolicy
-from accelerate.checkpointing.part import Apply, Load, Part, nothing
-from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
-from accelerate.checkpointing.saving import Request, Site
+from accelerate.checkpointing.part import Apply, Load
+from accelerate.checkpointing.parts import GeneratorsPart
+from accelerate.checkpointing.saving import Request
 from accelerate.checkpointing.shards import save_sharded
 from accelerate.checkpointing.state import read_device
 from accelerate.logging import get_logger
@@ -82,7 +82,7 @@ class Persistence:
         try:
             write = session.prepare_write(
                 site,
-                self._collect(site, safe_serialization),
+                belongings.collect(runtime, site, self.step, safe_serialization),
                 blocking=not project.async_save if blocking is None else blocking,
             )
         except Exception as error:
@@ -275,32 +275,6 @@ class Persistence:
             },
         )
 
-    def _collect(self, site: Site, safe: bool) -> list[Any]:
-        """Take the content of the files of this rank; the user's hooks see the weights first."""
-        runtime = self._runtime
-        models = list(runtime.prepared.models)
-        weights = [runtime.strategy.state_dict(model, unwrap=True) for model in models]
-        for hook in runtime.checkpoints.save_hooks.values():
-            hook(models, weights, str(site.folder))
-        models_parts: list[Part] = [ModelPart(index, state, safe=safe) for index, state in enumerate(weights)]
-        parts = [
-            *models_parts,
-            *self._parts(gather=True),
-            GeneratorsPart(runtime.state.process_index, self.step),
-        ]
-        return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
-
-    def _parts(self, *, resized: bool = False, gather: bool = False) -> list[Part]:
-        """Everything but models and random generators; `gather` where it is about to be saved."""
-        prepared = self._runtime.prepared
-        optimizers = self._runtime.strategy.optimizer_owners(prepared.optimizers, gather=gather)
-        scaler, rank = self._runtime.strategy.precision.scaler, self._runtime.state.process_index
-        return [
-            *state_parts(optimizers, prepared.schedulers, scaler, prepared.custom),
-            *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
-            *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
-        ]
-
     def _candidates(self, input_dir: Folder | None) -> Iterator[Source]:
         project = self._runtime.request.project
         if input_dir is not None:
@@ -319,36 +293,12 @@ class Persistence:
         if not source.is_readable:
             source.settle()  # raises on all ranks
         try:
-            changes = self._read_parts(source, options, policy)
+            changes = belongings.read(self._runtime, source, options, policy)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             source.settle(describe(error))
             raise
         source.settle()
         return changes
-
-    def _read_parts(self, source: Source, options: Load, policy: str) -> list[Apply]:
-        models = list(self._runtime.prepared.models)
-        for hook in self._runtime.checkpoints.load_hooks.values():
-            hook(models, str(source.folder))
-        parts: list[Part] = [
-            *(
-                ModelPart(index, model=model, load=self._runtime.strategy.load_weights)
-                for index, model in enumerate(models)
-            ),
-            *self._parts(resized=source.resized),
-        ]
-        changes = [part.read(options) for part in parts]
-        if not self._runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
-            loading.announce_surplus(options)
-        return [*changes, self._read_generators(source, options, policy)]
-
-    def _read_generators(self, source: Source, options: Load, policy: str) -> Apply:
-        part = GeneratorsPart(self._runtime.state.process_index)
-        if not source.resized or policy == "strict":
-            return part.read(options)
-        if policy == "reseed":
-            return partial(generators.reseed, options.read(GeneratorsPart(0).name), part.rank)
-        return part.read(options) if options.has(part.name) else nothing
 
     def _go_on_after(self, source: Source) -> None:
         """Take over what is counted."""

@@ -37,6 +37,10 @@ _OWN_PATTERNS = (
     "scaler.pt",
     "random_states_*.pkl",
     "custom_checkpoint_*.pkl",
+    "pytorch_model_fsdp_*/*.distcp",
+    "pytorch_model_fsdp_*/.metadata",
+    "optimizer_*/*.distcp",
+    "optimizer_*/.metadata",
 )
 
 
@@ -244,7 +248,9 @@ def _own_files(folder: Path) -> set[str]:
     try:
         return {*manifest.read(folder).files, manifest.NAME}
     except CheckpointError:
-        names = {path.name for pattern in _OWN_PATTERNS for path in folder.glob(pattern)}
+        names = {
+            path.relative_to(folder).as_posix() for pattern in _OWN_PATTERNS for path in folder.glob(pattern)
+        }
         return {*names, manifest.NAME}
 
 

@@ -26,6 +26,7 @@ SECONDS_TO_VERIFY = 24 * 3600.0
 THREADS = 4
 OF_OBJECTS = re.compile(
     r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|custom_checkpoint)(?:_\d+)?\.\w+"
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+/\.metadata"
 )
 """Names of files that belong to one object of the run each."""
 

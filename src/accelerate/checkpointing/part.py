@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,12 +86,15 @@ class Payload:
     Attributes:
         name: the file.
         content: nested lists, tuples and dictionaries of tensors and other values.
-        write: writes such content to a path.
+        write: writes such content to a path; returns what `finish` needs to know of it.
+        finish: for files that several processes write to one folder: takes that folder and what `write` has
+            returned on each process, when all are written, and adds what they have in common.
     """
 
     name: str
     content: Any
-    write: Callable[[Any, Path], None] = write_torch
+    write: Callable[[Any, Path], Any] = write_torch
+    finish: Callable[[Path, Sequence[Any]], None] | None = None
 
 
 Apply = Callable[[], None]

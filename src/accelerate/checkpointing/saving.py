@@ -6,7 +6,7 @@ import datetime
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,14 @@ class Site:
         commits: whether this rank gives it its name.
         council: between the ranks.
         request: what is saved.
+        is_common: whether all ranks write in one folder.
     """
 
     workplace: Workplace
     commits: bool
     council: Council
     request: Request
+    is_common: bool = True
 
     @property
     def folder(self) -> Path:
@@ -124,7 +126,24 @@ def _agree_on_site(
             failure = str(error)
     said = council.decide(CALL, (failure, own), list, request.patience)
     _refuse_failures([text for text, _ in said])
-    return Site(said[leader][1], commits, council, request)
+    return Site(said[leader][1], commits, council, request, is_common=False)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank says when it has written its files.
+
+    Attributes:
+        failure: why it could not; empty when it could.
+        folder: where it wrote.
+        records: its files.
+        reports: folder of shards in the checkpoint -> what the rank that finishes it needs to know.
+    """
+
+    failure: str
+    folder: str
+    records: Sequence[FileRecord] = ()
+    reports: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
@@ -141,30 +160,50 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     Raises:
         CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
     """
-    rank, council = site.council.rank, site.council
+    council, folder = site.council, str(site.folder)
     records: list[FileRecord] = []
+    reports: dict[str, Any] = {}
+    heard: list[Mapping[str, Any]] = []
 
     def write_file(payload: Payload) -> FileRecord:
         path = site.folder / payload.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        payload.write(payload.content, path)
-        return seal(site.folder, payload.name, rank)
+        report = payload.write(payload.content, path)
+        if payload.finish is not None:
+            reports[str(Path(payload.name).parent)] = report
+        return seal(site.folder, payload.name, council.rank)
 
     def write_files() -> None:
         with ThreadPoolExecutor(threads, thread_name_prefix="accelerate-write") as pool:
             records.extend(pool.map(write_file, payloads))
 
+    def hear(said: Sequence[Written]) -> list[Written]:
+        """Keep the reports to the first rank, which commits where there are any: they can be large."""
+        heard.extend(each.reports for each in said)
+        return [replace(each, reports={}) for each in said]
+
+    def commit(said: Sequence[Written]) -> None:
+        _finish(site, payloads, heard)
+        _commit(site, [record for each in said if each.folder == folder for record in each.records])
+
     try:
         failure = _attempt(write_files)
-        said = council.decide(CALL, (failure, str(site.folder), records), list, SECONDS_TO_WRITE)
-        _refuse_failures([text for text, _, _ in said])
-        mine = [record for _, folder, own in said if folder == str(site.folder) for record in own]
-        failure = _attempt(lambda: _commit(site, mine)) if site.commits else ""
+        said = council.decide(CALL, Written(failure, folder, records, reports), hear, SECONDS_TO_WRITE)
+        _refuse_failures([each.failure for each in said])
+        failure = _attempt(lambda: commit(said)) if site.commits else ""
         _refuse_failures(council.decide(CALL, failure, list, SECONDS_TO_WRITE))
     finally:
         if site.commits:
             site.workplace.discard()
     return site.workplace.target
+
+
+def _finish(site: Site, payloads: Sequence[Payload], reports: Sequence[Mapping[str, Any]]) -> None:
+    """Add to each folder that several ranks have written to what they have in common."""
+    for payload in payloads:
+        if payload.finish is not None:
+            group = str(Path(payload.name).parent)
+            payload.finish(site.folder / group, [each[group] for each in reports])
 
 
 def abandon(site: Site, error: Exception) -> None:
@@ -175,7 +214,7 @@ def abandon(site: Site, error: Exception) -> None:
         error: why; the caller raises it.
     """
     try:
-        site.council.decide(CALL, (describe(error), str(site.folder), []), list, SECONDS_TO_WRITE)
+        site.council.decide(CALL, Written(describe(error), str(site.folder)), list, SECONDS_TO_WRITE)
     finally:
         if site.commits:
             site.workplace.discard()

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import PreparationError
+from accelerate.checkpointing.sharded import ModuleShards, OptimizerShards, ShardOwner
 from accelerate.compilation import compiler_for
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
@@ -21,7 +22,7 @@ from accelerate.precision.resolve import RECIPES, PrecisionRequest
 from accelerate.precision.resolve import resolve as resolve_precision
 from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
-from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters
+from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters, names_by_group
 from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context
 from accelerate.unwrapping import extract_model_from_parallel
@@ -79,6 +80,9 @@ class Strategy:
 
     convert_layers: ConvertLayers = staticmethod(convert_model_to_fp8_ao)
     """Lets layers compute in torchao's float8; the accelerator replaces it by its public function."""
+
+    saves_shards: bool = False
+    """Whether each process saves its own part of models and optimizers."""
 
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
@@ -296,6 +300,20 @@ class Strategy:
             gather: whether they are about to be saved, so that states come together.
         """
         return list(optimizers)
+
+    def model_shards(self, model: nn.Module) -> ShardOwner:
+        """Return what saves and loads this process's part of a model; no other process takes part."""
+        return ModuleShards(self.unwrap(model, keep_compiled=False))
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
+        """Return what saves and loads this process's part of an optimizer's state.
+
+        Args:
+            optimizer: prepared.
+            models: all that are prepared; parameters are known by their names in them.
+        """
+        inner = [self.unwrap(model, keep_compiled=False) for model in models]
+        return OptimizerShards(optimizer, names_by_group(optimizer, inner))
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]

@@ -21,6 +21,7 @@ from accelerate.strategies.fsdp.parameters import Trail
 from accelerate.strategies.request import Context
 
 AUTOCAST = ("fp16", "bf16")
+IN_SHARDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Sharded(Strategy, ABC):
         """What sharding needs to know of this run."""
         context = self.context
         return ShardingFacts(AcceleratorState(), context.device, context.mixed_precision, context.mesh)
+
+    @property
+    def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
+        """Whether states are saved in shards, as the plugin says."""
+        return self.plugin is not None and self.plugin.state_dict_type.name in IN_SHARDS
 
     # Prepare
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.base.errors import PreparationError
+from accelerate.base.errors import ConfigurationError, PreparationError
 from accelerate.base.text import listed
 
 Value = TypeVar("Value")
@@ -40,6 +40,33 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Value]) -> dict[str, Val
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return all parameters of a model by clean name; tied ones under each of their names."""
     return fsdp2_canonicalize_names(dict(model.named_parameters(remove_duplicate=False)))
+
+
+def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+    """Return for each group of an optimizer, for each parameter, all names that it has; the usual one first.
+
+    Args:
+        optimizer: prepared or not.
+        models: without wrappers around them. Where it steps several, the number of the model is a part of the
+            names.
+
+    Raises:
+        ConfigurationError: a parameter is in none of them.
+    """
+    names: dict[int, list[str]] = {}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [named_parameters(model) for model in models]
+    several = sum(any(id(p) in stepped for p in each.values()) for each in named) > 1
+    for index, each in enumerate(named):
+        for name, parameter in each.items():
+            names.setdefault(id(parameter), []).append(f"model_{index}.{name}" if several else name)
+    if strange := len(stepped - set(names)):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} steps {strange} parameters that no prepared model has, and in "
+            "shards the states of parameters are known by their names. Prepare the model, too, or save whole "
+            "states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT."
+        )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def fsdp2_switch_optimizer_parameters(

@@ -23,8 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
+from accelerate.checkpointing.sharded import ShardOwner
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
+from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards
 from accelerate.strategies.fsdp.flat_states import (
     Names,
     WholeFlatOptimizer,
@@ -171,24 +173,42 @@ class FullySharded(Sharded):
         return [self._owner(optimizer, gather) for optimizer in optimizers]
 
     def _owner(self, optimizer: Any, gather: bool) -> Any:
+        found = self._find_root(optimizer)
+        if found is None:
+            return optimizer
+        where = (optimizer, *found, self._offloads)
+        keep = self.context.topology.local_rank == 0
+        return WholeFlatOptimizer(*where, gather_flat_state(*where, keep) if gather else None)
+
+    def _find_root(self, optimizer: Any) -> tuple[FSDP, Names] | None:
+        """Return the model that an optimizer steps, with the names of the parameters; None without units."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         roots = [root for root in self._roots if any(id(p) in held for p in root.parameters())]
         if not roots:
-            return optimizer
+            return None
         if len(roots) > 1:
             raise ConfigurationError(
                 f"{type(optimizer.optimizer).__name__} steps the parameters of {len(roots)} models, and "
                 "states of such optimizers cannot be saved or loaded with FSDP 1. Give each model an "
                 "optimizer of its own, or set fsdp_version=2."
             )
-        names = self.places.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
-        where = (optimizer, roots[0], names, self._offloads)
-        keep = self.context.topology.local_rank == 0
-        return WholeFlatOptimizer(*where, gather_flat_state(*where, keep) if gather else None)
+        return roots[0], self.places.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
 
     @property
     def _offloads(self) -> bool:
         return bool(self.context.device.type != "cpu")
+
+    def model_shards(self, model: nn.Module) -> ShardOwner:
+        """Return what saves and loads this process's part of a model."""
+        root = root_of(model)
+        return super().model_shards(model) if root is None else FlatModuleShards(root)
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
+        """Return what saves and loads this process's part of an optimizer's state."""
+        found = self._find_root(optimizer)
+        if found is None:
+            return super().optimizer_shards(optimizer, models)
+        return FlatOptimizerShards(optimizer, *found)
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]

@@ -1,0 +1,142 @@
+"""What belongs to a run and is saved with it: its parts, as they are saved and as they are loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import generators, loading
+from accelerate.checkpointing.groups import OPTIMIZER
+from accelerate.checkpointing.loading import Source
+from accelerate.checkpointing.part import Apply, Load, Part, Payload, nothing
+from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
+from accelerate.checkpointing.saving import Site
+from accelerate.checkpointing.sharded import MODEL, EitherPart, ShardsPart, folder_of
+
+
+def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
+    """Take the content of the files of this rank; the user's hooks see the weights first.
+
+    Args:
+        runtime: the run.
+        site: where they are written.
+        step: `Accelerator.step`.
+        safe: whether whole models are written as safetensors.
+
+    Raises:
+        CheckpointError: parts of tensors cannot be written where the ranks have no folder in common.
+    """
+    in_shards = runtime.strategy.saves_shards
+    if in_shards and not site.is_common:
+        raise CheckpointError(
+            f"{site.request.target} is another folder on each machine, and states in shards need one that "
+            "all processes see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+        )
+    take = _take_shards if in_shards else _take_whole
+    parts = [
+        *take(runtime, site, safe),
+        *_others(runtime),
+        GeneratorsPart(runtime.state.process_index, step),
+    ]
+    return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
+
+
+def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[Apply]:
+    """Read all files of a checkpoint.
+
+    Args:
+        runtime: the run.
+        source: the checkpoint.
+        options: how it is read.
+        policy: what is done when another number of processes saved it.
+
+    Returns:
+        What changes each object.
+
+    Raises:
+        CheckpointError: something is missing, broken, or fits another object.
+    """
+    models = list(runtime.prepared.models)
+    for hook in runtime.checkpoints.load_hooks.values():
+        hook(models, str(source.folder))
+    parts: list[Part] = [
+        *(_model_part(runtime, index, model) for index, model in enumerate(models)),
+        *_optimizer_parts(runtime),
+        *_others(runtime, resized=source.resized),
+    ]
+    changes = [part.read(options) for part in parts]
+    if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
+        loading.announce_surplus(options)
+    return [*changes, _read_generators(runtime, source, options, policy)]
+
+
+def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
+    strategy, prepared = runtime.strategy, runtime.prepared
+    weights = [strategy.state_dict(model, unwrap=True) for model in prepared.models]
+    _call_hooks(runtime, weights, site)
+    optimizers = strategy.optimizer_owners(prepared.optimizers, gather=True)
+    return [
+        *(ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
+        *state_parts(optimizers, [], None),
+    ]
+
+
+def _take_shards(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
+    strategy, prepared, rank = runtime.strategy, runtime.prepared, runtime.state.process_index
+    owners = [strategy.model_shards(model) for model in prepared.models]
+    weights = [{place[1]: value for place, value in owner.state().items()} for owner in owners]
+    _call_hooks(runtime, weights, site)
+    contents = [{(MODEL, name): value for name, value in state.items()} for state in weights]
+    optimizers = [strategy.optimizer_shards(each, prepared.models) for each in prepared.optimizers]
+    return [
+        *(ShardsPart(folder_of(MODEL, index), each, rank) for index, each in enumerate(contents)),
+        *(
+            ShardsPart(folder_of(OPTIMIZER, index), each.state(), rank)
+            for index, each in enumerate(optimizers)
+        ),
+    ]
+
+
+def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], site: Site) -> None:
+    models = list(runtime.prepared.models)
+    for hook in runtime.checkpoints.save_hooks.values():
+        hook(models, weights, str(site.folder))
+
+
+def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
+    strategy = runtime.strategy
+    whole = ModelPart(index, model=model, load=strategy.load_weights)
+    return EitherPart(folder_of(MODEL, index), partial(strategy.model_shards, model), whole)
+
+
+def _optimizer_parts(runtime: Runtime) -> list[Part]:
+    strategy, prepared = runtime.strategy, runtime.prepared
+    whole = state_parts(strategy.optimizer_owners(prepared.optimizers, gather=False), [], None)
+    owners = [partial(strategy.optimizer_shards, each, prepared.models) for each in prepared.optimizers]
+    return [
+        EitherPart(folder_of(OPTIMIZER, index), owner, part)
+        for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
+    ]
+
+
+def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
+    """Everything but models, optimizers and random generators."""
+    prepared, rank = runtime.prepared, runtime.state.process_index
+    return [
+        *state_parts([], prepared.schedulers, runtime.strategy.precision.scaler, prepared.custom),
+        *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
+        *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
+    ]
+
+
+def _read_generators(runtime: Runtime, source: Source, options: Load, policy: str) -> Apply:
+    part = GeneratorsPart(runtime.state.process_index)
+    if not source.resized or policy == "strict":
+        return part.read(options)
+    if policy == "reseed":
+        return partial(generators.reseed, options.read(GeneratorsPart(0).name), part.rank)
+    return part.read(options) if options.has(part.name) else nothing

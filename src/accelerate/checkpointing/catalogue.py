@@ -1,0 +1,234 @@
+"""The file that tells what lies where in a folder of shards: `.metadata`, as torch's own reader takes it.
+
+It is a pickle, and a pickle can run code: only the classes that it needs are built.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from accelerate.base.errors import AccelerateError, CheckpointError
+from accelerate.base.text import describe, listed
+from accelerate.checkpointing.spread import Shape
+
+NAME = ".metadata"
+
+Place = tuple[Any, ...]
+"""The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
+
+_SAFE_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+_SAFE = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One box of a tensor, or one value, in a file of shards.
+
+    Attributes:
+        place: of the tensor.
+        shape: of the whole tensor; None for another value.
+        dtype: of the tensor.
+        offsets: where the box begins.
+        sizes: of the box.
+        file: in the folder.
+        start: first byte in the file.
+        length: bytes in the file.
+    """
+
+    place: Place
+    shape: Shape | None = None
+    dtype: torch.dtype | None = None
+    offsets: Shape = ()
+    sizes: Shape = ()
+    file: str = ""
+    start: int = 0
+    length: int = 0
+
+
+def pack(entries: Sequence[Entry]) -> bytes:
+    """Return entries as bytes that travel between processes."""
+    return zlib.compress(pickle.dumps(list(entries)))
+
+
+def write(folder: Path, reports: Iterable[bytes]) -> None:
+    """Write the catalogue of a folder whose files are all there.
+
+    Args:
+        folder: of the shards.
+        reports: what `pack` returned on each process.
+
+    Raises:
+        CheckpointError: a tensor is not there as a whole, or twice.
+    """
+    stored: dict[str, Any] = {}
+    places: dict[str, Place] = {}
+    files: dict[MetadataIndex, Any] = {}
+    for entry in (entry for report in reports for entry in pickle.loads(zlib.decompress(report))):
+        key = ".".join(map(str, entry.place))
+        places[key] = entry.place
+        files[_index(key, entry, stored)] = _StorageInfo(entry.file, entry.start, entry.length)
+    _check_whole(stored)
+    content = Metadata(stored, planner_data=places, storage_data=files, storage_meta=StorageMeta())
+    if hasattr(content, "version"):
+        content.version = "1.0.0"
+    with (folder / NAME).open("wb") as file:
+        pickle.dump(content, file)
+
+
+def _index(key: str, entry: Entry, stored: dict[str, Any]) -> MetadataIndex:
+    """Note an entry; the index by which torch finds its bytes."""
+    if entry.shape is None:
+        stored[key] = BytesStorageMetadata()
+        return MetadataIndex(key)
+    if key not in stored:
+        assert entry.dtype is not None
+        stored[key] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), [])
+    chunks = stored[key].chunks
+    chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+    return MetadataIndex(key, torch.Size(entry.offsets), len(chunks) - 1)
+
+
+def _check_whole(stored: Mapping[str, Any]) -> None:
+    wrong = [
+        key
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"The parts of {listed(wrong)} do not make whole tensors: the processes hold others than they "
+            "say. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+        )
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What lies where in a folder of shards.
+
+    Attributes:
+        folder: of the shards.
+        metadata: as torch's reader takes it.
+        places: place of each tensor and value -> its key.
+    """
+
+    folder: Path
+    metadata: Metadata
+    places: Mapping[Place, str]
+
+    def entry(self, place: Place) -> TensorStorageMetadata | BytesStorageMetadata:
+        """Return what is known of a tensor, or that there is another value."""
+        return self.metadata.state_dict_metadata[self.places[place]]
+
+    def shape(self, place: Place) -> Shape | None:
+        """Return the shape of a tensor; None for another value."""
+        entry = self.entry(place)
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def needed(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return the files in which some keys lie, each with the bytes that it must have at least."""
+        wanted = set(keys)
+        files: dict[str, int] = {}
+        for index, info in self.metadata.storage_data.items():
+            if index.fqn in wanted:
+                files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
+        return files
+
+
+def read(folder: Path, root: str, *, trusted: bool = False) -> Catalogue:
+    """Read the catalogue of a folder.
+
+    Args:
+        folder: of the shards.
+        root: key under which everything lies; what was saved without one is taken as if.
+        trusted: build whatever objects the file holds.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or holds other objects.
+    """
+    name = f"{folder.name}/{NAME}"
+    try:
+        with (folder / NAME).open("rb") as file:
+            found = (pickle.Unpickler if trusted else _Careful)(file).load()
+        places = dict(found.planner_data or {})
+        keys = list(found.state_dict_metadata)
+        iter(found.storage_data.items())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name} is missing") from error
+    except AccelerateError as error:
+        raise CheckpointError(f"{name} {error}") from error
+    except Exception as error:  # a pickle that is cut off may raise anything
+        raise CheckpointError(
+            f"{name} cannot be read: it is damaged, or no catalogue of shards ({describe(error)})"
+        ) from error
+    known = {key: tuple(places.get(key, (key,))) for key in keys}
+    nested = all(len(place) > 1 and place[0] == root for place in known.values())
+    return Catalogue(folder, found, {place if nested else (root, key): key for key, place in known.items()})
+
+
+class _Careful(pickle.Unpickler):
+    """Builds catalogues and nothing else."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_layout = module == "torch" and isinstance(getattr(torch, name, None), torch.layout)
+        if is_dtype or is_layout or (module, name) in _SAFE or _is_plain_class(module, name):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"holds a `{module}.{name}`, and only what a catalogue needs is read; other objects can run code "
+            'when they are loaded. If you trust the file, pass load_kwargs={"weights_only": False}'
+        )
+
+
+def _is_plain_class(module: str, name: str) -> bool:
+    """Whether this is a class of torch's checkpoints, and no function, nor a name behind a dot."""
+    return module.startswith(_SAFE_MODULES) and name in _CLASSES
+
+
+_CLASSES = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "_StoragePrefix",
+)

@@ -1,0 +1,106 @@
+"""The groups of an optimizer in shards: their settings, and the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from accelerate.base.errors import CheckpointError
+from accelerate.base.text import listed
+from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.spread import Spread
+
+OPTIMIZER = "optimizer"
+STATE = "state"
+GROUPS = "param_groups"
+PARAMETERS = "params"
+
+
+def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Place, Any]:
+    """Return the settings of an optimizer's groups by their places.
+
+    Args:
+        groups: `param_groups`.
+        names: for each group, the names of its parameters.
+    """
+    return {
+        (OPTIMIZER, GROUPS, index, key): list(own) if key == PARAMETERS else value
+        for index, (group, own) in enumerate(zip(groups, names, strict=True))
+        for key, value in group.items()
+    }
+
+
+def refuse_strangers(found: Catalogue, known: Container[str], groups: int, optimizer: Any) -> None:
+    """Refuse the state of another optimizer.
+
+    Args:
+        found: what the shards hold.
+        known: names of the parameters that the optimizer steps.
+        groups: how many groups it has.
+        optimizer: named in the message.
+
+    Raises:
+        CheckpointError: there are states of other parameters, or another number of groups.
+    """
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    strange = {str(place[2]) for place in found.places if place[1] == STATE and place[2] not in known}
+    if strange:
+        raise CheckpointError(
+            f"{found.folder} does not fit this {kind}: it does not step {listed(sorted(strange))}. Prepare "
+            "the models and optimizers in the order in which they were saved."
+        )
+    saved = len({place[2] for place in found.places if place[1] == GROUPS})
+    if saved != groups:
+        raise CheckpointError(
+            f"{found.folder} holds {saved} groups of parameters, and this {kind} has {groups}."
+        )
+
+
+def loaded_groups(
+    optimizer: Any, values: Mapping[Place, Any], places: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the groups of a state dict, with the settings that were read.
+
+    Args:
+        optimizer: has the groups.
+        values: what was read.
+        places: each name of a parameter -> which one it is; names of the same parameter have the same one.
+
+    Raises:
+        CheckpointError: the groups have other parameters.
+    """
+    own = optimizer.state_dict()[GROUPS]
+    read: list[dict[str, Any]] = [{} for _ in own]
+    for place, value in values.items():
+        if place[1] == GROUPS:
+            read[place[2]][place[3]] = value.slabs[0].tensor if isinstance(value, Spread) else value
+    for index, group in enumerate(read):
+        saved = {places.get(name, name) for name in group.pop(PARAMETERS, [])}
+        here = {number for name, number in places.items() if number in set(own[index][PARAMETERS])}
+        if saved != here:
+            names = [name for name, number in places.items() if number in here ^ saved]
+            names += [name for name in saved if isinstance(name, str)]
+            raise CheckpointError(
+                f"Group {index} of the optimizer was saved with other parameters: {listed(names)}."
+            )
+        group.pop("param_names", None)
+    return [{**before, **after} for before, after in zip(own, read, strict=True)]
+
+
+def load_optimizer(
+    optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
+) -> None:
+    """Bring an optimizer to a state.
+
+    Args:
+        optimizer: prepared or not.
+        states: of its parameters, by their order.
+        groups: with the numbers of their parameters.
+        options: where it was read from.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    with options.fitting(OPTIMIZER, type(optimizer).__name__):
+        optimizer.load_state_dict({STATE: dict(states), GROUPS: [dict(group) for group in groups]})

@@ -1,0 +1,277 @@
+"""Parts that lie in shards: models and optimizers, of which each process saves and reads its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.base.errors import CheckpointError
+from accelerate.base.text import listed
+from accelerate.checkpointing import catalogue, slabs
+from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.groups import (
+    GROUPS,
+    OPTIMIZER,
+    STATE,
+    group_places,
+    load_optimizer,
+    loaded_groups,
+    refuse_strangers,
+)
+from accelerate.checkpointing.part import Apply, Load, Part, Payload, nothing
+from accelerate.checkpointing.parts import fill
+from accelerate.checkpointing.spread import Spread, rejoin, spread, whole
+
+MODEL = "model"
+FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
+
+
+class ShardOwner(Protocol):
+    """What has a state in shards; nothing here needs another process."""
+
+    @property
+    def root(self) -> str:
+        """MODEL or OPTIMIZER: the key under which the state lies."""
+        ...
+
+    def state(self) -> dict[Place, Any]:
+        """Return the state: live tensors, what this process has of tensors, and other values."""
+        ...
+
+    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+        """Return memory for what this process reads; None for other values.
+
+        Raises:
+            CheckpointError: the shards are of something else.
+        """
+        ...
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+        """Return what brings the object to a state that was read.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        ...
+
+
+def folder_of(root: str, index: int) -> str:
+    """Return the folder of an object's shards in a checkpoint.
+
+    Args:
+        root: MODEL or OPTIMIZER.
+        index: place of the object among those of its kind.
+    """
+    return f"{FOLDERS[root]}_{index}"
+
+
+@dataclass(frozen=True)
+class ShardsPart:
+    """What a process saves of an object in shards; `EitherPart` reads it back.
+
+    Attributes:
+        folder: where the shards lie in a checkpoint.
+        content: the state, with what this process has of each tensor.
+        rank: of this process.
+    """
+
+    folder: str
+    content: Mapping[Place, Any]
+    rank: int
+    everywhere: bool = True
+
+    def collect(self) -> list[Payload]:
+        return [slabs.payload(self.folder, self.rank, self.content)]
+
+    def read(self, options: Load) -> Apply:
+        return nothing
+
+
+@dataclass(frozen=True)
+class EitherPart:
+    """An object that is read from shards or from one file, whichever a checkpoint has.
+
+    Attributes:
+        folder: where the shards lie in a checkpoint.
+        owner: gives what reads the shards.
+        whole: reads the file.
+    """
+
+    folder: str
+    owner: Callable[[], ShardOwner]
+    whole: Part
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether each process has one of its own."""
+        return self.whole.everywhere
+
+    def collect(self) -> list[Payload]:
+        return self.whole.collect()
+
+    def read(self, options: Load) -> Apply:
+        if not options.has(f"{self.folder}/{catalogue.NAME}"):
+            return self.whole.read(options)
+        return read_shards(self.folder, self.owner(), options)
+
+
+def read_shards(folder: str, owner: ShardOwner, options: Load) -> Apply:
+    """Read what this process needs of a state in shards.
+
+    Args:
+        folder: where the shards lie in the checkpoint.
+        owner: what is brought to the state.
+        options: how the checkpoint is read.
+
+    Returns:
+        What brings it there; nothing is changed yet.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the shards are of something else.
+    """
+    trusted = options.reading.get("weights_only") is False
+    found = catalogue.read(options.folder / folder, owner.root, trusted=trusted)
+    values = slabs.read(found, owner.targets(found, options), options.reading)
+    return owner.plan(values, options)
+
+
+@dataclass(frozen=True)
+class ModuleShards:
+    """The weights of a module with plain or distributed tensors.
+
+    Attributes:
+        module: without wrappers.
+    """
+
+    module: nn.Module
+    root: str = MODEL
+
+    def state(self) -> dict[Place, Any]:
+        return {(MODEL, name): value for name, value in self.module.state_dict(keep_vars=True).items()}
+
+    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+        return model_targets(self.module, self.state(), found, options)
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+        return partial(self._apply, values, options)
+
+    def _apply(self, values: Mapping[Place, Any], options: Load) -> None:
+        live = self.state()
+        state = {
+            place[1]: rejoin(value, live.get(place)) if isinstance(value, Spread) else value
+            for place, value in values.items()
+        }
+        with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
+            fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
+
+
+def model_targets(
+    module: nn.Module, live: Mapping[Place, Any], found: Catalogue, options: Load
+) -> dict[Place, Spread | None]:
+    """Return memory for the weights of a model.
+
+    Args:
+        module: the model.
+        live: its weights.
+        found: what the shards hold.
+        options: `strict` of the models, True unless given.
+
+    Raises:
+        CheckpointError: names or shapes do not fit.
+    """
+    own = {place: spread(value, 0, 0) for place, value in live.items()}
+    common = [place for place in own if place in found.places]
+    if options.model.get("strict", True):
+        strange = [str(place[1]) for place in found.places if place not in own]
+        there = {id(live[place]) for place in common}  # a tensor that has several names needs one
+        lacking = [str(place[1]) for place, value in live.items() if id(value) not in there]
+        _refuse(found, module, strange, lacking)
+    other = [
+        f"{place[1]} {found.shape(place)} instead of {each.shape}"
+        for place in common
+        if isinstance(each := own[place], Spread) and found.shape(place) not in (None, each.shape)
+    ]
+    if other:
+        raise CheckpointError(f"{found.folder} holds tensors of other shapes: {listed(other)}.")
+    return {
+        place: each.emptied(found.entry(place).properties.dtype)  # type: ignore[union-attr]
+        if isinstance(each := own[place], Spread) and found.shape(place) is not None
+        else None
+        for place in common
+    }
+
+
+def _refuse(found: Catalogue, model: nn.Module, strange: Sequence[str], lacking: Sequence[str]) -> None:
+    if not strange and not lacking:
+        return
+    lacks = f" It lacks {listed(lacking)}." if lacking else ""
+    has = f" The model does not have {listed(strange)}." if strange else ""
+    raise CheckpointError(
+        f"{found.folder} does not fit this {type(model).__name__}.{lacks}{has} Prepare the models in the "
+        "order in which they were saved; strict=False loads what fits."
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerShards:
+    """The state of an optimizer of plain or distributed tensors, by the names of its parameters.
+
+    Attributes:
+        optimizer: prepared or not.
+        names: for each of its groups, for each parameter the names that it has; the first one is saved.
+    """
+
+    optimizer: Any
+    names: Sequence[Sequence[Sequence[str]]]
+    root: str = OPTIMIZER
+
+    def state(self) -> dict[Place, Any]:
+        found = self.optimizer.state_dict()
+        first = [names[0] for group in self.names for names in group]
+        states = {
+            (OPTIMIZER, STATE, first[index], key): value
+            for index, values in found[STATE].items()
+            for key, value in values.items()
+        }
+        return {**states, **group_places(found[GROUPS], [[n[0] for n in group] for group in self.names])}
+
+    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+        known = {name: p for name, (_, p) in self._by_name().items()}
+        refuse_strangers(found, known, len(self.names), self.optimizer)
+        return {place: self._target(place, known, found) for place in found.places}
+
+    def _target(self, place: Place, known: Mapping[str, Tensor], found: Catalogue) -> Spread | None:
+        shape = found.shape(place)
+        if shape is None:
+            return None
+        dtype = found.entry(place).properties.dtype  # type: ignore[union-attr]
+        parameter = known.get(place[2]) if place[1] == STATE else None
+        if parameter is not None and tuple(parameter.shape) == shape:
+            own = spread(parameter, 0, 0)
+            assert isinstance(own, Spread)
+            return own.emptied(dtype)
+        return whole(torch.empty(shape, dtype=dtype))
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+        by_name = self._by_name()
+        states: dict[int, dict[str, Any]] = {}
+        for place, value in values.items():
+            if place[1] == STATE:
+                index, parameter = by_name[place[2]]
+                joined = rejoin(value, parameter) if isinstance(value, Spread) else value
+                states.setdefault(index, {})[place[3]] = joined
+        same = {name: index for name, (index, _) in by_name.items()}
+        groups = loaded_groups(self.optimizer, values, same)
+        return partial(load_optimizer, self.optimizer, states, groups, options)
+
+    def _by_name(self) -> dict[str, tuple[int, Tensor]]:
+        flat = [names for group in self.names for names in group]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        pairs = zip(flat, parameters, strict=True)
+        return {name: (index, p) for index, (names, p) in enumerate(pairs) for name in names}

@@ -1,0 +1,301 @@
+"""States in shards under FSDP 1: each process saves the ranges of elements that lie in its flat parameters.
+
+Nothing is gathered and no process talks to another. A range of elements is cut into boxes of the tensor that
+the user knows, so that any other layout can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.groups import (
+    GROUPS,
+    OPTIMIZER,
+    STATE,
+    group_places,
+    load_optimizer,
+    loaded_groups,
+    refuse_strangers,
+)
+from accelerate.checkpointing.part import Apply, Load
+from accelerate.checkpointing.sharded import MODEL, model_targets
+from accelerate.checkpointing.spread import Shape, Spread, Value, slabs_of_range, whole
+from accelerate.strategies.fsdp.parameters import clean_name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What lies here of one parameter.
+
+    Attributes:
+        names: all names of the parameter, without wrappers; the usual one first.
+        shape: of the whole parameter.
+        start: number of its first element that lies here.
+        values: its elements that lie here.
+        stepped: what an optimizer steps: the parameter itself, or the flat one that it is a part of.
+        total: elements of `stepped` that lie here.
+        at: where those of the parameter begin in them.
+        copies: processes that have the same elements, and the place of this one among them.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    start: int
+    values: Tensor
+    stepped: Tensor
+    total: int
+    at: int
+    copies: tuple[int, int]
+
+    def spread(self, values: Tensor, turn: int) -> Spread:
+        """Return elements as what lies here of a tensor with the shape of the parameter.
+
+        Args:
+            values: one for each element of the parameter that lies here.
+            turn: counts the parameters, so that processes with the same elements share the work.
+        """
+        slabs = slabs_of_range(values, self.shape, self.start)
+        return Spread(self.shape, values.dtype, slabs, self.owns(turn))
+
+    def owns(self, turn: int) -> bool:
+        """Whether this process saves its elements."""
+        count, place = self.copies
+        return place == turn % count
+
+    def part(self, flat: Tensor) -> Tensor:
+        """Return what belongs to the parameter of a tensor with one element for each of `stepped`."""
+        return flat.view(-1).narrow(0, self.at, self.values.numel())
+
+
+def pieces(root: FSDP) -> list[Piece]:
+    """Return what lies here of all parameters in units, also of those of which nothing does.
+
+    Args:
+        root: the outermost unit.
+
+    Raises:
+        ConfigurationError: a parameter does not lie in memory row by row.
+    """
+    found: list[Piece] = []
+    for prefix, unit in root.named_modules():
+        if isinstance(unit, FSDP) and unit._handle is not None:
+            _reshard(unit._handle)
+            found += _pieces_of(unit, f"{prefix}." if prefix else "")
+    return found
+
+
+def _reshard(handle: Any) -> None:
+    """Free whole parameters that are kept since a forward without a backward: they would outlive a load."""
+    has_run = hasattr(handle.flat_param, "_full_param_padded")
+    if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
+        handle.reshard(True)
+        handle.post_reshard()
+
+
+def _pieces_of(unit: Any, prefix: str) -> Iterator[Piece]:
+    handle, flat = unit._handle, unit._handle.flat_param
+    aliases = _aliases(flat, prefix)
+    shard = getattr(flat, "_local_shard", flat).detach()
+    own = flat._params if handle._use_orig_params else None
+    for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
+        name = clean_name(prefix + fqn)
+        if not flat._contiguities[index]:
+            raise ConfigurationError(
+                f"{name} does not lie in memory row by row (channels_last?), and FSDP 1 cannot save it in "
+                "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
+            )
+        start, at, count = _range(handle, index)
+        yield Piece(
+            (name, *aliases.get(name, ())),
+            tuple(shape),
+            start,
+            shard.narrow(0, at, count),
+            flat if own is None else own[index],
+            shard.numel() if own is None else count,
+            at if own is None else 0,
+            _copies(unit),
+        )
+
+
+def _range(handle: Any, index: int) -> Shape:
+    """Return the first element of a parameter that lies here, where it lies, and how many do."""
+    if not handle.uses_sharded_strategy:
+        first, last = handle._get_flat_param_offsets()[index]
+        return 0, first, last - first + 1
+    info = handle.flat_param._shard_param_infos[index]
+    if not info.in_shard:
+        return 0, 0, 0
+    return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
+
+
+def _aliases(flat: Any, prefix: str) -> dict[str, list[str]]:
+    """Return the further names of tied parameters."""
+    found: dict[str, list[str]] = {}
+    for tied in flat._shared_param_infos:
+        first = clean_name(f"{prefix}{tied.prim_module_name}.{tied.prim_param_name}".replace("..", "."))
+        found.setdefault(first, []).append(
+            clean_name(f"{prefix}{tied.module_name}.{tied.param_name}".replace("..", "."))
+        )
+    return found
+
+
+def _copies(unit: Any) -> tuple[int, int]:
+    group = vars(unit).get("_inter_node_pg") if unit._handle.uses_sharded_strategy else unit.process_group
+    return (1, 0) if group is None else (group.size(), group.rank())
+
+
+def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
+    """Iterate over what a model saves and no unit holds: buffers, ignored parameters, extra state."""
+    for prefix, module in root.named_modules():
+
+        def full(name: str, prefix: str = prefix) -> str:
+            return clean_name(f"{prefix}.{name}" if prefix else name)
+
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name != "_flat_param" and full(name) not in known:
+                yield full(name), parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield full(name), buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield full("_extra_state"), module.get_extra_state()
+
+
+@dataclass(frozen=True)
+class FlatModuleShards:
+    """The weights of a model under FSDP 1.
+
+    Attributes:
+        module: the outermost unit.
+    """
+
+    module: FSDP
+    root: str = MODEL
+
+    def state(self) -> dict[Place, Any]:
+        spreads = [
+            (piece, piece.spread(piece.values, turn)) for turn, piece in enumerate(pieces(self.module))
+        ]
+        found: dict[Place, Any] = {(MODEL, name): own for piece, own in spreads for name in piece.names}
+        others = _others(self.module, {place[1] for place in found})
+        return {**found, **{(MODEL, name): value for name, value in others}}
+
+    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+        return model_targets(self.module, self.state(), found, options)
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+        return partial(self._apply, values)
+
+    @torch.no_grad()
+    def _apply(self, values: Mapping[Place, Any]) -> None:
+        live = self.state()
+        for place, value in values.items():
+            own = live[place]
+            if isinstance(value, Spread):
+                slabs = own.slabs if isinstance(own, Spread) else whole(own).slabs
+                for target, read in zip(slabs, value.slabs, strict=True):
+                    target.tensor.copy_(read.tensor)
+            else:
+                module = self.module.get_submodule(_owner_of(self.module, place[1]))
+                module.set_extra_state(value)
+
+
+def _owner_of(root: nn.Module, name: str) -> str:
+    """Return the path, with wrappers, of the module that has an extra state."""
+    wanted = name.rpartition(".")[0]
+    found: str = next(
+        path
+        for path, module in root.named_modules()
+        if clean_name(path) == wanted and type(module).get_extra_state is not nn.Module.get_extra_state
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class FlatOptimizerShards:
+    """The state of an optimizer of one model under FSDP 1.
+
+    Attributes:
+        optimizer: prepared.
+        module: the outermost unit of the model.
+        names: for each group, the names of its parameters.
+    """
+
+    optimizer: Any
+    module: FSDP
+    names: Sequence[Sequence[str]]
+    root: str = OPTIMIZER
+    _read: dict[Any, Tensor] = field(default_factory=dict)
+
+    def state(self) -> dict[Place, Any]:
+        saved = self.optimizer.state_dict()
+        places = self._places()
+        found: dict[Place, Any] = {}
+        for turn, piece in enumerate(pieces(self.module)):
+            values = saved[STATE].get(places.get(id(piece.stepped)), {})
+            if piece.values.numel():
+                for key, value in values.items():
+                    found[OPTIMIZER, STATE, piece.names[0], key] = _state_of(piece, value, turn)
+        return {**found, **group_places(saved[GROUPS], self.names)}
+
+    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+        known = self._by_name()
+        refuse_strangers(found, known, len(self.names), self.optimizer)
+        wanted = [place for place in found.places if place[1] != STATE or known[place[2]].total]
+        return {place: self._target(place, known, found) for place in wanted}
+
+    def _target(self, place: Place, known: Mapping[str, Piece], found: Catalogue) -> Spread | None:
+        shape = found.shape(place)
+        if shape is None:
+            return None
+        dtype = found.entry(place).properties.dtype  # type: ignore[union-attr]
+        piece = known[place[2]] if place[1] == STATE else None
+        if piece is None or piece.shape != shape or place[3] == "step":
+            return whole(torch.empty(shape, dtype=dtype))
+        key = (id(piece.stepped), place[3])
+        if key not in self._read:
+            self._read[key] = torch.zeros(piece.total, dtype=dtype)
+        return piece.spread(piece.part(self._read[key]), 0)
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+        known, places = self._by_name(), self._places()
+        states: dict[int, dict[str, Any]] = {}
+        for place, value in values.items():
+            if place[1] != STATE:
+                continue
+            piece = known[place[2]]
+            own = value.slabs[0].tensor if isinstance(value, Spread) and value.slabs else value
+            filled = self._read.get((id(piece.stepped), place[3]), own)
+            states.setdefault(places[id(piece.stepped)], {})[place[3]] = filled
+        numbers = {name: places[id(piece.stepped)] for name, piece in known.items()}
+        groups = loaded_groups(self.optimizer, values, numbers)
+        return partial(load_optimizer, self.optimizer, states, groups, options)
+
+    def _places(self) -> dict[int, int]:
+        """Return what the optimizer steps, by identity, with its number."""
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {id(parameter): index for index, parameter in enumerate(stepped)}
+
+    def _by_name(self) -> dict[str, Piece]:
+        stepped = self._places()
+        own = [piece for piece in pieces(self.module) if id(piece.stepped) in stepped]
+        return {name: piece for piece in own for name in piece.names}
+
+
+def _state_of(piece: Piece, value: Any, turn: int) -> Spread | Value:
+    """Return what is saved of a value that an optimizer keeps for a parameter."""
+    first = piece.start == 0 and piece.owns(turn)
+    if not isinstance(value, Tensor):
+        return Value(value, first)
+    if value.ndim and value.numel() == piece.total:
+        return piece.spread(piece.part(value.detach()), turn)
+    return whole(value.detach(), first)
