@@ -1,0 +1,166 @@
+"""Models and optimizers in shards: read by one process, or refused with what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.groups import OPTIMIZER
+from accelerate.checkpointing.part import Load, nothing
+from accelerate.checkpointing.sharded import (
+    MODEL,
+    EitherPart,
+    ModuleShards,
+    OptimizerShards,
+    ShardOwner,
+    ShardsPart,
+    folder_of,
+    read_shards,
+)
+
+
+class Tied(nn.Module):
+    def __init__(self, fill: float = 0.0, width: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("count", torch.tensor(0))
+        self.note = "new"
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(fill)
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def save(folder: Path, owner: ShardOwner, index: int = 0) -> Load:
+    name = folder_of(owner.root, index)
+    (payload,) = ShardsPart(name, owner.state(), 0).collect()
+    path = folder / payload.name
+    path.parent.mkdir()
+    assert payload.finish is not None
+    payload.finish(path.parent, [payload.write(payload.content, path)])
+    return Load(folder)
+
+
+def test_folders_are_those_of_the_interface() -> None:
+    assert (folder_of(MODEL, 0), folder_of(OPTIMIZER, 1)) == ("pytorch_model_fsdp_0", "optimizer_1")
+
+
+def test_a_model_comes_back_with_buffers_and_extra_state(tmp_path: Path) -> None:
+    model = Tied(2.0)
+    model.note = "old"
+    model.count += 5  # type: ignore[operator]
+    options = save(tmp_path, ModuleShards(model))
+    other = Tied()
+    apply = read_shards("pytorch_model_fsdp_0", ModuleShards(other), options)
+    assert other.note == "new"
+    assert other.first.weight.sum() == 0  # nothing is changed yet
+    apply()
+    assert (other.note, int(other.count)) == ("old", 5)  # type: ignore[arg-type]
+    assert other.last.weight is other.first.weight
+    assert torch.equal(other.last.weight, model.last.weight)
+
+
+def test_what_lies_whole_is_read_by_the_other_part(tmp_path: Path) -> None:
+    class Whole:
+        everywhere = False
+        collected: list[Any] = []
+
+        def collect(self) -> list[Any]:
+            return self.collected
+
+        def read(self, options: Load) -> Any:
+            return nothing
+
+    def fail() -> ShardOwner:
+        raise AssertionError
+
+    part = EitherPart("pytorch_model_fsdp_0", fail, Whole())
+    assert part.read(Load(tmp_path)) is nothing
+    assert part.collect() is Whole.collected
+    assert part.everywhere is False
+    assert ShardsPart("a", {}, 0).read(Load(tmp_path)) is nothing
+
+
+def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    options = save(tmp_path, ModuleShards(nn.Linear(3, 3)))
+    with pytest.raises(
+        CheckpointError, match=r"It lacks 0\.weight, 0\.bias\. The model does not have weight"
+    ):
+        read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Sequential(nn.Linear(3, 3))), options)
+    loose = Load(tmp_path, model={"strict": False})
+    wider = nn.Linear(3, 3, bias=False)
+    read_shards("pytorch_model_fsdp_0", ModuleShards(wider), loose)()
+
+
+def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
+    owner = ModuleShards(Tied(4.0))
+    state = {place: value for place, value in owner.state().items() if place[1] != "last.weight"}
+    (payload,) = ShardsPart("pytorch_model_fsdp_0", state, 0).collect()
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    assert payload.finish is not None
+    report = payload.write(payload.content, tmp_path / payload.name)
+    payload.finish(tmp_path / "pytorch_model_fsdp_0", [report])
+    model = Tied()
+    read_shards("pytorch_model_fsdp_0", ModuleShards(model), Load(tmp_path))()
+    assert model.last.weight.sum() == 36
+
+
+def test_other_shapes_are_told(tmp_path: Path) -> None:
+    options = save(tmp_path, ModuleShards(nn.Linear(3, 4)))
+    with pytest.raises(CheckpointError, match=r"other shapes: weight \(4, 3\) instead of \(4, 2\)"):
+        read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Linear(2, 4)), options)
+
+
+def stepped(order: str = "wb", **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    own = {"w": model.weight, "b": model.bias}
+    optimizer = torch.optim.AdamW([own[each] for each in order], **options)
+    return model, optimizer
+
+
+def owner_of(optimizer: Any, names: Any = (("weight",), ("bias",))) -> OptimizerShards:
+    return OptimizerShards(optimizer, [list(names)])
+
+
+def test_an_optimizer_comes_back_whatever_the_order_of_its_parameters(tmp_path: Path) -> None:
+    model, optimizer = stepped(lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = save(tmp_path, owner_of(optimizer))
+    other_model, other = stepped("bw", lr=0.1)
+    owner = owner_of(other, (("bias", "alias"), ("weight",)))
+    read_shards("optimizer_0", owner, options)()
+    assert other.param_groups[0]["lr"] == 0.5
+    for name in ("weight", "bias"):
+        old = optimizer.state[getattr(model, name)]
+        new = other.state[getattr(other_model, name)]
+        assert set(new) == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(new[key], old[key]) for key in old)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = save(tmp_path, owner_of(optimizer))
+    with pytest.raises(CheckpointError, match="does not fit this AdamW: it does not step bias"):
+        read_shards("optimizer_0", owner_of(optimizer, (("weight",), ("other",))), options)
+    fresh = stepped()[1]
+    (tmp_path / "fresh").mkdir()
+    empty = save(tmp_path / "fresh", owner_of(fresh))
+    with pytest.raises(CheckpointError, match="Group 0 of the optimizer was saved with other parameters: "):
+        read_shards("optimizer_0", owner_of(fresh, (("weight",), ("other",))), empty)
+    two = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}])
+    with pytest.raises(CheckpointError, match="holds 1 groups of parameters, and this AdamW has 2"):
+        read_shards("optimizer_0", OptimizerShards(two, [[["weight"]], [["bias"]]]), empty)
