@@ -27,6 +27,7 @@ from accelerate.plugins.training import (
     ProjectConfiguration,
 )
 from accelerate.scheduler import StepPolicy
+from accelerate.settings.migrations import retired_variables
 from accelerate.settings.sections.precision import Fp8Section
 from accelerate.settings.variables import decode
 from accelerate.strategies.request import RunRequest
@@ -102,7 +103,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
     Raises:
         ConfigurationError: for a value that cannot work.
     """
-    notes: list[str] = []
+    notes = retired_variables(environ)
     return RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
         cpu=arguments.cpu or _flag(environ, _CPU_VARIABLE),

@@ -85,7 +85,7 @@ def is_fp16_available() -> bool:
     """Return whether the hardware in use computes in float16; the first Gaudi does not."""
     import torch
 
-    return not is_habana_gaudi1() and detect().supports(torch.float16)
+    return detect().supports(torch.float16)
 
 
 def is_fp8_available() -> bool:
@@ -148,7 +148,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 @cache
 def is_habana_gaudi1() -> bool:
     """Return whether the devices are first-generation Gaudi."""
-    return HPU.available() and str(HPU.torch_module().get_device_name()).strip().upper() == "GAUDI"
+    return HPU.available() and HPU.is_first_generation()
 
 
 def is_transformer_engine_available() -> bool:

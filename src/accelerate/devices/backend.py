@@ -123,12 +123,28 @@ class DeviceBackend:
         self.torch_module().synchronize()
 
     def free_memory(self, index: int = 0) -> int:
-        """Return how many bytes of a device are free."""
-        return int(self.torch_module().mem_get_info(index)[0])
+        """Return how many bytes of a device are free; where the driver does not say, what torch leaves."""
+        return self._memory(index)[0]
 
     def total_memory(self, index: int = 0) -> int:
         """Return how many bytes a device has."""
-        return int(self.torch_module().mem_get_info(index)[1])
+        return self._memory(index)[1]
+
+    def _memory(self, index: int) -> tuple[int, int]:
+        """Bytes that are free, and all bytes."""
+        module = self.torch_module()
+        try:
+            free, total = module.mem_get_info(index)
+        except AttributeError:  # modules of older versions
+            free = None
+        except RuntimeError as error:
+            if "doesn't support" not in str(error):  # some Intel GPUs cannot tell
+                raise
+            free = None
+        if free is None:
+            total = module.get_device_properties(index).total_memory
+            free = total - module.memory_reserved(index)
+        return int(free), int(total)
 
     def empty_cache(self) -> None:
         """Give memory that torch holds but does not use back; nothing where its module keeps no cache."""
@@ -172,6 +188,20 @@ class DeviceBackend:
             return torch.amp.GradScaler(self.name, **kw)
         scaler: torch.amp.GradScaler = self.torch_module().amp.GradScaler(**kw)
         return scaler
+
+
+@dataclass(frozen=True)
+class GaudiBackend(DeviceBackend):
+    """Intel's Gaudi, whose first generation does not compute in float16."""
+
+    def is_first_generation(self) -> bool:
+        """Return whether the devices are of the first generation; starts one."""
+        return str(self.torch_module().get_device_name()).strip().upper() == "GAUDI"
+
+    def supports(self, dtype: "torch.dtype") -> bool:
+        import torch
+
+        return super().supports(dtype) and not (dtype == torch.float16 and self.is_first_generation())
 
 
 @dataclass(frozen=True)

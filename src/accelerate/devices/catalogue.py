@@ -9,7 +9,7 @@ from accelerate.base.environ import current
 from accelerate.base.errors import wrong_value
 from accelerate.base.versions import installed_version
 from accelerate.devices import nvidia
-from accelerate.devices.backend import CpuBackend, DeviceBackend, MpsBackend
+from accelerate.devices.backend import CpuBackend, DeviceBackend, GaudiBackend, MpsBackend
 from accelerate.devices.xla import XlaBackend, count_chips
 
 CUDA = DeviceBackend(
@@ -76,7 +76,7 @@ MUSA = DeviceBackend(
     extension="torch_musa",
     own_scaler=True,
 )
-HPU = DeviceBackend(
+HPU = GaudiBackend(
     name="hpu",
     label="Intel Gaudi HPU",
     distributed_type=DistributedType.MULTI_HPU,

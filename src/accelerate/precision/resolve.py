@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch.amp import GradScaler
 
 from accelerate.base.errors import wrong_value
@@ -159,4 +160,20 @@ def resolve(request: PrecisionRequest) -> Precision:
         logger.warning(
             f"{names} has no effect with mixed_precision={request.name!r}: set mixed_precision='fp8'."
         )
+    if build is not _full:
+        _check_autocast(request)
     return build(request)
+
+
+def _check_autocast(request: PrecisionRequest) -> None:
+    try:
+        is_there = torch.amp.is_autocast_available(request.backend.name)
+    except RuntimeError:  # torch does not know this device at all: its package has not registered it
+        is_there = False
+    if not is_there:
+        raise wrong_value(
+            "mixed_precision",
+            request.name,
+            f"this build of torch ({torch.__version__}) has no autocast for {request.backend.label}",
+            "Choose 'no', or install a torch, or the package of the hardware, that has it",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -10,6 +11,7 @@ from accelerate.base.constants import FSDP_SHARDING_STRATEGY
 from accelerate.base.errors import ConfigurationError, wrong_value
 
 Mapping = dict[str, Any]
+Environment = abc.Mapping[str, str]
 Step = Callable[[Mapping], list[str]]
 
 RETIRED = {
@@ -19,6 +21,12 @@ RETIRED = {
     "tpu_vm_use_alpha": "this TPU command was withdrawn",
 }
 """Keys that older versions wrote and that mean nothing now -> why."""
+
+RETIRED_VARIABLES = {
+    "ACCELERATE_USE_IPEX": RETIRED["use_ipex"],
+    "ACCELERATE_USE_XPU": RETIRED["use_xpu"],
+}
+"""Variables that older launchers and scripts set and that mean nothing now -> why."""
 
 TOP_LEVEL_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")
 
@@ -35,6 +43,19 @@ def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
     current = dict(mapping)
     notes = [note for step in STEPS for note in step(current)]
     return current, tuple(notes)
+
+
+def retired_variables(environ: Environment) -> list[str]:
+    """Return notes about variables of older versions that are set to something else than no.
+
+    Args:
+        environ: the process's variables.
+    """
+    return [
+        f"{name}={environ[name]} has no effect: {why}."
+        for name, why in RETIRED_VARIABLES.items()
+        if environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+    ]
 
 
 def _fp16_flag(mapping: Mapping) -> list[str]:

@@ -62,6 +62,11 @@ def test_accumulation_steps(arguments: Arguments, environ: dict[str, str], expec
         assert request.accumulation.sync_each_batch == arguments.gradient_accumulation_plugin.sync_each_batch
 
 
+def test_a_variable_of_an_older_launcher_is_noted() -> None:
+    (note,) = build_request(Arguments(), {"ACCELERATE_USE_IPEX": "1"}).notes
+    assert "Intel Extension for PyTorch is no longer used" in note
+
+
 def test_a_disagreement_is_noted_with_both_sources() -> None:
     request = build_request(Arguments(mixed_precision="no"), {"ACCELERATE_MIXED_PRECISION": "bf16"})
     (note,) = request.notes

@@ -20,6 +20,15 @@ class Recorder:
             raise AttributeError(name)
         return Recorder(f"{self._path}.{name}", self._calls, self._answers)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recorder) and other._path == self._path
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __str__(self) -> str:
+        return self._path
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.append((self._path, *args, *kwargs.items()))
         answer = self._answers.get(self._path.rpartition(".")[2], self._path)

@@ -2,12 +2,13 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, MPS, NPU, XLA
+from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
 
 ACCELERATORS = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
 
@@ -96,6 +97,45 @@ def test_modules_without_a_cache_are_left_alone(accelerator, fake_torch, monkeyp
     assert fake_torch.paths == [f"{accelerator.module}.empty_cache"]
     monkeypatch.setattr(type(accelerator), "torch_module", lambda self: object())
     accelerator.empty_cache()
+
+
+def test_memory_where_the_driver_does_not_tell(accelerator, fake_torch):
+    def refuse(*args):
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    fake_torch.answers |= {"mem_get_info": refuse, "memory_reserved": 15}
+    fake_torch.answers["get_device_properties"] = SimpleNamespace(total_memory=40)
+    assert (accelerator.free_memory(1), accelerator.total_memory(1)) == (25, 40)
+
+
+def test_other_errors_of_the_driver_are_raised(accelerator, fake_torch):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    fake_torch.answers["mem_get_info"] = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accelerator.free_memory(1)
+
+
+def test_memory_of_modules_that_cannot_tell(accelerator, monkeypatch):
+    module = SimpleNamespace(
+        get_device_properties=lambda index: SimpleNamespace(total_memory=40),
+        memory_reserved=lambda index: 15,
+    )
+    monkeypatch.setattr(type(accelerator), "torch_module", lambda self: module)
+    assert (accelerator.free_memory(1), accelerator.total_memory(1)) == (25, 40)
+
+
+@pytest.mark.parametrize(
+    ("backend", "answer", "hardware"), [(HPU, "get_device_name", "GAUDI"), (XLA, "xla_device_hw", "TPU")]
+)
+def test_hardware_without_float16(backend, answer, hardware, fake_torch):
+    float16 = sys.modules["torch"].float16
+    fake_torch.answers[answer] = "another"
+    assert backend.supports(float16)
+    fake_torch.answers[answer] = hardware
+    assert not backend.supports(float16)
+    assert backend.supports(sys.modules["torch"].bfloat16)
 
 
 def test_unavailable_where_the_module_says_so(accelerator, fake_torch):

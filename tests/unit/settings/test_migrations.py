@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.settings.migrations import migrate
+from accelerate.settings.migrations import migrate, retired_variables
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,13 @@ def test_retired_keys_are_dropped_with_a_note() -> None:
     assert migrated == {"debug": True}
     assert len(notes) == 1
     assert notes[0].startswith("ipex_config has no effect")
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_IPEX", "ACCELERATE_USE_XPU"])
+def test_variables_of_older_launchers_are_noted(name: str) -> None:
+    (note,) = retired_variables({name: "true"})
+    assert note.startswith(f"{name}=true has no effect: ")
+    assert retired_variables({name: "false"}) == retired_variables({}) == []
 
 
 def test_a_file_of_today_stays_as_it_is() -> None:
