@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         data_loader as data_loader,
     )
     from accelerate import (
+        hooks as hooks,
+    )
+    from accelerate import (
         launchers as launchers,
     )
     from accelerate import (
@@ -51,9 +54,14 @@ if TYPE_CHECKING:
     from accelerate.base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from accelerate.base.enums import DistributedType as DistributedType
     from accelerate.base.packages import is_rich_available as is_rich_available
+    from accelerate.big_modeling import cpu_offload as cpu_offload
+    from accelerate.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
+    from accelerate.big_modeling import disk_offload as disk_offload
+    from accelerate.big_modeling import dispatch_model as dispatch_model
     from accelerate.big_modeling import infer_auto_device_map as infer_auto_device_map
     from accelerate.big_modeling import init_empty_weights as init_empty_weights
     from accelerate.big_modeling import init_on_device as init_on_device
+    from accelerate.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from accelerate.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
     from accelerate.data_loader import skip_first_batches as skip_first_batches
     from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
@@ -88,12 +96,17 @@ _HOMES = {
     "ParallelismConfig": "accelerate.parallelism_config",
     "PartialState": "accelerate.state",
     "ProfileKwargs": "accelerate.plugins.profile",
+    "cpu_offload": "accelerate.big_modeling",
+    "cpu_offload_with_hook": "accelerate.big_modeling",
     "debug_launcher": "accelerate.launchers",
+    "disk_offload": "accelerate.big_modeling",
+    "dispatch_model": "accelerate.big_modeling",
     "find_executable_batch_size": "accelerate.diagnostics.batch_size",
     "infer_auto_device_map": "accelerate.big_modeling",
     "init_empty_weights": "accelerate.big_modeling",
     "init_on_device": "accelerate.big_modeling",
     "is_rich_available": "accelerate.base.packages",
+    "load_checkpoint_and_dispatch": "accelerate.big_modeling",
     "load_checkpoint_in_model": "accelerate.big_modeling",
     "notebook_launcher": "accelerate.launchers",
     "skip_first_batches": "accelerate.data_loader",
@@ -102,6 +115,7 @@ _HOMES = {
     "big_modeling": "accelerate.big_modeling",
     "commands": "accelerate.commands",
     "data_loader": "accelerate.data_loader",
+    "hooks": "accelerate.hooks",
     "launchers": "accelerate.launchers",
     "local_sgd": "accelerate.local_sgd",
     "logging": "accelerate.logging",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,86 +15,19 @@ from torch import Tensor, nn
 from accelerate.base.errors import AccelerateError, CheckpointError, ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.device_map import check_device_map
+from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, plan_moves, takes_extra
 from accelerate.checkpointing.shards import find_shards
 from accelerate.weights.int8 import quantize_and_offload_8bit
-from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.packed import INT8
 from accelerate.weights.placement import (
     find_home,
-    place_of,
     read_dtype,
-    resolve_device,
     set_module_tensor_to_device,
 )
 from accelerate.weights.reading import Weights
 from accelerate.weights.store import STATISTICS, Index, beside, offload_weight, save_offload_index
-from accelerate.weights.tied import find_tied_parameters
+from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
-
-CPU = torch.device("cpu")
-META = torch.device("meta")
-DISK = "disk"
-
-
-@dataclass(frozen=True)
-class Move:
-    """Where one tensor of the model comes from, and where it goes.
-
-    Attributes:
-        name: in the model.
-        source: in the files; another one for a tied parameter that is stored under that.
-        device: where it goes.
-        on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
-        dtype: it is converted to.
-        in_place: whether the tensor that the model has is filled, and not replaced.
-        in_8_bits: whether it is quantized before it goes to the disk.
-    """
-
-    name: str
-    source: str
-    device: torch.device
-    on_disk: bool = False
-    dtype: torch.dtype | None = None
-    in_place: bool = False
-    in_8_bits: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is done with each tensor.
-
-    Attributes:
-        moves: one for each tensor of the model that the files hold.
-        missing: names in the model's state dict that the files lack.
-        unexpected: names in the files that the model lacks.
-        misshapen: tensors whose shapes differ, each as a text.
-    """
-
-    moves: Sequence[Move]
-    missing: Sequence[str]
-    unexpected: Sequence[str]
-    misshapen: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """How the user wants tensors placed.
-
-    Attributes:
-        device_map: devices by module; None leaves tensors where they are; those without a value come to the
-            CPU.
-        dtype: of floating-point tensors; None keeps those of the model.
-        kept: modules whose tensors are float32 whatever `dtype` says.
-        offload_buffers: whether buffers of modules on the disk go there, too.
-        in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
-    """
-
-    device_map: Mapping[str, Any] | None = None
-    dtype: torch.dtype | None = None
-    kept: Sequence[str] = ()
-    offload_buffers: bool = False
-    in_8_bits: bool = False
 
 
 def load_checkpoint_in_model(
@@ -137,10 +70,6 @@ def load_checkpoint_in_model(
         ConfigurationError: an argument cannot work, or the device map has no place for a tensor.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    path = Path(checkpoint)
-    if broadcast_from_rank0 or is_sharded(model):
-        _load_sharded(model, path, full_state_dict, broadcast_from_rank0, strict)
-        return
     wishes = Wishes(
         device_map,
         None if dtype is None else read_dtype(dtype),
@@ -148,55 +77,84 @@ def load_checkpoint_in_model(
         offload_buffers,
         offload_8bit_bnb,
     )
-    tied = find_tied_parameters(model)
-    if device_map is not None:
-        check_device_map(model, device_map)
-    weights = Weights.open(find_shards(path))
-    plan = plan_moves(model, weights, wishes, tied)
-    _report(plan, path, type(model).__name__, strict)
-    to_disk = any(move.on_disk for move in plan.moves)
-    if to_disk and offload_folder is None:
-        raise ConfigurationError(
-            'device_map puts modules on the "disk", and there is no folder for them. Pass offload_folder.'
-        )
-    index: Index = {}
-    for move in plan.moves:
-        _carry_out(model, move, weights, offload_folder, index)
+    source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+    index, _ = fill_model(model, source, wishes, offload_folder)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
-    _retie(model, tied)
-    for name, file in weights.extra.items():
-        if _takes_extra(model, name):
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
 
 
-def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequence[Sequence[str]]) -> Plan:
-    """Decide what is done with each tensor; nothing is changed.
+@dataclass(frozen=True)
+class Source:
+    """The files that a model is filled from, and how they are taken.
+
+    Attributes:
+        path: a file of weights, an index, or a folder with either.
+        strict: whether missing and unexpected names are an error.
+        full: for a sharded model: whether the files hold whole tensors.
+        broadcast: for a sharded model: whether rank 0 alone reads them.
+        leave: whether weights that go to the disk stay in the files of safetensors that they are in.
+    """
+
+    path: Path
+    strict: bool = False
+    full: bool = True
+    broadcast: bool = False
+    leave: bool = False
+
+
+def fill_model(
+    model: nn.Module, source: Source, wishes: Wishes, folder: str | os.PathLike[str] | None
+) -> tuple[Index, Index]:
+    """Fill a model from files.
 
     Args:
         model: the module.
-        weights: the opened files.
+        source: the files.
         wishes: of the user.
-        tied: groups of names in the model that stand for one parameter each.
+        folder: where weights on the disk go.
+
+    Returns:
+        Entries of the weights that were written to the folder, and of those that stay in their files.
+
+    Raises:
+        ConfigurationError: the device map does not fit the model, or there is no folder.
+        CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    own = all_tensors(model)
-    sources = _find_sources(own, weights.files, tied)
-    needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
-    return Plan(
-        moves=[_plan_move(name, source, own[name], wishes) for name, source in sources.items()],
-        missing=[name for name in own if name in needed and name not in sources],
-        unexpected=sorted(
-            [
-                *(name for name in weights.files if name not in own and not _is_statistics(name, own)),
-                *(name for name in weights.extra if not _takes_extra(model, name)),
-            ]
-        ),
-        misshapen=[
-            f"{name} is {tuple(weights.shape(source))} and not {tuple(own[name].shape)}"
-            for name, source in sources.items()
-            if weights.shape(source) != own[name].shape
-        ],
-    )
+    if source.broadcast or is_sharded(model):
+        _load_sharded(model, source)
+        return {}, {}
+    tied = find_tied_parameters(model)
+    if wishes.device_map is not None:
+        check_device_map(model, wishes.device_map)
+    weights = Weights.open(find_shards(source.path))
+    plan = plan_moves(model, weights, wishes, tied)
+    _report(plan, source.path, type(model).__name__, source.strict)
+    left = _leave_in_files(plan, weights) if source.leave else {}
+    if folder is None and any(move.on_disk and move.name not in left for move in plan.moves):
+        raise ConfigurationError(
+            'device_map puts modules on the "disk", and there is no folder for them. Pass offload_folder.'
+        )
+    written: Index = {}
+    for move in plan.moves:
+        _carry_out(model, move, weights, None if move.name in left else folder, written)
+    retie_on_same_device(model, tied)
+    for name, file in weights.extra.items():
+        if takes_extra(model, name):
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
+    return written, left
+
+
+def _leave_in_files(plan: Plan, weights: Weights) -> Index:
+    """Return entries of the weights for the disk that can be mapped from where they are."""
+    found: Index = {}
+    for move in plan.moves:
+        where = weights.files[move.source].locate(move.source)
+        if move.on_disk and not move.in_8_bits and where is not None:
+            path, name = where
+            found[move.name] = {"safetensors_file": str(path), "weight_name": name}
+            if move.dtype is not None:
+                found[move.name]["dtype"] = str(move.dtype).removeprefix("torch.")
+    return found
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -204,55 +162,6 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _find_sources(
-    own: Mapping[str, Tensor], stored: Mapping[str, Any], tied: Sequence[Sequence[str]]
-) -> dict[str, str]:
-    """Return, for each tensor of the model that the files hold, the name it has there."""
-    twins = {name: group for group in tied for name in group}
-    found = {
-        name: next((each for each in (name, *twins.get(name, ())) if each in stored), None) for name in own
-    }
-    return {name: source for name, source in found.items() if source is not None}
-
-
-def _plan_move(name: str, source: str, old: Tensor, wishes: Wishes) -> Move:
-    dtype = _dtype_for(name, old, wishes)
-    if wishes.device_map is None:
-        has_value = old.device.type != "meta"
-        return Move(
-            name,
-            source,
-            old.device if has_value else CPU,
-            dtype=dtype,
-            in_place=has_value and dtype == old.dtype,
-        )
-    place = place_of(name, wishes.device_map)
-    if place != DISK:
-        return Move(name, source, resolve_device(place), dtype=dtype)
-    stays = not (isinstance(old, nn.Parameter) or wishes.offload_buffers)
-    in_8_bits = wishes.in_8_bits and type(old).__name__ == INT8
-    return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)
-
-
-def _dtype_for(name: str, old: Tensor, wishes: Wishes) -> torch.dtype:
-    if wishes.dtype is None or not (old.is_floating_point() or old.is_complex()):
-        return old.dtype
-    is_kept = any(f".{module}." in f".{name}." for module in wishes.kept)
-    return torch.float32 if is_kept else wishes.dtype
-
-
-def _takes_extra(model: nn.Module, name: str) -> bool:
-    """Whether the module of that name takes what is kept beside tensors."""
-    path = name.rpartition(".")[0]
-    modules = dict(model.named_modules())
-    return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state
-
-
-def _is_statistics(name: str, own: Mapping[str, Tensor]) -> bool:
-    """Whether this is what a weight in 8 bits is multiplied by, stored beside it."""
-    return name == beside(name, STATISTICS) and beside(name, "weight") in own
 
 
 def _report(plan: Plan, path: Path, kind: str, strict: bool) -> None:
@@ -295,34 +204,25 @@ def _factors_of(name: str, weights: Weights, device: torch.device) -> Tensor | N
     return weights.read(factors, device) if is_wanted else None
 
 
-def _retie(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Let names that stood for one parameter do so again, where they are on the same device."""
-    for group in tied:
-        first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
-        for name in group:
-            path, _, last = name.rpartition(".")
-            owner = model.get_submodule(path)
-            parameter = owner.get_parameter(last)
-            owner._parameters[last] = first.setdefault((parameter.device, parameter.dtype), parameter)
-
-
-def _load_sharded(model: nn.Module, path: Path, full: bool, broadcast: bool, strict: bool) -> None:
+def _load_sharded(model: nn.Module, source: Source) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state: dict[str, Any] = {}
     fault: AccelerateError | None = None
-    if not broadcast or torch.distributed.get_rank() == 0:
+    if not source.broadcast or torch.distributed.get_rank() == 0:
         try:
-            state = _read_all(model, path, strict)
+            state = _read_all(model, source.path, source.strict)
         except AccelerateError as error:
             fault = error
-    if broadcast:  # the other ranks must not wait for tensors that never come
+    if source.broadcast:  # the other ranks must not wait for tensors that never come
         said: list[Any] = [fault]
         torch.distributed.broadcast_object_list(said, src=0)
         fault = said[0]
     if fault is not None:
         raise fault
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=False)
+    options = StateDictOptions(
+        full_state_dict=source.full, broadcast_from_rank0=source.broadcast, strict=False
+    )
     set_model_state_dict(model, state, options=options)
 
 

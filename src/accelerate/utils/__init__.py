@@ -160,6 +160,10 @@ from accelerate.devices.nvidia import (
 )
 from accelerate.devices.xla import install_xla as install_xla
 from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
+from accelerate.hooks.offloaded import (
+    align_module_device as align_module_device,
+    has_offloaded_params as has_offloaded_params,
+)
 from accelerate.launch.namespace import (
     prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env as prepare_multi_gpu_env,

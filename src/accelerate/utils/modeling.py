@@ -38,6 +38,12 @@ from accelerate.devices.availability import (
 )
 from accelerate.devices.memory import clear_device_cache as clear_device_cache
 from accelerate.display import tqdm as tqdm
+from accelerate.hooks.offloaded import (
+    align_module_device as align_module_device,
+    get_state_dict_from_offload as get_state_dict_from_offload,
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+    has_offloaded_params as has_offloaded_params,
+)
 from accelerate.plugins.handlers import AutocastKwargs as AutocastKwargs
 from accelerate.precision.amp import (
     get_grad_scaler as get_grad_scaler,

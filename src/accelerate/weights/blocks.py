@@ -13,7 +13,11 @@ CONTAINERS = (*LISTS, nn.Sequential)
 
 
 def find_blocks(
-    module: nn.Module, name: str = "", whole: Collection[str] = (), repeated: bool = False
+    module: nn.Module,
+    name: str = "",
+    whole: Collection[str] = (),
+    opened: Collection[str] = (),
+    repeated: bool = False,
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the blocks of a module in its order: each tensor belongs to exactly one of them.
 
@@ -25,12 +29,14 @@ def find_blocks(
         module: where to look.
         name: its own dotted name.
         whole: names of classes that are always one block.
+        opened: names of modules that are none.
         repeated: whether the module is part of one that stands in a list.
 
     Yields:
         Name, module, and whether the block has the tensors of all modules inside, too.
     """
-    if type(module).__name__ in whole or (repeated and has_forward(module) and not _has_list(module)):
+    is_block = type(module).__name__ in whole or (repeated and has_forward(module) and not _has_list(module))
+    if is_block and name not in opened:
         if next(named_module_tensors(module, recurse=True), None) is not None:
             yield name, module, True
         return
@@ -40,7 +46,7 @@ def find_blocks(
     for child_name, child in module._modules.items():
         if child is None:
             continue
-        yield from find_blocks(child, f"{name}.{child_name}" if name else child_name, whole, inside)
+        yield from find_blocks(child, f"{name}.{child_name}" if name else child_name, whole, opened, inside)
 
 
 def has_forward(module: nn.Module) -> bool:

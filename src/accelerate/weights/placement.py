@@ -161,9 +161,20 @@ def place_of(name: str, device_map: Mapping[str, Any]) -> Any:
     Returns:
         The entry; None when there is none.
     """
+    entry = entry_of(name, device_map)
+    return None if entry is None else device_map[entry]
+
+
+def entry_of(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """Return the name in a device map of the innermost module around a tensor or module, or its own.
+
+    Args:
+        name: dotted name.
+        device_map: devices by module; "" is the whole model.
+    """
     while True:
         if name in device_map:
-            return device_map[name]
+            return name
         if not name:
             return None
         name = name.rpartition(".")[0]

@@ -40,6 +40,10 @@ class WeightFile(Protocol):
         """
         ...
 
+    def locate(self, name: str) -> tuple[Path, str] | None:
+        """Return from which file, and under which name, a tensor can be mapped; None: it cannot."""
+        ...
+
 
 class SafetensorsFile:
     """A file of safetensors: see `WeightFile`.
@@ -70,6 +74,9 @@ class SafetensorsFile:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
         return tensor
+
+    def locate(self, name: str) -> tuple[Path, str] | None:
+        return self.path, self._first.get(name, name)
 
     def _open(self, device: torch.device) -> Any:
         key = str(device)
@@ -108,6 +115,9 @@ class TorchFile:
     def read(self, name: str, device: torch.device) -> Any:
         value = self._state[name]
         return value.detach().to(device) if isinstance(value, Tensor) else value
+
+    def locate(self, name: str) -> tuple[Path, str] | None:
+        return None
 
 
 def is_extra(name: object) -> bool:

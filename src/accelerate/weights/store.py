@@ -193,10 +193,18 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.index: Index = {} if index is None else index
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
+        self._opened: dict[tuple[str, str], Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}  # an open file is neither copied nor pickled
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
 
     def __getitem__(self, key: str) -> Tensor:
-        if key in self.state_dict:
-            return self.state_dict[key]
+        in_memory = self.state_dict.get(key)
+        if in_memory is not None:
+            return in_memory
         entry = self.index[key]
         if "safetensors_file" in entry:
             return self._read_safetensors(key, entry)
@@ -212,10 +220,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
         device = "cpu" if self.device is None else str(resolve_device(self.device))
-        path = entry["safetensors_file"]
+        path = str(entry["safetensors_file"])
         try:
-            with safe_open(path, "pt", device=device) as opened:
-                tensor: Tensor = opened.get_tensor(entry.get("weight_name", key))
+            opened = self._opened.get((path, device))
+            if opened is None:
+                opened = self._opened[path, device] = safe_open(path, "pt", device=device)
+            tensor: Tensor = opened.get_tensor(entry.get("weight_name", key))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{key} cannot be read from {path}: {error}") from error
         return tensor.to(read_dtype(entry["dtype"])) if "dtype" in entry else tensor
@@ -236,15 +246,24 @@ class PrefixedDataset(Mapping[str, Tensor]):
         self.prefix = prefix
 
     def __getitem__(self, key: str) -> Tensor:
-        inner = f"{self.prefix}{key}"
-        is_full = inner not in self.dataset and key.startswith(self.prefix)
-        return self.dataset[key if is_full else inner]
+        try:
+            return self.dataset[f"{self.prefix}{key}"]
+        except KeyError:
+            if not self._is_full(key):
+                raise
+            return self.dataset[key]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and (f"{self.prefix}{key}" in self.dataset or self._is_full(key))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.dataset if name.startswith(self.prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def _is_full(self, key: str) -> bool:
+        return key.startswith(self.prefix) and key in self.dataset
 
 
 def extract_submodules_state_dict(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerate.weights.placement import find_home, place_of
@@ -40,6 +41,20 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
         kept = next((each for each in found if each is not None and each.device.type != "meta"), found[0])
         for owner, name in homes:
             owner._parameters[name] = kept
+
+
+def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> None:
+    """Let names that stood for one parameter do so again, where they have the same device and dtype.
+
+    Args:
+        model: the module.
+        tied: groups of names, as `find_tied_parameters` returns them.
+    """
+    for group in tied:
+        first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
+        for owner, name in (find_home(model, each) for each in group):
+            parameter = owner.get_parameter(name)
+            owner._parameters[name] = first.setdefault((parameter.device, parameter.dtype), parameter)
 
 
 def check_tied_parameters_on_same_device(

@@ -1,0 +1,287 @@
+"""Carry a device map out: hooks bring weights and inputs together, wherever both lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.base.errors import wrong_value
+from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
+from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map, spell_place
+from accelerate.big_modeling.elsewhere import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.big_modeling.load import Source, fill_model
+from accelerate.big_modeling.moves import Wishes
+from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
+from accelerate.hooks.attach import attach_align_device_hook_on_blocks
+from accelerate.hooks.offload import UserCpuOffloadHook, offload_with_hook
+from accelerate.weights.placement import Device, read_dtype
+from accelerate.weights.store import Folder, Index, OffloadedWeightsLoader, save_offload_index
+from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
+
+METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: Folder | None = None,
+    offload_index: Index | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put each module of a model where a device map says, so that the model can be called as before.
+
+    Modules on accelerators compute there, and inputs follow them. Those on the "cpu", where there are
+    accelerators, and on the "disk" compute on the main device: the weights of each block come for its
+    forward, and those of the next one meanwhile.
+
+    Args:
+        model: the module.
+        device_map: devices by module or tensor: numbers, names, "cpu" or "disk".
+        main_device: that computes for modules that lie elsewhere; None: the first accelerator in the map, or
+            the CPU.
+        state_dict: weights of modules on the "cpu"; None takes those of the model.
+        offload_dir: folder with weights of modules on the "disk": those with values are written there.
+        offload_index: where weights on the "disk" are, by name: files of safetensors, or raw ones in
+            `offload_dir`; None reads the index of that folder.
+        offload_buffers: whether buffers of modules that lie elsewhere do so, too.
+        skip_keys: keyword arguments and keys of outputs that are not moved.
+        preload_module_classes: names of classes whose weights come as a whole.
+        force_hooks: whether a model that lies on one device gets hooks, too.
+
+    Returns:
+        The model, with the map as its `hf_device_map`.
+
+    Raises:
+        ConfigurationError: the map does not fit the model, or weights have no values or no folder.
+    """
+    # Clients replace the function in the package, so it is looked up there.
+    sys.modules["accelerate.big_modeling"].check_device_map(model, device_map)
+    remove_old_hooks(model)
+    places = {spell_place(place): place for place in device_map.values()}
+    if len(places) == 1 and DISK not in places and not force_hooks:
+        move_whole(model, next(iter(places.values())))
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    main = main_device if main_device is not None else _first_accelerator(device_map)
+    elsewhere = {DISK} if str(main) == CPU else {DISK, CPU}
+    tied = find_tied_parameters(model)
+    weights = find_elsewhere(model, device_map, elsewhere, offload_buffers)
+    in_memory = keep_in_memory(model, [name for name in weights if weights[name] == CPU], state_dict, main)
+    on_disk = [name for name in weights if weights[name] == DISK]
+    index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)
+    offload = {name: spell_place(place) in elsewhere for name, place in device_map.items()}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": main, **{n: main if offload[n] else p for n, p in device_map.items()}},
+        offload=offload,
+        weights_map=OffloadedWeightsLoader(in_memory, offload_dir, index, main if index else None),
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+    )
+    retie_on_same_device(model, tied)
+    guard_moves(model)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on the CPU; those of each block come for its forward.
+
+    Args:
+        model: the module.
+        execution_device: that computes; None: where the first parameter is.
+        offload_buffers: whether buffers are kept on the CPU, too.
+        state_dict: the weights; None takes those of the model.
+        preload_module_classes: names of classes whose weights come as a whole.
+
+    Returns:
+        The model.
+    """
+    main = _device_of(model) if execution_device is None else execution_device
+    names = list(find_elsewhere(model, {"": CPU}, {CPU}, offload_buffers))
+    weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
+    _attach_all(model, main, weights, offload_buffers, preload_module_classes)
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until it is called; it then stays on the device that computes.
+
+    Args:
+        model: the module.
+        execution_device: that computes; None: the accelerator of this process, or the CPU.
+        prev_module_hook: of the model that is called before, which then goes back to the CPU.
+
+    Returns:
+        The model, and its hook, which sends it back or takes itself off.
+    """
+    hook = offload_with_hook(model, execution_device, prev_module_hook)
+    return model, hook
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Folder,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model in files; those of each block come for its forward.
+
+    Args:
+        model: the module.
+        offload_dir: folder of the files; weights with values are written there.
+        execution_device: that computes; None: where the first parameter is, or the CPU.
+        offload_buffers: whether buffers are kept in files, too.
+        preload_module_classes: names of classes whose weights come as a whole.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: weights have no values, and the folder does not have them, either.
+    """
+    main = _device_of(model) if execution_device is None else execution_device
+    names = list(find_elsewhere(model, {"": DISK}, {DISK}, offload_buffers))
+    index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, device=main)
+    _attach_all(model, main, weights, offload_buffers, preload_module_classes)
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Folder,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Fill a model from files, each module right where it belongs; it may lie on the meta device.
+
+    Weights that go to the "disk" are left in the files of safetensors that they are in, and mapped from them.
+
+    Args:
+        model: the module.
+        checkpoint: `*.safetensors`, a file of torch, an index, or a folder with either.
+        device_map: devices by module; or "auto" or "balanced" for even shares on all accelerators,
+            "balanced_low_0" for as little as possible on the first, "sequential" for one after the other;
+            None loads without hooks.
+        max_memory: bytes, or texts such as "10GB", by device; None: what is free.
+        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
+        offload_folder: where weights on the "disk" go that are not in files of safetensors.
+        offload_buffers: whether buffers of modules that lie elsewhere do so, too.
+        dtype: of floating-point tensors; None keeps those of the model.
+        offload_state_dict: taken for compatibility: tensors are read one by one.
+        skip_keys: keyword arguments and keys of outputs that are not moved.
+        preload_module_classes: names of classes whose weights come as a whole.
+        force_hooks: whether a model that lies on one device gets hooks, too.
+        strict: whether missing and unexpected names are an error; otherwise they are a warning.
+        full_state_dict: for a sharded model: whether the files hold whole tensors.
+        broadcast_from_rank0: for a sharded model, called on all ranks: whether rank 0 alone reads the files.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: an argument cannot work, or the device map does not fit the model.
+        CheckpointError: a file is missing or broken, or does not fit the model.
+    """
+    planned = _plan(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    wishes = Wishes(planned, None if dtype is None else read_dtype(dtype), offload_buffers=offload_buffers)
+    source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
+    written, left = fill_model(model, source, wishes, offload_folder)
+    if offload_folder is not None:
+        save_offload_index(written, offload_folder)
+    if planned is None:
+        return model
+    return dispatch_model(
+        model,
+        planned,
+        offload_dir=offload_folder,
+        offload_index={**written, **left} or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _plan(
+    model: nn.Module,
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Memory | None,
+    whole: str | Collection[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Any] | None:
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in METHODS:
+        raise wrong_value(
+            "device_map", device_map, "there is no such way to plan", f"use {', '.join(METHODS)}, or a map"
+        )
+    memory: Memory = (
+        plan_memory(max_memory)
+        if device_map == "sequential"
+        else get_balanced_memory(model, max_memory, whole, dtype, low_zero=device_map == "balanced_low_0")
+    )
+    return infer_auto_device_map(model, memory, whole, dtype, offload_buffers=offload_buffers)
+
+
+def _attach_all(
+    model: nn.Module,
+    main: Device,
+    weights: OffloadedWeightsLoader,
+    offload_buffers: bool,
+    preload_module_classes: Collection[str] | None,
+) -> None:
+    remove_old_hooks(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=main,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None and first.device.type != "meta" else torch.device(CPU)
+
+
+def _first_accelerator(device_map: Mapping[str, Any]) -> Device:
+    others = (place for place in device_map.values() if spell_place(place) not in (CPU, DISK))
+    return next(others, CPU)

@@ -1,0 +1,135 @@
+"""The weights of modules that lie elsewhere than where they compute: found, kept in memory or on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.base.text import listed
+from accelerate.big_modeling.device_map import CPU, DISK, spell_place
+from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
+from accelerate.weights.placement import Device, place_of, resolve_device
+from accelerate.weights.store import INDEX, Folder, Index, offload_state_dict, read_index
+
+PINNED_PART = 0.5
+"""Part of the free memory that weights on their way to accelerators may lock."""
+
+
+def find_elsewhere(
+    model: nn.Module, device_map: Mapping[str, Any], elsewhere: Collection[str], offload_buffers: bool
+) -> dict[str, str]:
+    """Return the tensors that do not stay on the device that computes, with their places.
+
+    Where a map parts the own tensors of a module, all of them lie elsewhere: its hook brings all.
+
+    Args:
+        model: the module.
+        device_map: devices by module or tensor.
+        elsewhere: places where nothing computes.
+        offload_buffers: whether buffers are among them.
+    """
+    stay = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    found = {
+        name: spell_place(place_of(name, device_map))
+        for name, tensor in all_tensors(model).items()
+        if isinstance(tensor, nn.Parameter) or (offload_buffers and name not in stay)
+    }
+    away = {name.rpartition(".")[0]: place for name, place in found.items() if place in elsewhere}
+    return {name: away[owner] for name in found if (owner := name.rpartition(".")[0]) in away}
+
+
+def keep_in_memory(
+    model: nn.Module, names: Collection[str], state_dict: Mapping[str, Tensor] | None, main: Device
+) -> dict[str, Tensor]:
+    """Return weights on the CPU, in locked memory where they travel to an accelerator; tied ones once.
+
+    Args:
+        model: the module.
+        names: of the weights.
+        state_dict: their values, where they are not those of the model.
+        main: the device that computes.
+
+    Raises:
+        ConfigurationError: some have no values.
+    """
+    own = all_tensors(model)
+    given = state_dict or {}
+    found = {name: given.get(name, own[name]).detach() for name in names}
+    empty = [name for name, tensor in found.items() if tensor.is_meta]
+    if empty:
+        raise ConfigurationError(
+            f"{listed(empty)} have no values to keep on the CPU: they are on the meta device. Load the model "
+            "first, or pass state_dict."
+        )
+    kept: dict[Any, Tensor] = {}
+    lock = _may_lock(found, resolve_device(main))
+    for name, tensor in found.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
+        if key not in kept or not tensor.numel():
+            on_cpu = tensor.to(CPU)
+            kept[key] = on_cpu.pin_memory() if lock and not on_cpu.is_pinned() else on_cpu
+        found[name] = kept[key]
+    return found
+
+
+def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
+    if main.type in ("cpu", "meta", "mps"):
+        return False
+    import psutil
+
+    return sum(each.nbytes for each in weights.values()) < PINNED_PART * psutil.virtual_memory().available
+
+
+def keep_on_disk(
+    model: nn.Module,
+    names: Collection[str],
+    folder: Folder | None,
+    given: Index | None,
+    tied: Collection[Collection[str]],
+    device_map: Mapping[str, Any],
+) -> Index:
+    """Return where weights on the disk are; those with values are written.
+
+    Args:
+        model: the module.
+        names: of the weights.
+        folder: where they are written to, and where others are already.
+        given: where weights are that need not be written.
+        tied: groups of names that stand for one parameter each.
+        device_map: devices by module or tensor, for the message.
+
+    Raises:
+        ConfigurationError: there is no folder, or weights are nowhere.
+    """
+    if not names:
+        return {}
+    own = all_tensors(model)
+    index = dict(given or {})
+    fresh = {name: own[name] for name in names if name not in index and not own[name].is_meta}
+    if folder is None and (fresh or given is None):
+        modules = [name or "all modules" for name, place in device_map.items() if place == DISK]
+        raise ConfigurationError(
+            f"device_map puts {listed(modules)} on the disk, and there is no folder for them. "
+            "Pass offload_dir."
+        )
+    if folder is not None:
+        if fresh:
+            offload_state_dict(folder, fresh)
+        path = Path(folder) / INDEX
+        index = {**(read_index(path) if os.path.isfile(path) else {}), **index}
+    for group in tied:
+        known = next((index[name] for name in group if "safetensors_file" in index.get(name, {})), None)
+        index.update({name: known for name in group if known is not None and name not in index})
+    missing = [name for name in names if name not in index]
+    if missing:
+        raise ConfigurationError(
+            f"{listed(missing)} have no values, and are not among the weights on the disk. Load the model "
+            "first, or use load_checkpoint_and_dispatch()."
+        )
+    return {name: index[name] for name in names}

@@ -1,0 +1,163 @@
+"""What filling a model from files does with each tensor: decided before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
+from accelerate.weights.packed import INT8
+from accelerate.weights.placement import place_of, resolve_device
+from accelerate.weights.reading import Weights
+from accelerate.weights.store import STATISTICS, beside
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Move:
+    """Where one tensor of the model comes from, and where it goes.
+
+    Attributes:
+        name: in the model.
+        source: in the files; another one for a tied parameter that is stored under that.
+        device: where it goes.
+        on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
+        dtype: it is converted to.
+        in_place: whether the tensor that the model has is filled, and not replaced.
+        in_8_bits: whether it is quantized before it goes to the disk.
+    """
+
+    name: str
+    source: str
+    device: torch.device
+    on_disk: bool = False
+    dtype: torch.dtype | None = None
+    in_place: bool = False
+    in_8_bits: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with each tensor.
+
+    Attributes:
+        moves: one for each tensor of the model that the files hold.
+        missing: names in the model's state dict that the files lack.
+        unexpected: names in the files that the model lacks.
+        misshapen: tensors whose shapes differ, each as a text.
+    """
+
+    moves: Sequence[Move]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    misshapen: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How the user wants tensors placed.
+
+    Attributes:
+        device_map: devices by module; None leaves tensors where they are; those without a value come to the
+            CPU.
+        dtype: of floating-point tensors; None keeps those of the model.
+        kept: modules whose tensors are float32 whatever `dtype` says.
+        offload_buffers: whether buffers of modules on the disk go there, too.
+        in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
+    """
+
+    device_map: Mapping[str, Any] | None = None
+    dtype: torch.dtype | None = None
+    kept: Sequence[str] = ()
+    offload_buffers: bool = False
+    in_8_bits: bool = False
+
+
+def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequence[Sequence[str]]) -> Plan:
+    """Decide what is done with each tensor; nothing is changed.
+
+    Args:
+        model: the module.
+        weights: the opened files.
+        wishes: of the user.
+        tied: groups of names in the model that stand for one parameter each.
+    """
+    own = all_tensors(model)
+    sources = _find_sources(own, weights.files, tied)
+    needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
+    return Plan(
+        moves=[_plan_move(name, source, own[name], wishes) for name, source in sources.items()],
+        missing=[name for name in own if name in needed and name not in sources],
+        unexpected=sorted(
+            [
+                *(name for name in weights.files if name not in own and not _is_statistics(name, own)),
+                *(name for name in weights.extra if not takes_extra(model, name)),
+            ]
+        ),
+        misshapen=[
+            f"{name} is {tuple(weights.shape(source))} and not {tuple(own[name].shape)}"
+            for name, source in sources.items()
+            if weights.shape(source) != own[name].shape
+        ],
+    )
+
+
+def _find_sources(
+    own: Mapping[str, Tensor], stored: Mapping[str, Any], tied: Sequence[Sequence[str]]
+) -> dict[str, str]:
+    """Return, for each tensor of the model that the files hold, the name it has there."""
+    twins = {name: group for group in tied for name in group}
+    found = {
+        name: next((each for each in (name, *twins.get(name, ())) if each in stored), None) for name in own
+    }
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def _plan_move(name: str, source: str, old: Tensor, wishes: Wishes) -> Move:
+    dtype = _dtype_for(name, old, wishes)
+    if wishes.device_map is None:
+        has_value = old.device.type != "meta"
+        return Move(
+            name,
+            source,
+            old.device if has_value else CPU,
+            dtype=dtype,
+            in_place=has_value and dtype == old.dtype,
+        )
+    place = place_of(name, wishes.device_map)
+    if place != DISK:
+        return Move(name, source, resolve_device(place), dtype=dtype)
+    stays = not (isinstance(old, nn.Parameter) or wishes.offload_buffers)
+    in_8_bits = wishes.in_8_bits and type(old).__name__ == INT8
+    return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)
+
+
+def _dtype_for(name: str, old: Tensor, wishes: Wishes) -> torch.dtype:
+    if wishes.dtype is None or not (old.is_floating_point() or old.is_complex()):
+        return old.dtype
+    is_kept = any(f".{module}." in f".{name}." for module in wishes.kept)
+    return torch.float32 if is_kept else wishes.dtype
+
+
+def takes_extra(model: nn.Module, name: str) -> bool:
+    """Whether the module of that name takes what is kept beside tensors.
+
+    Args:
+        model: the module around it.
+        name: under which it is kept, with the module's name before the last dot.
+    """
+    path = name.rpartition(".")[0]
+    modules = dict(model.named_modules())
+    return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state
+
+
+def _is_statistics(name: str, own: Mapping[str, Tensor]) -> bool:
+    """Whether this is what a weight in 8 bits is multiplied by, stored beside it."""
+    return name == beside(name, STATISTICS) and beside(name, "weight") in own

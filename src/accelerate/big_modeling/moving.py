@@ -1,0 +1,65 @@
+"""Move a model as a whole, and guard one that its device map keeps in place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base.text import listed
+from accelerate.hooks.align import AlignDevicesHook
+from accelerate.hooks.base import hooks_of, remove_hook_from_module
+from accelerate.weights.modules import all_tensors
+from accelerate.weights.placement import resolve_device
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
+
+MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+"""Methods of a module that would move it."""
+
+
+def remove_old_hooks(model: nn.Module) -> None:
+    """Take the hooks of an earlier map off, which would bring weights a second time."""
+    for module in model.modules():
+        if any(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)):
+            remove_hook_from_module(module)
+
+
+def move_whole(model: nn.Module, place: Any) -> None:
+    tensors = all_tensors(model)
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    device = resolve_device(place)
+    if empty and device.type != "meta":
+        raise ConfigurationError(
+            f"{listed(empty)} have no values to bring to {place}: they are on the meta device. Load the "
+            "model first, or use load_checkpoint_and_dispatch()."
+        )
+    if any(tensor.device != device for tensor in tensors.values()):
+        model.to(device)
+
+
+def guard_moves(model: nn.Module) -> None:
+    for name in MOVES:
+        plain = getattr(type(model), name, None)
+        if plain is not None:
+            guarded = functools.partial(_move_guarded, model, name)
+            setattr(model, name, functools.update_wrapper(guarded, plain))
+
+
+def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    found = [hook for module in model.modules() for hook in hooks_of(module)]
+    hooks = [hook for hook in found if isinstance(hook, AlignDevicesHook)]
+    call = f"{type(model).__name__}.{name}()"
+    if any(hook.offload for hook in hooks):
+        raise StateError(
+            f"{call} cannot move a model with modules that are offloaded to the CPU or the disk. Load it "
+            "with another device_map, or take its hooks off with remove_hook_from_submodules()."
+        )
+    if hooks:
+        logger.warning(
+            f"{call} moves a model that hooks keep on the devices of its device_map: inputs still follow it."
+        )
+    return getattr(type(model), name)(model, *args, **kwargs)

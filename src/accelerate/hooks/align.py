@@ -1,0 +1,234 @@
+"""Bring the tensors of a module to the device that computes, and its inputs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.hooks.base import ModelHook, not_traced
+from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead
+from accelerate.hooks.slots import META, Slot, find_slots
+from accelerate.nested import find_device, send_to_device
+from accelerate.weights.modules import named_module_tensors
+from accelerate.weights.placement import Device, resolve_device, set_module_tensor_to_device
+
+Shared = dict[int, dict[torch.device, Tensor]]
+STEADY = (int, float, bool, str, type(None))
+"""Types of arguments that have no device."""
+
+
+class AlignDevicesHook(ModelHook):
+    """Inputs, and the module's own tensors, are on the right device when it computes.
+
+    Args:
+        execution_device: that computes; None leaves inputs where they are.
+        offload: whether the module's tensors lie elsewhere and come for the forward only.
+        io_same_device: whether outputs go back to the device that the inputs came from.
+        weights_map: values of the offloaded tensors by name; None takes them from the module to the CPU.
+        offload_buffers: whether buffers are offloaded, too.
+        place_submodules: whether the tensors of all modules inside are meant, too.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        tied_params_map: parameters that several modules share, by the address of the original and by device.
+
+    Attributes:
+        input_device: that the inputs of the last call came from.
+        original_devices: where offloaded tensors were before, by name; "meta" where they had no value.
+        ahead: what brings offloaded tensors.
+        block: the hook of the module around this one that brings its tensors; None: it does so itself.
+        is_in: whether offloaded tensors are there now.
+    """
+
+    original_devices: dict[str, torch.device]
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: Shared | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.tied_params_names: set[str] = set()
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.input_device: torch.device | None = None
+        self.ahead: NothingAhead = NOTHING_AHEAD
+        self.block: AlignDevicesHook | None = None
+        self.is_in = False
+        self._slots: list[Slot] = []
+        self._members: dict[int, tuple[AlignDevicesHook, nn.Module]] = {}
+        self._device: tuple[Any, torch.device | None] = (None, None)
+
+    def __repr__(self) -> str:
+        shown = (
+            "execution_device",
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    # Attaching
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload:
+            self._empty(module)
+        elif self.execution_device is not None:
+            for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
+                set_module_tensor_to_device(
+                    module, name, self.execution_device, tied_params_map=self.tied_params_map
+                )
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for slot in self._slots:
+            if slot.home.type != "meta" and (self.is_in or slot.is_empty()):
+                slot.fill(slot.read(slot.home), slot.home)
+        if self.block is not None:  # which may stay
+            own = {id(slot) for slot in self._slots}
+            self.block._slots = [slot for slot in self.block._slots if id(slot) not in own]
+            self.block._members.pop(id(self), None)
+        self.ahead, self.is_in, self._slots = NOTHING_AHEAD, False, []
+        return module
+
+    def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
+        """Become the hook of a module inside a block, whose hook brings the tensors of all of them.
+
+        The block reads them from the `weights_map` of this hook. Outside of the block's forward this hook
+        brings and takes them by itself, when it is called.
+
+        Args:
+            block: the hook of the module around.
+            module: the module.
+        """
+        own = (module._parameters, module._buffers)
+        self._slots = [slot for slot in block._slots if any(slot.tensors is each for each in own)]
+        self.original_devices = {slot.key: slot.home for slot in self._slots}
+        for slot in self._slots:
+            slot.source, slot.name = self, slot.key
+        self.block = block
+        block._members[id(self)] = (self, module)
+
+    def _empty(self, module: nn.Module) -> None:
+        named = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in named.items()}
+        self._slots, stay = find_slots(module, self, self.offload_buffers, self.place_submodules)
+        if self.weights_map is None:
+            self.weights_map = {slot.name: slot.empty.detach().to("cpu") for slot in self._slots}
+        for slot in self._slots:
+            if slot.empty.device.type != "meta":
+                set_module_tensor_to_device(slot.owner, slot.key, META, clear_cache=False)
+                slot.empty = slot.tensors[slot.key]
+            slot.clear()
+        for member, inner in list(self._members.values()):
+            member.join(self, inner)
+        if self.execution_device is not None:
+            for name, tensor in stay.items():
+                if tensor.device.type != "meta":
+                    set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
+
+    # Running
+
+    def fetch(self, non_blocking: bool = False) -> list[Tensor]:
+        """Return the values of all offloaded tensors, on the device that computes.
+
+        Args:
+            non_blocking: whether they may still be on their way there, from pinned memory.
+        """
+        device = self._target() or torch.device("cpu")
+        return [slot.read(device, non_blocking) for slot in self._slots]
+
+    def count_bytes(self) -> int:
+        """Return the bytes of all offloaded tensors."""
+        return sum(slot.empty.nbytes for slot in self._slots)
+
+    def values_by_place(self, device: torch.device) -> dict[tuple[int, str], Tensor]:
+        """Return the values of all offloaded tensors by their places: dictionary of the module, and key.
+
+        Args:
+            device: where to.
+        """
+        found = {}
+        for slot in self._slots:
+            values = slot.read(device)
+            for tensors, key in ((slot.tensors, slot.key), *slot.twins):
+                found[id(tensors), key] = values
+        return found
+
+    @not_traced
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload and not self.is_in and not (self.block is not None and self.block.is_in):
+            self._bring()
+        device = self._target()
+        if device is None or all_there(args, kwargs, device):
+            return args, kwargs
+        return (
+            send_to_device(args, device),
+            send_to_device(kwargs, device, skip_keys=self.skip_keys),
+        )
+
+    @not_traced
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.is_in:
+            for slot in self._slots:
+                slot.clear()
+            self.is_in = False
+        if self.io_same_device and self.input_device is not None:
+            return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def _bring(self) -> None:
+        device = self._target() or torch.device("cpu")
+        if self.ahead is NOTHING_AHEAD:
+            for slot in self._slots:
+                slot.bring(device)
+        else:
+            for slot in self._slots:
+                slot.keep_changes()
+            for slot, values in zip(self._slots, self.ahead.take(self), strict=True):
+                slot.fill(values, device)
+        self.is_in = True
+
+    def _target(self) -> torch.device | None:
+        """Return the device that computes; users may assign another at any time."""
+        written = self.execution_device
+        if written is not self._device[0]:
+            self._device = (written, None if written is None else resolve_device(written))
+        return self._device[1]
+
+
+def all_there(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether nothing among arguments needs to be moved; in doubt it says no.
+
+    Args:
+        args: of a forward.
+        kwargs: of a forward.
+        device: that computes.
+    """
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor):
+            if each.device != device:
+                return False
+        elif not isinstance(each, STEADY):
+            return False
+    return True

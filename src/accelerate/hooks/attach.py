@@ -1,0 +1,198 @@
+"""Choose the hooks of a whole tree of modules: one for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate.hooks.align import AlignDevicesHook, Shared
+from accelerate.hooks.base import HOOK, add_hook_to_module
+from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead, Prefetcher
+from accelerate.weights.blocks import find_blocks, has_forward
+from accelerate.weights.modules import named_module_tensors
+from accelerate.weights.placement import Device, entry_of, resolve_device
+from accelerate.weights.store import OffloadedWeightsLoader, PrefixedDataset
+
+Keys = str | list[str] | None
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: Shared | None = None,
+) -> None:
+    """Let a module, and each block in it, compute on a device; modules that have a hook keep it.
+
+    Args:
+        module: the module.
+        execution_device: the device.
+        skip_keys: keyword arguments that stay where they are.
+        preload_module_classes: names of classes that are always one block.
+        tied_params_map: parameters that several modules share, by the address of the original and by device.
+    """
+    blocks = find_blocks(module, whole=preload_module_classes or ())
+    for each, with_inner in [(module, False), *((block, inner) for _, block, inner in blocks)]:
+        if not hasattr(each, HOOK) and has_forward(each):
+            hook = AlignDevicesHook(
+                execution_device,
+                skip_keys=skip_keys,
+                place_submodules=with_inner,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(each, hook)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: Shared | None = None,
+) -> None:
+    """Let each block of a module compute on a device, and bring its weights there where they lie elsewhere.
+
+    Args:
+        module: the module.
+        execution_device: the device; None leaves inputs where they are.
+        offload: whether weights lie elsewhere; the weights of the next block then come while one computes.
+        weights_map: their values by name, as seen from the whole model.
+        offload_buffers: whether buffers lie there, too.
+        module_name: what names in `weights_map` begin with for this module.
+        skip_keys: keyword arguments that stay where they are.
+        preload_module_classes: names of classes that are always one block.
+        tied_params_map: parameters that several modules share, by the address of the original and by device.
+    """
+    attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
+    for name, block, with_inner in list(find_blocks(module, module_name, preload_module_classes or ())):
+        attaching.attach(block, name, with_inner, execution_device, offload)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: Shared | None = None,
+) -> None:
+    """Let each part of a model compute on its device, and bring its weights there where they lie elsewhere.
+
+    Args:
+        module: the model. What it returns goes back to the device that its inputs came from.
+        execution_device: devices by module or tensor, with `""` for the model itself; or one for all.
+        offload: whether weights lie elsewhere, by the same names; or one answer for all.
+        weights_map: the values of weights that lie elsewhere, by name.
+        offload_buffers: whether buffers lie there, too.
+        module_name: name of `module`, where it is a part of the model that the names belong to.
+        skip_keys: keyword arguments and keys of outputs that stay where they are.
+        preload_module_classes: names of classes that are always one block.
+        tied_params_map: parameters that several modules share, by the address of the original and by device.
+    """
+    devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
+    elsewhere = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
+    root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
+    opened = {around for name in devices for around in _names_around(name)}
+    for name, block, with_inner in list(
+        find_blocks(module, module_name, preload_module_classes or (), opened)
+    ):
+        entries = _entries_of(block, name, with_inner, devices)
+        is_elsewhere = any(elsewhere.get(entry, False) for entry in entries)
+        if block is not module:
+            attaching.attach(block, name, with_inner, devices.get(entries[0]), is_elsewhere)
+        elif is_elsewhere:
+            root.execution_device = None  # or it would place what lies elsewhere
+            add_hook_to_module(module, root)
+            attaching.attach(block, name, with_inner, devices.get(entries[0]), True)
+        else:
+            root.place_submodules = with_inner
+    if not hasattr(module, HOOK):
+        add_hook_to_module(module, root)
+    for name, inner in module.named_modules(prefix=module_name):
+        if name in devices and not hasattr(inner, HOOK) and has_forward(inner):
+            add_hook_to_module(inner, AlignDevicesHook(devices[name], skip_keys=skip_keys))
+
+
+def _names_around(name: str) -> list[str]:
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a map that say where the tensors of a block go."""
+    prefix = f"{name}." if name else ""
+    tensors = named_module_tensors(block, recurse=with_inner)
+    found = dict.fromkeys(entry_of(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
+    return [entry for entry in found if entry is not None] or [""]
+
+
+@dataclass
+class _Attaching:
+    """What the hooks of one model have in common."""
+
+    weights_map: Mapping[str, Tensor] | None
+    offload_buffers: bool
+    skip_keys: Keys
+    tied_params_map: Shared | None
+    aheads: dict[torch.device, NothingAhead] = field(default_factory=dict)
+
+    def attach(
+        self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
+    ) -> None:
+        """Give a block its hook, and the modules inside theirs, which do not run.
+
+        Clients look for the hooks of inner modules, and call them by hand.
+        """
+        prefix = f"{name}." if name else ""
+        hook = self._make(self.weights_map, prefix, device, offload, with_inner)
+        if offload:
+            hook.ahead = self._ahead_for(device)
+        add_hook_to_module(block, hook, append=True)
+        if not (with_inner and offload):
+            return
+        for path, inner in block.named_modules():
+            if path and not hasattr(inner, HOOK) and next(named_module_tensors(inner), None) is not None:
+                own = (hook.weights_map, f"{path}.")
+                known = own if self.weights_map is None else (self.weights_map, f"{prefix}{path}.")
+                member = self._make(*known, device, offload, with_inner=False)
+                member.join(hook, inner)
+                setattr(inner, HOOK, member)
+
+    def _make(
+        self,
+        weights_map: Mapping[str, Tensor] | None,
+        prefix: str,
+        device: Device | None,
+        offload: bool,
+        with_inner: bool,
+    ) -> AlignDevicesHook:
+        return AlignDevicesHook(
+            device,
+            offload=offload,
+            weights_map=PrefixedDataset(weights_map, prefix) if offload and weights_map is not None else None,
+            offload_buffers=self.offload_buffers,
+            place_submodules=with_inner,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied_params_map,
+        )
+
+    def _ahead_for(self, device: Device | None) -> NothingAhead:
+        """Bring weights ahead, unless they are in the memory in which they are used."""
+        target = torch.device("cpu") if device is None else resolve_device(device)
+        is_in_files = isinstance(self.weights_map, OffloadedWeightsLoader) and bool(self.weights_map.index)
+        if target.type == "cpu" and not is_in_files:
+            return NOTHING_AHEAD
+        return self.aheads.setdefault(target, Prefetcher(target))

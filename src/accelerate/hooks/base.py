@@ -1,0 +1,207 @@
+"""Code that runs around the forward of a module: attached to it, chained, taken off again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+HOOK = "_hf_hook"
+"""Attribute of a module that holds its hook."""
+FORWARD = "_old_forward"
+"""Attribute of a module that holds the forward around which its hook runs."""
+
+
+class ModelHook:
+    """What runs around a forward; this one changes nothing.
+
+    Attributes:
+        no_grad: whether the forward runs without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module when the hook is attached to it.
+
+        Args:
+            module: the module.
+
+        Returns:
+            The module that takes its place; usually itself.
+        """
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run before a forward.
+
+        Args:
+            module: the module.
+            *args: of the forward.
+            **kwargs: of the forward.
+
+        Returns:
+            The arguments that the forward gets.
+        """
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Run after a forward.
+
+        Args:
+            module: the module.
+            output: of the forward.
+
+        Returns:
+            What the caller gets.
+        """
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo `init_hook` when the hook is taken off.
+
+        Args:
+            module: the module.
+        """
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other, before as after the forward.
+
+    Args:
+        *hooks: in the order in which they run.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Let a hook run around the forward of a module, from now on.
+
+    Args:
+        module: the module.
+        hook: the hook, or any object with the methods of one.
+        append: whether it runs after the hook that is there; otherwise it takes its place.
+
+    Returns:
+        The module, or what `init_hook` returned in its place.
+    """
+    if append and hasattr(module, HOOK):
+        before = module._hf_hook
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)  # type: ignore[arg-type]
+    old = module._old_forward if hasattr(module, FORWARD) else module.forward
+    module = hook.init_hook(module)
+    setattr(module, HOOK, hook)
+    setattr(module, FORWARD, old)
+    # A partial object, unlike a function made here, is copied and pickled with its module.
+    around = functools.partial(_run_around, module)
+    module.forward = functools.update_wrapper(around, old)  # type: ignore[arg-type]
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook off a module, and give it its own forward back.
+
+    Args:
+        module: the module, with a hook or without.
+        recurse: whether hooks of all modules inside are taken off, too.
+    """
+    hook = module.__dict__.pop(HOOK, None)
+    if hook is not None:
+        hook.detach_hook(module)
+    old = module.__dict__.pop(FORWARD, None)
+    if old is not None:
+        del module.forward
+        if old != module.forward:  # it was not that of the class
+            module.forward = old
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and all modules inside.
+
+    Args:
+        module: the module.
+    """
+    remove_hook_from_module(module, recurse=True)
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the hooks of a module, those of a chain one by one.
+
+    Args:
+        module: any module.
+    """
+    hook = getattr(module, HOOK, None)
+    if hook is None:
+        return ()
+    return tuple(hook.hooks) if isinstance(hook, SequentialHook) else (hook,)
+
+
+def not_traced(function: Function) -> Function:
+    """Let `torch.compile` call a function as it is, and look neither into it nor into what it calls.
+
+    `torch.compiler.disable` does the same, and imports the compiler, which takes long: it is left alone until
+    somebody else has imported it.
+
+    Args:
+        function: a method of a hook.
+    """
+
+    untraced: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not untraced:
+            untraced.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return untraced[0](*args, **kwargs)
+
+    return cast("Function", call)
+
+
+def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook: Any = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    else:
+        output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return hook.post_forward(module, output)

@@ -1,0 +1,160 @@
+"""Bring the weights of the next block while the current one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accelerate.devices import catalogue
+
+PAGE = 4096
+
+
+class Block(Protocol):
+    """What has weights that are brought: a hook."""
+
+    def fetch(self, non_blocking: bool = False) -> list[Tensor]:
+        """Return the weights, on the device that computes."""
+        ...
+
+    def count_bytes(self) -> int:
+        """Return how many bytes they take there."""
+        ...
+
+
+class NothingAhead:
+    """Weights are brought when they are asked for."""
+
+    def take(self, block: Block) -> list[Tensor]:
+        """Return the weights of a block."""
+        return block.fetch()
+
+
+class Lane:
+    """How a thread brings weights to the CPU: it maps them from their files, and touches them."""
+
+    def fetch(self, block: Block) -> Any:
+        """Return weights, or None where there is no room for them; called in a thread of its own."""
+        weights = block.fetch()
+        for weight in weights:
+            if weight.device.type == "cpu" and weight.is_contiguous():
+                weight.reshape(-1).view(torch.uint8)[::PAGE].sum()  # else the block would wait for each page
+        return weights
+
+    def receive(self, fetched: Any) -> list[Tensor]:
+        """Return the weights that `fetch` brought, ready for the thread that computes."""
+        weights: list[Tensor] = fetched
+        return weights
+
+
+class StreamLane(Lane):
+    """How a thread brings weights to an accelerator: over a stream of their own, from pinned memory.
+
+    Args:
+        device: the accelerator.
+        module: the torch module that drives it.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self.device = device
+        self.module = module
+        self.stream = module.Stream(device=device)
+
+    def fetch(self, block: Block) -> Any:
+        if not self._has_room(block.count_bytes()):
+            return None
+        try:
+            with self.module.stream(self.stream):
+                weights = block.fetch(non_blocking=True)
+                return weights, self.stream.record_event()
+        except torch.OutOfMemoryError:
+            return None  # the block brings them itself, when the one before has left
+
+    def receive(self, fetched: Any) -> list[Tensor]:
+        weights: list[Tensor]
+        weights, arrived = fetched
+        current = self.module.current_stream(self.device)
+        current.wait_event(arrived)
+        for weight in weights:
+            if weight.device == self.device:
+                weight.record_stream(current)  # their memory is not used again before the block is done
+        return weights
+
+    def _has_room(self, needed: int) -> bool:
+        free = self.module.mem_get_info(self.device)[0]
+        held = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
+        return bool(free + held >= needed)
+
+
+def lane_to(device: torch.device) -> Lane:
+    """Return the way to a device: over a stream where its torch module has them.
+
+    Args:
+        device: that computes.
+    """
+    if device.type in ("cpu", "meta"):
+        return Lane()
+    module = catalogue.named(device.type).torch_module()
+    return StreamLane(device, module) if hasattr(module, "Stream") else Lane()
+
+
+class Prefetcher(NothingAhead):
+    """Weights of a model's blocks, one block ahead.
+
+    It notes which block follows which, and while one computes, a thread brings the weights of the one that
+    followed it before; so there are never more than two on the device. Another order than before is slower,
+    and becomes the one that is expected.
+
+    Args:
+        device: that computes.
+        lane: makes the way to it.
+    """
+
+    def __init__(self, device: torch.device, lane: Callable[[torch.device], Lane] = lane_to) -> None:
+        self.device = device
+        self._make_lane = lane
+        self._lane: Lane | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._following: dict[int, Block] = {}
+        self._last: Block | None = None
+        self._coming: tuple[Block, Future[Any]] | None = None
+
+    def __reduce__(self) -> Any:
+        return Prefetcher, (self.device, self._make_lane)  # a copy of the model begins anew
+
+    def take(self, block: Block) -> list[Tensor]:
+        weights = self._claim(block)
+        if weights is None:
+            weights = block.fetch()
+        if self._last is not None:
+            self._following[id(self._last)] = block
+        self._last = block
+        following = self._following.get(id(block))
+        if following is not None and following is not block:
+            self._bring(following)
+        return weights
+
+    def _claim(self, block: Block) -> list[Tensor] | None:
+        """Return the weights that were brought ahead, if they are those of this block."""
+        if self._coming is None or self._lane is None:
+            return None
+        expected, coming = self._coming
+        self._coming = None
+        if expected is not block:
+            wait([coming])  # else three blocks would be on the device
+            return None
+        fetched = coming.result()
+        return None if fetched is None else self._lane.receive(fetched)
+
+    def _bring(self, block: Block) -> None:
+        if self._thread is None or self._lane is None:
+            self._lane = self._make_lane(self.device)
+            self._thread = ThreadPoolExecutor(1, "accelerate-prefetch")  # ends when this object does
+        self._coming = block, self._thread.submit(self._lane.fetch, block)
+
+
+NOTHING_AHEAD = NothingAhead()

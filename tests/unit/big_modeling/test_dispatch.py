@@ -1,0 +1,359 @@
+"""Models that are spread by a map give what they gave before; the meta device plays the accelerator."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accelerate.big_modeling
+from accelerate import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from accelerate.base.errors import ConfigurationError
+from accelerate.checkpointing.shards import save_sharded
+from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, remove_hook_from_submodules
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+X = torch.arange(4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.norm(self.a(x)) + self.shift
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x) * self.scale
+        return out
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def plain(net: Net) -> Net:
+    return copy.deepcopy(net)
+
+
+def meta_names(model: nn.Module) -> set[str]:
+    return {name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta}
+
+
+def check(model: nn.Module, plain: nn.Module, times: int = 3) -> None:
+    with torch.no_grad():
+        for _ in range(times):
+            assert torch.equal(model(X), plain(X))
+
+
+# One device
+
+
+def test_a_map_to_the_cpu_costs_nothing(net: Net, plain: Net) -> None:
+    assert dispatch_model(net, {"": "cpu"}) is net
+    assert net.hf_device_map == {"": "cpu"}
+    assert not any(hasattr(module, "_hf_hook") for module in net.modules())
+    assert "forward" not in vars(net)
+    check(net, plain)
+
+
+def test_one_device_with_hooks(net: Net, plain: Net) -> None:
+    dispatch_model(net, {"": "cpu"}, force_hooks=True)
+    assert {"_hf_hook", "_old_forward", "forward", "to", "cuda"} <= vars(net).keys()
+    assert net._hf_hook.io_same_device
+    check(net, plain)
+    assert net.to("cpu") is net
+
+
+def test_a_model_without_values_cannot_be_moved() -> None:
+    with init_empty_weights():
+        empty = Net()
+    with pytest.raises(ConfigurationError, match="have no values to bring to cpu"):
+        dispatch_model(empty, {"": "cpu"})
+
+
+# Several places
+
+
+MIXED = {"embed": "cpu", "layers": "disk", "head": "cpu", "scale": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        MIXED,
+        {"": "disk"},
+        {"": "cpu", "layers.1": "disk"},
+        {"": "disk", "layers": "cpu", "layers.2.a": "disk"},
+        {"": "cpu", "scale": "disk"},
+        {"": "cpu", "layers.0.a.weight": "disk"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("buffers", [False, True])
+def test_the_disk(net: Net, plain: Net, tmp_path: Path, device_map: dict[str, Any], buffers: bool) -> None:
+    dispatch_model(net, device_map, offload_dir=tmp_path, offload_buffers=buffers)
+    assert net.hf_device_map == device_map
+    away = meta_names(net)
+    assert away
+    assert buffers or not any("running" in name for name in away)
+    check(net, plain)
+    assert meta_names(net) == away
+    state = get_state_dict_offloaded_model(net)
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    remove_hook_from_submodules(net)
+    assert not meta_names(net)
+    check(net, plain, 1)
+
+
+def test_accelerators_compute_for_the_cpu(net: Net) -> None:
+    dispatch_model(net, {"": "meta", "layers.1": "cpu", "layers.2": "cpu"})
+    hooks = {name: module._hf_hook for name, module in net.named_modules() if hasattr(module, "_hf_hook")}
+    assert not hooks["layers.0"].offload
+    assert hooks["layers.1"].offload
+    assert str(hooks["layers.1"].execution_device) == "meta"
+    assert hooks["layers.1"].weights_map["a.weight"].device.type == "cpu"
+    net._hf_hook.io_same_device = False  # from here nothing can come back
+    for _ in range(3):
+        assert net(X).is_meta
+    assert hooks["layers.2"].ahead is hooks["layers.1"].ahead
+    del hooks
+    remove_hook_from_submodules(net)
+
+
+def test_the_main_device_can_be_chosen(net: Net, plain: Net) -> None:
+    dispatch_model(net, {"": "cpu", "layers": "cpu", "head": "cpu"}, main_device="cpu", force_hooks=True)
+    assert not meta_names(net)
+    check(net, plain)
+
+
+def test_weights_from_a_state_dict(plain: Net) -> None:
+    with init_empty_weights():
+        empty = Net().eval()
+    for name, buffer in plain.named_buffers():
+        empty.get_buffer(name).copy_(buffer)
+    assert cpu_offload(empty, "cpu", state_dict=plain.state_dict()) is empty
+    check(empty, plain)
+
+
+def test_an_index_of_safetensors(plain: Net, tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in plain.state_dict().items() if name != "head.weight"}
+    save_sharded(state, tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    index = {name: {"safetensors_file": file, "weight_name": name, "dtype": "float32"} for name in state}
+    net = copy.deepcopy(plain)
+    for name, _ in list(net.named_parameters(remove_duplicate=False)):
+        owner, _, key = name.rpartition(".")
+        net.get_submodule(owner)._parameters[key] = nn.Parameter(plain.get_parameter(name).to("meta"))
+    net.head.weight = net.embed.weight
+    dispatch_model(net, {"": "disk"}, offload_index=index)
+    assert net.layers[0]._hf_hook.weights_map.dataset.index["layers.0.a.bias"]["safetensors_file"] == file
+    assert len(list(tmp_path.iterdir())) == 1, "nothing is written"
+    check(net, plain)
+    del index["layers.1.a.bias"]
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.a\.bias have no values"):
+        dispatch_model(net, {"": "disk"}, offload_index=index)
+    remove_hook_from_submodules(net)
+
+
+def test_a_second_map_takes_the_place_of_the_first(net: Net, plain: Net, tmp_path: Path) -> None:
+    dispatch_model(net, MIXED, offload_dir=tmp_path)
+    check(net, plain)
+    dispatch_model(net, {"": "cpu", "head": "disk", "embed": "disk"}, offload_dir=tmp_path)
+    assert meta_names(net) == {"embed.weight"}
+    check(net, plain)
+    dispatch_model(net, {"": "cpu"})
+    assert not any(hasattr(module, "_hf_hook") for module in net.modules())
+    check(net, plain)
+
+
+def test_files_of_another_model_are_not_taken(net: Net, plain: Net, tmp_path: Path) -> None:
+    other = Net()
+    disk_offload(other, tmp_path)
+    remove_hook_from_submodules(other)
+    disk_offload(net, tmp_path)
+    check(net, plain)
+    remove_hook_from_submodules(net)
+
+
+def test_moving_is_refused(net: Net, tmp_path: Path) -> None:
+    dispatch_model(net, MIXED, offload_dir=tmp_path)
+    for name in ("to", "cuda"):
+        with pytest.raises(RuntimeError, match=rf"Net\.{name}\(\) cannot move"):
+            getattr(net, name)("cpu")
+    remove_hook_from_submodules(net)
+    assert net.to("cpu") is net
+
+
+def test_there_must_be_a_folder(net: Net, plain: Net) -> None:
+    with pytest.raises(ConfigurationError, match=r"puts layers on the disk.*Pass offload_dir"):
+        dispatch_model(net, MIXED)
+    check(net, plain, 1)
+
+
+def test_the_map_is_checked_first_and_clients_may_turn_that_off(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match="no device to scale"):
+        dispatch_model(net, {"embed": "cpu", "layers": "cpu", "head": "cpu"}, force_hooks=True)
+    monkeypatch.setattr(accelerate.big_modeling, "check_device_map", lambda *args, **kwargs: None)
+    dispatch_model(net, {"embed": "cpu", "layers": "cpu", "head": "cpu"}, force_hooks=True)
+    assert net(X).shape == (4, 5)
+
+
+# Everything elsewhere
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_all_weights_elsewhere(net: Net, plain: Net, tmp_path: Path, where: str, buffers: bool) -> None:
+    if where == "disk":
+        assert disk_offload(net, tmp_path, offload_buffers=buffers) is net
+    else:
+        assert cpu_offload(net, offload_buffers=buffers) is net
+    assert isinstance(net._hf_hook, SequentialHook)
+    assert isinstance(net._hf_hook.hooks[0], AlignDevicesHook)
+    assert {name for name, _ in plain.named_parameters()} <= meta_names(net)
+    check(net, plain)
+    remove_hook_from_submodules(net)
+    check(net, plain, 1)
+
+
+def test_tied_weights_are_kept_once(net: Net) -> None:
+    cpu_offload(net)
+    weights = net.head._hf_hook.weights_map.dataset
+    assert weights["head.weight"] is weights["embed.weight"]
+
+
+def test_several_models_take_turns(net: Net, plain: Net, tmp_path: Path) -> None:
+    other, other_plain = Net().eval(), Net().eval()
+    other_plain.load_state_dict(other.state_dict())
+    disk_offload(net, tmp_path / "one")
+    disk_offload(other, tmp_path / "two")
+    before = threading.active_count()
+    for _ in range(3):
+        check(net, plain, 1)
+        check(other, other_plain, 1)
+    assert threading.active_count() <= before + 2
+    for model in (net, other):
+        remove_hook_from_submodules(model)
+
+
+def test_gradients_flow_to_inputs(net: Net, plain: Net, tmp_path: Path) -> None:
+    disk_offload(net, tmp_path)
+    grads = []
+    for model in (net, plain):
+        x = torch.ones(4, 4, requires_grad=True)
+        for layer in model.layers:
+            x_out = layer(x)
+        (grad,) = torch.autograd.grad(x_out.sum(), x)
+        grads.append(grad)
+    assert torch.equal(*grads)
+    remove_hook_from_submodules(net)
+
+
+def test_whole_models_take_turns(net: Net, plain: Net) -> None:
+    model, hook = cpu_offload_with_hook(net, "cpu")
+    assert model is net
+    assert isinstance(net._hf_hook, CpuOffload)
+    other, other_hook = cpu_offload_with_hook(Net(), "cpu", prev_module_hook=hook)
+    assert other._hf_hook.prev_module_hook is hook
+    check(net, plain, 1)
+    hook.offload()
+    hook.remove()
+    other_hook.remove()
+    assert not hasattr(net, "_hf_hook")
+
+
+# From files
+
+
+@pytest.fixture
+def files(plain: Net, tmp_path: Path) -> Path:
+    save_sharded(plain.state_dict(), tmp_path / "safe", 300)
+    save_sharded(plain.state_dict(), tmp_path / "torch", 300, safe=False)
+    return tmp_path
+
+
+def empty() -> Net:
+    with init_empty_weights():
+        return Net().eval()
+
+
+@pytest.mark.parametrize("kind", ["safe", "torch"])
+@pytest.mark.parametrize(
+    "device_map", ["auto", "sequential", {"": "cpu", "layers": "disk"}, {"": "disk"}, None]
+)
+def test_loading_where_it_belongs(
+    files: Path, plain: Net, kind: str, device_map: Any, tmp_path: Path
+) -> None:
+    needs_folder = kind == "torch" and isinstance(device_map, dict)
+    folder = tmp_path / "offload" if needs_folder else None
+    model = load_checkpoint_and_dispatch(
+        empty(), files / kind, device_map, offload_folder=folder, strict=True
+    )
+    check(model, plain)
+    if isinstance(device_map, dict):
+        assert meta_names(model)
+        index = model.layers[0]._hf_hook.weights_map.dataset.index
+        assert all(("safetensors_file" in entry) == (kind == "safe") for entry in index.values())
+    remove_hook_from_submodules(model)
+
+
+def test_weights_for_the_disk_need_a_folder_unless_they_can_be_mapped(files: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Pass offload_folder"):
+        load_checkpoint_and_dispatch(empty(), files / "torch", {"": "disk"})
+
+
+@pytest.mark.parametrize("kind", ["safe", "torch"])
+def test_another_format(files: Path, plain: Net, kind: str, tmp_path: Path) -> None:
+    model = load_checkpoint_and_dispatch(
+        empty(), files / kind, {"": "disk"}, offload_folder=tmp_path / "offload", dtype=torch.float64
+    )
+    assert torch.allclose(model(X), plain.double()(X))
+    remove_hook_from_submodules(model)
+
+
+def test_a_small_budget(files: Path, plain: Net) -> None:
+    model = load_checkpoint_and_dispatch(empty(), files / "safe", "auto", {"cpu": 550}, ["Block"])
+    assert {"cpu", "disk"} == set(model.hf_device_map.values())
+    check(model, plain)
+    remove_hook_from_submodules(model)
+
+
+def test_an_unknown_way_to_plan(files: Path) -> None:
+    with pytest.raises(ConfigurationError, match="device_map='best'"):
+        load_checkpoint_and_dispatch(empty(), files / "safe", "best")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+
+
+def test_a_model_that_is_there_stays() -> None:
+    model = nn.Linear(2, 2)
+    model.to = None  # type: ignore[assignment]
+    move_whole(model, "cpu")
+    with pytest.raises(ConfigurationError, match="weight, bias have no values"):
+        move_whole(nn.Linear(2, 2, device="meta"), "cpu")
+    other = nn.Linear(2, 2)
+    move_whole(other, "meta")
+    assert other.weight.is_meta
+
+
+def test_moves_are_guarded_while_there_are_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    add_hook_to_module(model, AlignDevicesHook("cpu"))
+    guard_moves(model)
+    with caplog.at_level(logging.WARNING):
+        assert model.to(torch.float64) is model
+    assert "Linear.to() moves a model that hooks keep" in caplog.text
+    assert model.weight.dtype == torch.float64
+    add_hook_to_module(model, AlignDevicesHook("cpu", offload=True), append=True)
+    with pytest.raises(RuntimeError, match="offloaded"):
+        model.to("cpu")
+    remove_old_hooks(model)
+    caplog.clear()
+    assert model.to("cpu") is model
+    assert not caplog.text
+
+
+def test_hooks_of_others_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    add_hook_to_module(model[0], ModelHook())
+    add_hook_to_module(model[1], AlignDevicesHook("cpu"))
+    remove_old_hooks(model)
+    assert hasattr(model[0], "_hf_hook")
+    assert not hasattr(model[1], "_hf_hook")

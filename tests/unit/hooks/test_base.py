@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from accelerate.hooks import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accelerate.hooks.base import hooks_of
+
+X = torch.ones(1, 2)
+
+
+class Adder(ModelHook):
+    """Adds to what goes in and to what comes out, and notes what happens."""
+
+    def __init__(self, before: float = 0, after: float = 0) -> None:
+        self.before, self.after = before, after
+        self.log: list[str] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        self.log.append("init")
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.log.append("pre")
+        return tuple(each + self.before for each in args), kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.log.append("post")
+        return output + self.after
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        self.log.append("detach")
+        return module
+
+
+class Double(nn.Module):
+    def forward(self, x: torch.Tensor, *, more: float = 0) -> torch.Tensor:
+        """Say so."""
+        return 2 * x + more
+
+
+def test_a_hook_runs_around_the_forward_until_it_is_taken_off() -> None:
+    module, hook = Double(), Adder(1, 10)
+    assert add_hook_to_module(module, hook) is module
+    assert torch.equal(module(X, more=0.5), 2 * (X + 1) + 10.5)
+    assert {"_hf_hook", "_old_forward", "forward"} <= vars(module).keys()
+    assert inspect.signature(module.forward) == inspect.signature(Double().forward)
+    assert module.forward.__doc__ == "Say so."
+    assert remove_hook_from_module(module) is module
+    assert torch.equal(module(X), 2 * X)
+    assert not {"_hf_hook", "_old_forward", "forward"} & vars(module).keys()
+    assert hook.log == ["init", "pre", "post", "detach"]
+
+
+def test_a_new_hook_takes_the_place_or_stands_behind() -> None:
+    module = Double()
+    add_hook_to_module(module, Adder(1))
+    add_hook_to_module(module, Adder(0, 3))
+    assert torch.equal(module(X), 2 * X + 3)
+    add_hook_to_module(module, Adder(5), append=True)
+    assert torch.equal(module(X), 2 * (X + 5) + 3)
+    assert [type(hook) for hook in hooks_of(module)] == [Adder, Adder]
+    assert isinstance(module._hf_hook, SequentialHook)
+    add_hook_to_module(module, Adder(0, 7), append=True)
+    assert torch.equal(module(X), 2 * (X + 5) + 10)
+    remove_hook_from_module(module)
+    assert torch.equal(module(X), 2 * X)
+    assert hooks_of(module) == ()
+
+
+def test_the_plain_hook_changes_nothing() -> None:
+    module = add_hook_to_module(Double(), ModelHook())
+    assert torch.equal(module(X, more=1), 2 * X + 1)
+
+
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_gradients(no_grad: bool) -> None:
+    hook = ModelHook()
+    hook.no_grad = no_grad
+    module = add_hook_to_module(nn.Linear(2, 2), hook)
+    assert module(X).requires_grad is not no_grad
+
+
+def test_any_object_with_the_methods_is_a_hook() -> None:
+    class Other:
+        no_grad = False
+
+        def init_hook(self, module: nn.Module) -> nn.Module:
+            return module
+
+        detach_hook = init_hook
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return (args[0] * 3,), kwargs
+
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output
+
+    module = add_hook_to_module(Double(), Other())  # type: ignore[arg-type]
+    assert torch.equal(module(X), 6 * X)
+
+
+def test_a_forward_of_the_object_comes_back() -> None:
+    module = Double()
+    module.forward = own = lambda x: x + 100  # type: ignore[method-assign]
+    add_hook_to_module(module, Adder(1))
+    assert torch.equal(module(X), X + 101)
+    remove_hook_from_module(module)
+    assert module.forward is own
+
+
+def test_all_modules_inside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    for module in model.modules():
+        add_hook_to_module(module, Adder(1, 1))
+    remove_hook_from_module(model)
+    assert not hasattr(model, "_hf_hook")
+    assert hasattr(model[1], "_hf_hook")
+    remove_hook_from_submodules(model)
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_a_copy_is_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    add_hook_to_module(model[0], Adder(0, 10))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+        twin[0].bias.zero_()
+    assert torch.equal(twin(X), torch.full((1, 2), 10.0))
+    assert not torch.equal(model(X), twin(X))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(X), model(X))
+
+
+def test_traced_modules() -> None:
+    module = fx.symbolic_trace(Double())
+    add_hook_to_module(module, Adder(1))
+    assert torch.equal(module(X), 2 * (X + 1))
+    remove_hook_from_module(module)
+    assert torch.equal(module(X), 2 * X)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
+from accelerate.hooks.offloaded import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+
+
+def build() -> nn.Module:
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8)]), "head": nn.Linear(4, 4)}
+    )
+    model["tied"] = nn.Linear(4, 4, bias=False)
+    model["tied"].weight = model["head"].weight
+    return model
+
+
+def test_who_is_offloaded() -> None:
+    layer = nn.Linear(2, 2)
+    assert not has_offloaded_params(layer)
+    add_hook_to_module(layer, AlignDevicesHook("cpu"))
+    assert not has_offloaded_params(layer)
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
+    assert has_offloaded_params(layer)
+
+
+def test_an_offloaded_module_comes_for_a_moment() -> None:
+    model = build()
+    attach_align_device_hook(model, "cpu", offload=True)
+    inner = model["layers"][0].linear1
+    for layer in (model["head"], inner):
+        before = layer._hf_hook.execution_device
+        with align_module_device(layer):
+            assert layer.weight.device.type == "cpu"
+        assert layer.weight.is_meta
+        with align_module_device(layer, "meta"):
+            assert layer._hf_hook.execution_device == "meta"
+        assert layer._hf_hook.execution_device == before
+    with pytest.raises(ZeroDivisionError), align_module_device(model["head"]):
+        _ = 1 / 0
+    assert model["head"].weight.is_meta
+
+
+def test_any_other_module_moves_and_comes_back() -> None:
+    layer = nn.Linear(2, 2)
+    with align_module_device(layer):
+        assert layer.weight.device.type == "cpu"
+    layer.inner = nn.Linear(2, 2)
+    weight = layer.inner.weight
+    with align_module_device(layer, "cpu"):
+        assert layer.inner.weight is weight
+
+
+def test_the_state_dict_of_all() -> None:
+    model = build()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attach_align_device_hook(model, "cpu", offload=True)
+    found = get_state_dict_offloaded_model(model)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    plain = nn.Linear(2, 2)
+    assert list(get_state_dict_offloaded_model(plain)) == ["weight", "bias"]
+    with pytest.raises(ConfigurationError, match="weight, bias have no values"):
+        get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
+
+
+def test_the_part_of_one_module() -> None:
+    model = build()
+    expected = model["head"].bias.detach().clone()
+    attach_align_device_hook(model, "cpu", offload=True)
+    state = {"head.weight": "", "other": 1}
+    found = get_state_dict_from_offload(model["head"], "head.weight", state)
+    assert found is state
+    assert state["other"] == 1
+    assert not state["head.weight"].is_meta
+    state["head.bias"] = ""
+    assert torch.equal(get_state_dict_from_offload(model["head"], "head.bias", state)["head.bias"], expected)
