@@ -11,6 +11,7 @@ from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
 from accelerate.base.environ import str_to_bool
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
@@ -38,6 +39,7 @@ _UNSET = object()
 _PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
 _ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _CPU_VARIABLE = "ACCELERATE_USE_CPU"
+_DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
 _MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
@@ -52,11 +54,9 @@ _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
 
 _LEAVE_OUT = (
     "Leave it out (and drop it from the launch configuration): there are one process, "
-    "DistributedDataParallel, FSDP, and meshes"
+    "DistributedDataParallel, FSDP, DeepSpeed, and meshes"
 )
 _OTHER_METHODS = {
-    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _LEAVE_OUT),
-    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _LEAVE_OUT),
     "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _LEAVE_OUT),
     "torch_tp_plugin": (
         "ACCELERATE_USE_TP",
@@ -88,6 +88,8 @@ class Arguments:
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     parallelism_config: ParallelismConfig | None = None
 
 
@@ -115,6 +117,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         project=_project(arguments),
         dynamo=_dynamo(arguments),
         fsdp=_fsdp(arguments, environ),
+        deepspeed=_deepspeed(arguments, environ),
         fp8_library=decode(Fp8Section, environ).fp8_backend,
         parallelism=_parallelism(arguments, environ),
         handlers=tuple(arguments.kwargs_handlers or ()),
@@ -309,6 +312,30 @@ def _fsdp(arguments: Arguments, environ: Mapping[str, str]) -> FullyShardedDataP
             "Pass FullyShardedDataParallelPlugin(...)",
         )
     return plugin
+
+
+def _deepspeed(
+    arguments: Arguments, environ: Mapping[str, str]
+) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None:
+    if arguments.deepspeed_plugin is not None and arguments.deepspeed_plugins is not None:
+        raise wrong_value(
+            "deepspeed_plugins",
+            arguments.deepspeed_plugins,
+            "deepspeed_plugin was passed too, and both say how DeepSpeed trains",
+            "Pass one of them",
+        )
+    given = arguments.deepspeed_plugin if arguments.deepspeed_plugins is None else arguments.deepspeed_plugins
+    if given is None:
+        return DeepSpeedPlugin() if _flag(environ, _DEEPSPEED_VARIABLE) else None
+    plugins = list(given.values()) if isinstance(given, dict) else [given]
+    if not plugins or not all(isinstance(plugin, DeepSpeedPlugin) for plugin in plugins):
+        raise wrong_value(
+            "deepspeed_plugin",
+            ", ".join(type(plugin).__name__ for plugin in plugins) or "{}",
+            "it is neither a DeepSpeedPlugin nor a dictionary of them",
+            "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}",
+        )
+    return given
 
 
 def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> ParallelismConfig | None:

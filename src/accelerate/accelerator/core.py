@@ -28,6 +28,7 @@ from accelerate.devices.memory import release_memory
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import KwargsHandler
@@ -65,7 +66,8 @@ class Accelerator(
         cpu: stay on the CPU although the machine has something faster.
         dataloader_config: how loaders are sharded; a live object, fields assigned later count at the next
             `prepare`.
-        deepspeed_plugin: refused, this version trains without DeepSpeed.
+        deepspeed_plugin: how DeepSpeed trains, one plugin or several by name; the default is what the launcher
+            set, else training goes without it. A live object like the next one.
         fsdp_plugin: how parameters are sharded between processes; the default is what the launcher set,
             else they are whole on each. A live object, fields assigned later count at the next `prepare`.
         torch_tp_plugin: refused: `parallelism_config` says how many processes share layers.
@@ -83,7 +85,7 @@ class Accelerator(
             group and the profiler; one of each kind.
         dynamo_backend: compiler backend for `torch.compile`.
         dynamo_plugin: compilation with all its choices, instead of `dynamo_backend`.
-        deepspeed_plugins: refused like `deepspeed_plugin`.
+        deepspeed_plugins: another name for `deepspeed_plugin`.
         parallelism_config: sizes of the axes of the device mesh; the default is what the launcher set, else
             one axis of all processes.
 
@@ -99,7 +101,7 @@ class Accelerator(
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
@@ -112,14 +114,12 @@ class Accelerator(
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         variables = environ.current()
         refuse_other_methods(
             {
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
                 "megatron_lm_plugin": megatron_lm_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
             },
@@ -142,6 +142,8 @@ class Accelerator(
                 dynamo_backend=dynamo_backend,
                 dynamo_plugin=dynamo_plugin,
                 fsdp_plugin=fsdp_plugin,
+                deepspeed_plugin=deepspeed_plugin,
+                deepspeed_plugins=deepspeed_plugins,
                 parallelism_config=parallelism_config,
             ),
             variables,
@@ -288,7 +290,7 @@ class Accelerator(
                 data_seed=config.data_seed,
                 non_blocking=config.non_blocking,
                 use_stateful_dataloader=config.use_stateful_dataloader,
-                torch_device_mesh=self.torch_device_mesh,
+                torch_device_mesh=self._runtime.strategy.loader_mesh,
             )
         )
         self._dataloaders.append(loader)
@@ -338,7 +340,7 @@ class Accelerator(
 
     def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
         inner = getattr(scheduler, "optimizer", None)
-        owners = [optimizer for optimizer in self._optimizers if inner in (optimizer, optimizer.optimizer)]
+        owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
         return owners or list(self._optimizers)
 
     def _tell_scheduler_pace(self, scheduler: AcceleratedScheduler) -> None:
@@ -380,6 +382,17 @@ class Accelerator(
         return False
 
     # Data
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Return a loader that gives each process its part of sequences; the very loader where they are whole.
+
+        Loaders that come with their model in one `prepare` call need no such call.
+
+        Args:
+            dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
+            model: the prepared model.
+        """
+        return self._runtime.strategy.share_sequences(dl, model)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
@@ -425,6 +438,13 @@ class Accelerator(
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return this object: the state of a run exists once in a process."""
         return self
+
+
+def _is_or_holds(optimizer: Any, inner: Any) -> bool:
+    """Whether an optimizer is another one, or wraps it, in however many wrappers."""
+    while optimizer is not None and optimizer is not inner:
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer is not None
 
 
 def _has_device_map(model: nn.Module) -> bool:

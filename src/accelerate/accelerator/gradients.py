@@ -162,12 +162,12 @@ class Gradients:
             loss: 0-d tensor, the mean over this process's batch; where items are counted (`num_items`), the
                 sum over them.
             **kwargs: passed to `torch.Tensor.backward`. `learning_rate` serves optimizers that step during
-                the backward pass, otherwise that of their groups; `scale_wrt_gas` is accepted for engines
-                that divide by themselves.
+                the backward pass, otherwise that of their groups; `scale_wrt_gas=False` says that the loss is
+                weighed already.
         """
         learning_rate = kwargs.pop("learning_rate", None)
-        kwargs.pop("scale_wrt_gas", None)
-        loss = self._runtime.weights.weigh(loss)
+        if kwargs.pop("scale_wrt_gas", None) is not False:
+            loss = self._runtime.weights.weigh(loss)
         if self.has_lomo_optimizer:
             refuse_arguments(kwargs)
             optimizer = the_fused(self._runtime.prepared.optimizers)
@@ -271,6 +271,11 @@ class Gradients:
 
 def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
     """Refuse a round that does not fit to the window around it."""
+    if not runtime.strategy.holds_gradients:
+        raise ConfigurationError(
+            "accumulate(num_items=...) weighs gradients when the last batch is known, and this run keeps them "
+            "where only its engine reaches them. Use windows(), which counts the items before the first batch."
+        )
     if runtime.joins:
         raise ConfigurationError(
             "accumulate(num_items=...) sums items over all processes, and inside join_uneven_inputs some may "

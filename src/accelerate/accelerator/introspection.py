@@ -66,6 +66,24 @@ class Introspection:
         return self._runtime.state.deepspeed_plugin
 
     @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, as the active plugin has it.
+
+        Raises:
+            AttributeError: the run does not use DeepSpeed.
+        """
+        plugin = self._runtime.state.deepspeed_plugin
+        if plugin is None:
+            raise AttributeError("This run does not use DeepSpeed, so there is no deepspeed_config.")
+        config: dict[str, Any] = plugin.deepspeed_config
+        return config
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The DeepSpeed engine that was built last, in its wrapper; `None` without one."""
+        return self._runtime.strategy.engine_wrapped
+
+    @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by FSDP 2."""
         return self._runtime.state.is_fsdp2

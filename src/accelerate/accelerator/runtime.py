@@ -12,6 +12,8 @@ from accelerate.checkpointing.session import Session
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.logging import get_logger
+from accelerate.plugins.deepspeed import DeepSpeedPlugin
+from accelerate.plugins.training import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
@@ -72,6 +74,7 @@ def build_runtime(request: RunRequest) -> Runtime:
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
         dynamo_plugin=request.dynamo,
+        deepspeed_plugin=_select_first(request) if fresh else None,
         fsdp_plugin=None if alone else request.fsdp,  # clients take the attribute for a sharded run
         parallelism_config=request.parallelism,
         _from_accelerator=True,
@@ -87,6 +90,13 @@ def build_runtime(request: RunRequest) -> Runtime:
 
 def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
     """Return a request with the way of training that this process has begun with: there is one in a run."""
+    if request.deepspeed is not None and state.deepspeed_plugins is None:
+        raise wrong_value(
+            "deepspeed_plugin",
+            request.deepspeed,
+            "this process already runs without DeepSpeed",
+            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+        )
     begun = getattr(state, "fsdp_plugin", None)
     if begun is None and request.fsdp is not None and state.num_processes > 1:
         raise wrong_value(
@@ -100,7 +110,36 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "FSDP shards a model between processes, and there is one: the model is trained whole. Launch "
             "more processes with --num_processes."
         )
-    return replace(request, fsdp=begun, parallelism=state.parallelism_config)
+    return replace(
+        request,
+        fsdp=begun,
+        deepspeed=state.deepspeed_plugins,
+        parallelism=state.parallelism_config,
+        accumulation=_accumulation_of(request.accumulation, state.deepspeed_plugin),
+    )
+
+
+def _select_first(request: RunRequest) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None:
+    """Set the number format of DeepSpeed's plugins, and use the first of several; return them."""
+    given = request.deepspeed
+    if given is None:
+        return None
+    plugins = list(given.values()) if isinstance(given, dict) else [given]
+    for plugin in plugins:
+        plugin.set_mixed_precision(request.mixed_precision or "no")
+        plugin._unselect()
+    plugins[0].select(_from_accelerator_state=True)
+    return given
+
+
+def _accumulation_of(
+    accumulation: GradientAccumulationPlugin, plugin: DeepSpeedPlugin | None
+) -> GradientAccumulationPlugin:
+    """Return how gradients accumulate: as DeepSpeed's configuration says where the user does not."""
+    steps = None if plugin is None else plugin.get_value("gradient_accumulation_steps")
+    if accumulation.num_steps != 1 or not str(steps).isdecimal():
+        return accumulation
+    return replace(accumulation, num_steps=int(str(steps)))
 
 
 def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:

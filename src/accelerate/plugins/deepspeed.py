@@ -12,7 +12,7 @@ from accelerate.base import environ
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.plugins import deepspeed_choices as choices
-from accelerate.plugins.deepspeed_config import AUTO, Filling, HfDeepSpeedConfig, refuse_all
+from accelerate.plugins.deepspeed_config import AUTO, Filled, Filling, HfDeepSpeedConfig, refuse_all
 from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class DeepSpeedPlugin:
 
     Attributes:
         deepspeed_config: The configuration, the very dictionary of `hf_ds_config`.
+        filled: What `prepare` has filled in.
         dschf: Through this object transformers knows that models are built in shards; None otherwise.
 
     Raises:
@@ -87,6 +88,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         self.dschf: Any = None
+        self.filled = Filled()
         found = choices.read_variables(environ.current())
         source = self.hf_ds_config
         if source is None:

@@ -193,6 +193,38 @@ class Filling:
         refuse_all(lines, "Correct the configuration; where a value is told elsewhere, 'auto' takes it over")
 
 
+class Filled:
+    """What was filled into a configuration, so that it can be filled again: other batches, another model."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def note(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Take down what was "auto" and has a value now.
+
+        Args:
+            before: the configuration with "auto".
+            after: the same, filled.
+        """
+        now = dict(leaves(after))
+        self._values = {name: now[name] for name, value in leaves(before) if value == AUTO and name in now}
+
+    def undo(self, config: dict[str, Any]) -> None:
+        """Make "auto" again what was filled and has not been changed since.
+
+        Args:
+            config: the configuration, changed in place.
+        """
+        for name, value in self._values.items():
+            *nodes, key = name.split(".")
+            place: Any = config
+            for node in nodes:
+                place = place.get(node, {})
+            if key in place and place[key] == value:
+                place[key] = AUTO
+        self._values = {}
+
+
 def refuse_all(problems: list[str], mend: str) -> None:
     """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
 

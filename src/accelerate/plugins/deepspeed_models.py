@@ -56,12 +56,13 @@ def show_to_transformers(config: Mapping[str, Any], sharded: bool, shown: Any) -
         What transformers looks at for as long as it lives; None where models are whole, or without
         transformers.
     """
+    if not sharded and shown is None:
+        return None
     if not packages.is_transformers_available() or not packages.is_deepspeed_available():
         return None
     from transformers.integrations import deepspeed as glue
 
     if sharded:
         return glue.HfDeepSpeedConfig(config_to_build(config))
-    if shown is not None:
-        glue.unset_hf_deepspeed_config()
+    glue.unset_hf_deepspeed_config()
     return None

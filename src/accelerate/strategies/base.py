@@ -21,7 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.precision.resolve import RECIPES, PrecisionRequest
 from accelerate.precision.resolve import resolve as resolve_precision
 from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
 from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters, names_by_group
 from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context
@@ -87,6 +87,9 @@ class Strategy:
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 
+    holds_gradients: bool = True
+    """Whether gradients lie in the parameters between backward passes, where they may be changed."""
+
     gathers_shards: bool = False
     """Whether weights lie in shards that are gathered for each forward and may travel in another format."""
 
@@ -118,6 +121,16 @@ class Strategy:
             )
         )
 
+    @property
+    def engine_wrapped(self) -> Any:
+        """The engine that holds model and optimizer, where one does; None elsewhere."""
+        return None
+
+    @property
+    def loader_mesh(self) -> Any:
+        """The mesh by which loaders deal batches; `None` deals them to all processes."""
+        return self.context.mesh
+
     # Prepare
 
     def check(self, bundle: Bundle, prepared: Prepared) -> None:
@@ -130,6 +143,7 @@ class Strategy:
         Raises:
             PreparationError: with the objects at fault and the mend.
         """
+        refuse_stand_ins(bundle.objects)
         new_models = [model for model in bundle.models if not is_prepared(model)]
         new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
         self._catch_up(new_optimizers)
@@ -278,6 +292,10 @@ class Strategy:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
+        """Return a loader that gives this process its part of each sequence; the very one where it has all."""
+        return loader
+
     # Save and end
 
     def gradient_order(self, model: nn.Module) -> list[int]:
@@ -335,6 +353,21 @@ class Strategy:
 
     def release(self) -> None:
         """Let go of what the method holds beyond the prepared objects."""
+
+
+def refuse_stand_ins(objects: Iterable[Any]) -> None:
+    """Raise for what stands for an object that only an engine builds.
+
+    Args:
+        objects: given to `prepare`.
+    """
+    names = [type(obj).__name__ for obj in objects if stands_for(obj) is not None]
+    if names:
+        raise PreparationError(
+            f"{', '.join(names)} stands for what DeepSpeed builds from its configuration, and this run does not "
+            "use DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or prepare an optimizer "
+            "and a scheduler of torch."
+        )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

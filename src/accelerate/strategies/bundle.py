@@ -53,9 +53,15 @@ KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
 """Each kind with the claim that makes an object one; the first that holds counts."""
 
 
+def stands_for(obj: Any) -> Kind | None:
+    """Return what `obj` takes the place of until an engine has built it; None for most objects."""
+    kind = getattr(type(obj), "stands_for", None)
+    return kind if isinstance(kind, Kind) else None
+
+
 def kind_of(obj: Any) -> Kind:
     """Return what `obj` is to `prepare`; `Kind.OTHER` is handed back untouched."""
-    return next((kind for kind, claim in KINDS if claim(obj)), Kind.OTHER)
+    return stands_for(obj) or next((kind for kind, claim in KINDS if claim(obj)), Kind.OTHER)
 
 
 def is_prepared(obj: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.base.enums import RNGType
 from accelerate.devices.backend import DeviceBackend
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import (
@@ -52,6 +53,7 @@ class RunRequest:
         process_group: arguments of the process group.
         profile: arguments of the profiler.
         fsdp: how parameters are sharded; `None` keeps them whole.
+        deepspeed: how DeepSpeed trains: a plugin, or several by name; `None` trains without it.
         parallelism: sizes of the mesh; `None` for one axis of all processes.
         fp8_library: which library computes in FP8; `None` leaves it open.
         handlers: all handlers the user gave, also those of other number formats.
@@ -73,6 +75,7 @@ class RunRequest:
     process_group: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     parallelism: ParallelismConfig | None = None
     fp8_library: str | None = None
     handlers: tuple[KwargsHandler, ...] = ()

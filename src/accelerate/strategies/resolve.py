@@ -22,6 +22,11 @@ def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
     Raises:
         ConfigurationError: what is asked for does not go together.
     """
+    if request.deepspeed is not None:
+        _check_with_engine(request)
+        from accelerate.strategies.deepspeed.strategy import DeepSpeed
+
+        return DeepSpeed
     if request.parallelism is not None:
         _check_mesh(request.parallelism, request.fsdp)
     if topology.size == 1:
@@ -40,6 +45,28 @@ def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
     return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 
 
+def _check_with_engine(request: RunRequest) -> None:
+    """Refuse what DeepSpeed's engine does not go together with."""
+    if request.fsdp is not None:
+        raise ConfigurationError(
+            "deepspeed_plugin and fsdp_plugin both share parameters between processes. Pass one of them; "
+            "ZeRO stage 3 is DeepSpeed's counterpart of FULL_SHARD."
+        )
+    mesh = request.parallelism
+    for axis in ("tp", "cp") if mesh is not None else ():
+        size = getattr(mesh, f"{axis}_size")
+        if size > 1:
+            raise wrong_value(
+                f"{axis}_size",
+                size,
+                "DeepSpeed's engine shares sequences (sp_size) and data, and nothing else",
+                f"Leave it at 1, or train without deepspeed_plugin{_OWN_TP if axis == 'tp' else ''}",
+            )
+
+
+_OWN_TP = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
+
+
 def _sharded(version: int) -> type[Strategy]:
     """Return the class for a version of FSDP; torch's part of it takes a second to import."""
     if version == 1:
@@ -56,8 +83,8 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         raise wrong_value(
             "sp_size",
             mesh.sp_size,
-            "this version shares sequences by context parallelism only",
-            "Leave sp_size at 1, and set cp_size",
+            "sequences are shared by DeepSpeed's attention, and this run does not use DeepSpeed",
+            "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead",
         )
     if plugin is None:
         _check_mesh_of_whole_models(mesh)

@@ -1,0 +1,1 @@
+"""Training by a DeepSpeed engine."""

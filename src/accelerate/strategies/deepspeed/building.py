@@ -1,0 +1,213 @@
+"""Build an engine: complete DeepSpeed's configuration, choose the optimizer, call `deepspeed.initialize`.
+
+Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.base import environ, packages
+from accelerate.compilation import compile_regions_deepspeed
+from accelerate.logging import get_logger
+from accelerate.nested import recursively_apply
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.state import process_group
+from accelerate.state.topology import Topology
+from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accelerate.strategies.deepspeed.values import Given, filling_of
+from accelerate.strategies.request import Context
+
+logger = get_logger(__name__)
+
+KIND_VARIABLE = "DS_ACCELERATOR"
+"""The variable by which DeepSpeed is told the kind of hardware; it looks for one otherwise."""
+
+HPU_VARIABLE = "DEEPSPEED_USE_HPU"
+
+
+def begin(context: Context) -> None:
+    """Let DeepSpeed use the process group of the run, and open one where a run has a single process.
+
+    Called on all ranks, once; again it does nothing.
+    """
+    packages.require("deepspeed", "Training with DeepSpeedPlugin")
+    found = environ.current()
+    kind = context.device.type
+    wanted = {KIND_VARIABLE: "cpu"} if kind == "cpu" else {HPU_VARIABLE: "true"} if kind == "hpu" else {}
+    if not process_group.is_open():
+        process_group.open_group(context.topology, context.backend)
+    wanted.update(_place_of(context.topology))
+    environ.assign({name: text for name, text in wanted.items() if not found.get(name)})
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+
+
+def _place_of(topology: Topology) -> dict[str, str]:
+    """Return what DeepSpeed reads of a process's place, whoever started it."""
+    return {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "MASTER_ADDR": topology.address or "127.0.0.1",
+        "MASTER_PORT": str(topology.port or 29500),
+    }
+
+
+def complete(plugin: Any, given: Given) -> dict[str, Any]:
+    """Fill the configuration of a plugin from what was given to `prepare`; again, if that is not the first
+    time.
+
+    Args:
+        plugin: its `deepspeed_config` is changed in place.
+        given: model, optimizer, sizes.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigurationError: values differ, or are "auto" and told nowhere; with all of them.
+    """
+    config: dict[str, Any] = plugin.deepspeed_config
+    plugin.filled.undo(config)
+    filling = filling_of(given, config)
+    before = deepcopy(config)
+    filling.fill(config)
+    plugin.filled.note(before, config)
+    filling.settle()
+    plugin.hf_ds_config.set_stage_and_offload()
+    return config
+
+
+def without_training(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration for an engine that runs a model and never steps."""
+    return {name: deepcopy(part) for name, part in config.items() if name not in ("optimizer", "scheduler")}
+
+
+def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
+    """Return the optimizer for states that may be kept on the CPU, and allow it in the configuration.
+
+    Args:
+        optimizer: torch's.
+        config: changed in place where it says nothing.
+    """
+    place = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    offloads = place.get("device") in ("cpu", "nvme")
+    chosen = optimizer
+    if offloads and config.get("zero_force_ds_cpu_optimizer", True):
+        chosen = map_pytorch_optim_to_deepspeed(optimizer)
+        if chosen is optimizer and not type(optimizer).__module__.startswith("deepspeed."):
+            config["zero_force_ds_cpu_optimizer"] = False
+            logger.info(f"DeepSpeed has no {type(optimizer).__name__} of its own: torch's steps on the CPU.")
+    config.setdefault("zero_allow_untested_optimizer", True)
+    return chosen
+
+
+def build_engine(
+    model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any], mpu: Any = None
+) -> tuple[Any, Any, Any]:
+    """Return engine, optimizer and scheduler; called on all ranks.
+
+    Args:
+        model: the user's module.
+        optimizer: torch's, or what stands for DeepSpeed's; None for a model that is not trained.
+        scheduler: what stands for DeepSpeed's; None for none that the engine steps.
+        config: complete.
+        mpu: which processes share sequences; None for none.
+    """
+    import deepspeed
+
+    arguments: dict[str, Any] = {"model": model, "config": config}
+    if mpu is not None:
+        arguments["mpu"] = mpu
+    if isinstance(optimizer, DummyOptim):
+        arguments["model_parameters"] = optimizer.params
+    elif optimizer is not None:
+        arguments.update(optimizer=optimizer)
+    if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+        arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+    engine, built, _, steps_rate = deepspeed.initialize(**arguments)
+    if config.get("bf16", {}).get("enabled") is True:
+        engine.module.register_forward_pre_hook(_in_bfloat16, with_kwargs=True, prepend=True)
+    return engine, built, steps_rate
+
+
+def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
+    """Compile the model inside an engine as the run asks; nothing when it does not."""
+    if str(getattr(dynamo.backend, "value", dynamo.backend)).lower() == "no":
+        return
+    arguments = dynamo.to_kwargs()
+    if dynamo.use_regional_compilation:
+        compile_regions_deepspeed(engine.module, **arguments)
+        return
+    backend = arguments.pop("backend")
+    engine.compile(backend=backend, compile_kwargs=arguments)
+
+
+def _in_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Bring float32 inputs to the format of the weights, as DeepSpeed itself does for float16 only."""
+    return _cast(args), _cast(kwargs)
+
+
+def _cast(values: Any) -> Any:
+    return recursively_apply(_to_bfloat16, values, test_type=_is_float32)
+
+
+def _to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16)
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def run_only(model: nn.Module, device: torch.device, place: bool, config: dict[str, Any]) -> nn.Module:
+    """Return a model as an engine would compute it, without an engine: it is not trained.
+
+    Args:
+        model: the user's module.
+        device: of this process.
+        place: whether it is moved there.
+        config: names the number format.
+    """
+    if place:
+        model = model.to(device)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(name, {}).get("enabled") is True:
+            model = model.to(dtype)
+    if config.get("bf16", {}).get("enabled") is True:
+        model.register_forward_pre_hook(_in_bfloat16, with_kwargs=True)
+    return model
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return torch's optimizer inside DeepSpeed's; None where there is none."""
+    while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
+
+
+def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scheduler follow the steps of an optimizer that has taken the place of its own.
+
+    Args:
+        scheduler: of torch; its optimizer's groups are those of the new one.
+        optimizer: steps.
+    """
+    if scheduler.optimizer is optimizer:
+        return
+    scheduler.optimizer = optimizer
+    step = optimizer.step
+
+    def noted_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        return step(*args, **kwargs)
+
+    noted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = noted_step  # type: ignore[method-assign]

@@ -1,0 +1,76 @@
+"""Whether what was given to `prepare` makes one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+
+
+def problems_of(
+    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], config: Mapping[str, Any]
+) -> list[str]:
+    """Return one line for each reason why no engine can be built.
+
+    Args:
+        models: not prepared yet, as are the others.
+        optimizers: torch's, and what stands for DeepSpeed's.
+        schedulers: likewise.
+        config: of DeepSpeed.
+    """
+    problems = []
+    for name, objects in (("models", models), ("optimizers", optimizers)):
+        if len(objects) > 1:
+            kinds = ", ".join(type(each).__name__ for each in objects)
+            problems.append(
+                f"{len(objects)} {name} ({kinds}): an engine has one model and one optimizer. Prepare each model "
+                "in a call of its own, with its optimizer; state.select_deepspeed_plugin(name) between the calls "
+                "gives it a configuration of its own"
+            )
+    if optimizers and not models:
+        problems.append(
+            f"{type(optimizers[0]).__name__} without its model: an engine is built from both. Give both to one "
+            "call"
+        )
+    for optimizer in optimizers:
+        problems += _problems_of_optimizer(optimizer, config)
+    for scheduler in schedulers:
+        problems += _problems_of_scheduler(scheduler, optimizers, config)
+    return problems
+
+
+def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[str]:
+    name = type(optimizer).__name__
+    configured = (config.get("optimizer") or {}).get("type")
+    if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
+        return [
+            f"{name} stands for the optimizer of DeepSpeed's configuration, which has none. Add an `optimizer` "
+            "there, or build one of torch's"
+        ]
+    if not isinstance(optimizer, DummyOptim) and "optimizer" in config:
+        return [
+            f"{name}, and DeepSpeed's configuration has the optimizer {configured}. Take one of them away: "
+            "DummyOptim(parameters) stands for that of the configuration"
+        ]
+    return []
+
+
+def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Mapping[str, Any]) -> list[str]:
+    name = type(scheduler).__name__
+    configured = (config.get("scheduler") or {}).get("type")
+    if not isinstance(scheduler, DummyScheduler):
+        if "scheduler" in config:
+            return [
+                f"{name}, and DeepSpeed's configuration has the scheduler {configured}. Take one of them away: "
+                "DummyScheduler(optimizer) stands for that of the configuration"
+            ]
+        return []
+    if not optimizers:
+        return [f"{name} without its optimizer: the engine steps both. Give both to one call"]
+    if "scheduler" not in config and scheduler.lr_scheduler_callable is None:
+        return [
+            f"{name} stands for the scheduler of DeepSpeed's configuration, which has none. Add a `scheduler` "
+            "there, or pass lr_scheduler_callable, which builds one for an optimizer"
+        ]
+    return []

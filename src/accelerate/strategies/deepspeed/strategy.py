@@ -1,0 +1,270 @@
+"""DeepSpeed: an engine holds model and optimizer; it averages gradients, clips and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelerate.base.enums import DistributedType
+from accelerate.base.errors import ConfigurationError, PreparationError, StateError
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision.base import Precision
+from accelerate.state import AcceleratorState
+from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared
+from accelerate.strategies.deepspeed import building
+from accelerate.strategies.deepspeed.checking import problems_of
+from accelerate.strategies.deepspeed.dummies import DummyScheduler
+from accelerate.strategies.deepspeed.losses import leaves_of
+from accelerate.strategies.deepspeed.sequences import sequences_of
+from accelerate.strategies.deepspeed.states import gathered, whole_state
+from accelerate.strategies.deepspeed.values import Given, batch_sizes_of
+from accelerate.strategies.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+from accelerate.strategies.request import Context
+
+
+class Waiting:
+    """What belongs to the model that is prepared now."""
+
+    def __init__(self, optimizer: Any, scheduler: Any, batch_sizes: Sequence[int]) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.batch_sizes = batch_sizes
+
+
+class DeepSpeed(Strategy):
+    """Training by DeepSpeed engines: one for each model that is trained.
+
+    The engine of a model is built from the plugin that is selected when the model is prepared.
+    """
+
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
+
+    holds_gradients = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.engines: list[DeepSpeedEngineWrapper] = []
+        self.sequences = sequences_of(context.request.parallelism)
+        self.replicas = context.topology.size // self.sequences.size
+        self.known_sizes: list[int] = []
+        self._for_model = Waiting(None, None, ())
+        self._built: Any = None
+        self._rate: Any = None
+        self._optimizer: DeepSpeedOptimizerWrapper | None = None
+        self.backward = self._backward
+        building.begin(context)
+
+    def choose_precision(self) -> Precision:
+        """Return the null format: the engine casts."""
+        return Precision(self.context.mixed_precision)
+
+    @property
+    def plugin(self) -> Any:
+        """The plugin that is selected now: a live object."""
+        return AcceleratorState().deepspeed_plugin
+
+    @property
+    def loader_mesh(self) -> Any:
+        """No mesh: DeepSpeed's adapter deals the samples of processes that share sequences."""
+        return None
+
+    @property
+    def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
+        """The engine that was built last; None before."""
+        return self.engines[-1] if self.engines else None
+
+    # Prepare
+
+    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+        """Refuse what one engine cannot train, with all reasons at once."""
+        new = [obj for obj in bundle.objects if not is_prepared(obj)]
+        fresh = Bundle(new)
+        problems = problems_of(
+            fresh.models, fresh.optimizers, fresh.of(Kind.SCHEDULER), self.plugin.deepspeed_config
+        )
+        if problems:
+            lines = "".join(f"\n- {line}" for line in problems)
+            raise PreparationError(f"DeepSpeed cannot train what was given to `prepare`:{lines}")
+        for model in fresh.models:
+            self.check_model(model)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse models that a device map has split."""
+        refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
+
+    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+        """Prepare loaders, then build the engine from model, optimizer and scheduler together."""
+        bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
+        sizes = batch_sizes_of(bundle.of(Kind.LOADER))
+        optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
+        schedulers = [each for each in bundle.of(Kind.SCHEDULER) if isinstance(each, DummyScheduler)]
+        self._for_model = Waiting(*(next(iter(each), None) for each in (optimizers, schedulers)), sizes)
+        try:
+            bundle.replace(Kind.MODEL, preparer.prepare_model)
+            bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
+            bundle.replace(Kind.SCHEDULER, lambda each, _: preparer.prepare_scheduler(self._stepped(each)))
+        finally:
+            self._for_model = Waiting(None, None, ())
+            self._built = self._rate = self._optimizer = None
+            self.known_sizes += sizes
+        if self.sequences.size > 1 and bundle.models:
+            bundle.replace(Kind.LOADER, lambda each, _: self.share_sequences(each, bundle.models[0]))
+        return bundle
+
+    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+        """Return an engine for a model that comes with its optimizer, or whose weights are shared.
+
+        Others are placed and cast, as an engine would: they are not trained.
+        """
+        if evaluation:
+            return super().prepare_model(model, place=place, evaluation=True)
+        plugin, waiting = self.plugin, self._for_model
+        if waiting.optimizer is None and plugin.zero_stage != 3:
+            return self.compile(building.run_only(model, self.context.device, place, plugin.deepspeed_config))
+        config = building.complete(plugin, self._given(model, waiting))
+        return self._build(model, waiting, config)
+
+    def _given(self, model: nn.Module, waiting: Waiting) -> Given:
+        request = self.context.request
+        by_process = (
+            request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
+        )
+        return Given(
+            model=model,
+            optimizer=waiting.optimizer,
+            scheduler=waiting.scheduler,
+            batch_sizes=waiting.batch_sizes,
+            known_sizes=self.known_sizes,
+            smallest=self.plugin.is_train_batch_min,
+            accumulation=self.context.gradients.num_steps,
+            replicas=self.replicas,
+            pace=self.context.topology.size if by_process else 1,
+        )
+
+    def _build(self, model: nn.Module, waiting: Waiting, config: dict[str, Any]) -> nn.Module:
+        trains = waiting.optimizer is not None
+        self.plugin.set_moe_leaf_modules(model)
+        optimizer = waiting.optimizer
+        if not trains:
+            config = building.without_training(config)
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = building.choose_optimizer(optimizer, config)
+        mpu = self.sequences.join(model, config)
+        engine, built, rate = building.build_engine(model, optimizer, waiting.scheduler, config, mpu)
+        building.compile_engine(engine, self.context.request.dynamo)
+        if trains:
+            wrapped = DeepSpeedEngineWrapper(engine)
+            engine.register_forward_pre_hook(lambda *_: wrapped.finish_step())
+            self.engines.append(wrapped)
+        self._built, self._rate = built, rate
+        return engine  # type: ignore[no-any-return]
+
+    def prepare_optimizer(self, optimizer: Any, *, place: bool) -> AcceleratedOptimizer:
+        """Return the optimizer of the engine that was just built from `optimizer`."""
+        if self._built is None:
+            raise PreparationError(
+                f"{type(optimizer).__name__} was prepared without its model, and an engine is built from both. "
+                "Call prepare(model, optimizer, ...) with all of them."
+            )
+        self._optimizer = DeepSpeedOptimizerWrapper(self._built)
+        self._optimizer.take_step = self.engines[-1].finish_step
+        return self._optimizer
+
+    def _stepped(self, scheduler: Any) -> Any:
+        """Return a scheduler as the engine has it: stepped by the engine, or setting the engine's rates."""
+        if isinstance(scheduler, DummyScheduler):
+            return DeepSpeedSchedulerWrapper(self._rate, [self._optimizer] if self._optimizer else [])
+        inner = building.innermost(self._built)
+        if inner is not None and getattr(scheduler, "optimizer", None) is self._for_model.optimizer:
+            building.point_scheduler(scheduler, inner)
+        return scheduler
+
+    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
+        """Return a loader that gives this process its part of each sequence."""
+        return self.sequences.share(loader, model)
+
+    # Step
+
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients by the engine whose model gave the loss; the accelerator has divided it."""
+        engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
+        synchronises = self.context.gradients.sync_gradients
+        engine.compute_gradients(loss, synchronises, scale_wrt_gas=False, **kwargs)
+
+    def _engine_of(self, loss: torch.Tensor) -> DeepSpeedEngineWrapper:
+        if not self.engines:
+            raise StateError("backward() comes after prepare(model, optimizer, ...): no engine is built yet.")
+        owners = {id(p): engine for engine in self.engines for p in engine.engine.module.parameters()}
+        found = next((owners[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in owners), None)
+        if found is None:
+            raise StateError(
+                "The loss depends on no parameter of a prepared model. Compute it by the models that "
+                "`prepare` returned."
+            )
+        return found
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Take the step with clipped gradients, and return the norm they had; see `DeepSpeedEngineWrapper`."""
+        if len(self.engines) == 1:
+            return self.engines[0].clip(max_norm, norm_type)
+        given = {id(parameters)} if isinstance(parameters, torch.Tensor) else {id(p) for p in parameters}
+        for engine in self.engines:
+            if any(id(p) in given for p in engine.engine.module.parameters()):
+                return engine.clip(max_norm, norm_type)
+        return super().clip_grad_norm((), max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Refuse: the engine keeps gradients where only it reaches them."""
+        raise ConfigurationError(
+            "clip_grad_value_ does not work with DeepSpeed, whose engine holds the gradients. Call "
+            "clip_grad_norm_, or set gradient_clipping in its configuration."
+        )
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Refuse: every step of an engine needs all ranks."""
+        raise ConfigurationError(
+            "join_uneven_inputs does not work with DeepSpeed: its engine steps on all processes together. "
+            "Leave even_batches on, or use windows()."
+        )
+
+    @contextmanager
+    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Gather all parameters; forwards fetch and free nothing inside."""
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(gathered(model))
+            yield
+
+    # Save and end
+
+    def load_weights(
+        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
+    ) -> None:
+        """Load whole weights; the optimizer's copies of them follow."""
+        raise ConfigurationError(
+            "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of `save_state`, "
+            "or load weights into the model before `prepare`."
+        )
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state on the CPU; shards come together on the main process only."""
+        inner = self.unwrap(model, keep_compiled=False)
+        if inner is model:
+            return super().state_dict(model, unwrap=unwrap)
+        return whole_state(model)
+
+    def release(self) -> None:
+        """Forget all engines."""
+        self.engines.clear()
+        self.known_sizes.clear()
