@@ -29,6 +29,9 @@ class AcceleratedScheduler:
 
     _is_accelerate_prepared = True  # other projects ask for it
 
+    belongs_to_engine: bool = False
+    """Whether an engine steps it, saves it and loads it."""
+
     def __init__(
         self,
         scheduler: Any,

@@ -89,6 +89,14 @@ from accelerate.precision.torchao import convert_model_to_fp8_ao as convert_mode
 from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.strategies.deepspeed.dummies import DummyOptim as DummyOptim
+from accelerate.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
+from accelerate.strategies.deepspeed.optimizers import (
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accelerate.strategies.fsdp.loading import ensure_weights_retied as ensure_weights_retied
 from accelerate.strategies.fsdp.parameters import fsdp2_canonicalize_names as fsdp2_canonicalize_names
 from accelerate.strategies.fsdp.parameters import (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -63,8 +65,10 @@ def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[A
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))
+    plain, engines = _divide(runtime, models)
     parts: list[Part] = [
-        *(_model_part(runtime, index, model) for index, model in enumerate(models)),
+        *engines,
+        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
         *_optimizer_parts(runtime),
         *_others(runtime, resized=source.resized),
     ]
@@ -74,12 +78,34 @@ def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[A
     return [*changes, _read_generators(runtime, source, options, policy)]
 
 
+def _divide(
+    runtime: Runtime, models: Sequence[nn.Module], folder: Path | None = None
+) -> tuple[list[nn.Module], list[Part]]:
+    """Return the models that are saved by themselves, and the parts of those that engines save."""
+    plain: list[nn.Module] = []
+    engines: list[Part] = []
+    for model in models:
+        part = runtime.strategy.engine_part(len(engines), model, folder)
+        if part is None:
+            plain.append(model)
+        else:
+            engines.append(part)
+    return plain, engines
+
+
+def _own(objects: Sequence[Any]) -> list[Any]:
+    """Return the optimizers or schedulers that no engine saves."""
+    return [each for each in objects if not getattr(each, "belongs_to_engine", False)]
+
+
 def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
-    weights = [strategy.state_dict(model, unwrap=True) for model in prepared.models]
+    plain, engines = _divide(runtime, prepared.models, site.folder)
+    weights = [strategy.state_dict(model, unwrap=True) for model in plain]
     _call_hooks(runtime, weights, site)
-    optimizers = strategy.optimizer_owners(prepared.optimizers, gather=True)
+    optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
     return [
+        *engines,
         *(ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
         *state_parts(optimizers, [], None),
     ]
@@ -115,8 +141,9 @@ def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
 
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
-    whole = state_parts(strategy.optimizer_owners(prepared.optimizers, gather=False), [], None)
-    owners = [partial(strategy.optimizer_shards, each, prepared.models) for each in prepared.optimizers]
+    optimizers = _own(prepared.optimizers)
+    whole = state_parts(strategy.optimizer_owners(optimizers, gather=False), [], None)
+    owners = [partial(strategy.optimizer_shards, each, prepared.models) for each in optimizers]
     return [
         EitherPart(folder_of(OPTIMIZER, index), owner, part)
         for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
@@ -127,7 +154,7 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     """Everything but models, optimizers and random generators."""
     prepared, rank = runtime.prepared, runtime.state.process_index
     return [
-        *state_parts([], prepared.schedulers, runtime.strategy.precision.scaler, prepared.custom),
+        *state_parts([], _own(prepared.schedulers), runtime.strategy.precision.scaler, prepared.custom),
         *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
         *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
     ]

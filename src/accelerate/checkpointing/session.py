@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ logger = get_logger(__name__)
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
+
+
+_councils = count()
+"""Numbers the councils of this process; all ranks open theirs in the same order."""
 
 
 class Session:
@@ -50,7 +55,9 @@ class Session:
         """How the ranks agree; every session of a process counts their decisions together."""
         council: Council | None = PartialState._shared_state.get("_council")
         if council is None:
-            council = open_council(current_transport(), process_group.connect_store("checkpoints"))
+            # the store may still hold what was said before the state was reset
+            purpose = f"checkpoints/{next(_councils)}"
+            council = open_council(current_transport(), process_group.connect_store(purpose))
             PartialState._shared_state["_council"] = council
         return council
 

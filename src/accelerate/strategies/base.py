@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import PreparationError
+from accelerate.checkpointing.part import Part
 from accelerate.checkpointing.sharded import ModuleShards, OptimizerShards, ShardOwner
 from accelerate.compilation import compiler_for
 from accelerate.logging import get_logger
@@ -297,6 +299,17 @@ class Strategy:
         return loader
 
     # Save and end
+
+    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
+        """Return what saves and loads a model together with its optimizer and scheduler; None where each is
+        saved by itself.
+
+        Args:
+            index: its place among the models of which this is true.
+            model: prepared.
+            folder: the checkpoint, where it is to be saved.
+        """
+        return None
 
     def gradient_order(self, model: nn.Module) -> list[int]:
         """Return what the rounding of summed gradients depends on: an order of the parameters, or nothing."""

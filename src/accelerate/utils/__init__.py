@@ -271,6 +271,18 @@ from accelerate.rng import (
 from accelerate.state.accelerator_state import deepspeed_required as deepspeed_required
 from accelerate.state.environments import get_cpu_distributed_information as get_cpu_distributed_information
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
+from accelerate.strategies.deepspeed.dummies import (
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+)
+from accelerate.strategies.deepspeed.optimizers import (
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)
+from accelerate.strategies.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+)
 from accelerate.strategies.fsdp.loading import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,

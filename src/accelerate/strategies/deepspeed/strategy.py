@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, PreparationError, StateError
+from accelerate.checkpointing.part import Part
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
 from accelerate.state import AcceleratorState
@@ -18,6 +20,7 @@ from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_spli
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.checking import problems_of
+from accelerate.strategies.deepspeed.checkpoints import EnginePart
 from accelerate.strategies.deepspeed.dummies import DummyScheduler
 from accelerate.strategies.deepspeed.losses import leaves_of
 from accelerate.strategies.deepspeed.sequences import sequences_of
@@ -248,10 +251,19 @@ class DeepSpeed(Strategy):
 
     # Save and end
 
+    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
+        """Return what saves and loads an engine; None for a model without one."""
+        if not any(model is known.engine for known in self.engines):
+            return None
+        return EnginePart(index, model, self.context.topology, folder)
+
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
     ) -> None:
-        """Load whole weights; the optimizer's copies of them follow."""
+        """Load whole weights into a model without an engine."""
+        if not any(model is known.engine for known in self.engines):
+            super().load_weights(model, state, fill)
+            return
         raise ConfigurationError(
             "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of `save_state`, "
             "or load weights into the model before `prepare`."

@@ -126,6 +126,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         take_step: takes the step that the engine owes.
     """
 
+    belongs_to_engine = True
+    """Whether the engine saves it and loads it."""
+
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.take_step: Callable[[], None] = no_step
@@ -159,6 +162,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         scheduler: of an engine.
         optimizers: the prepared optimizers that it belongs to.
     """
+
+    belongs_to_engine = True
 
     def __init__(
         self, scheduler: Any, optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer]
