@@ -66,8 +66,8 @@ class Accelerator(
         cpu: stay on the CPU although the machine has something faster.
         dataloader_config: how loaders are sharded; a live object, fields assigned later count at the next
             `prepare`.
-        deepspeed_plugin: how DeepSpeed trains, one plugin or several by name; the default is what the launcher
-            set, else training goes without it. A live object like the next one.
+        deepspeed_plugin: how DeepSpeed trains, one plugin or several by name; the default is what the
+            launcher set, else training goes without it. A live object like the next one.
         fsdp_plugin: how parameters are sharded between processes; the default is what the launcher set,
             else they are whole on each. A live object, fields assigned later count at the next `prepare`.
         torch_tp_plugin: refused: `parallelism_config` says how many processes share layers.
@@ -384,7 +384,7 @@ class Accelerator(
     # Data
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Return a loader that gives each process its part of sequences; the very loader where they are whole.
+        """Return a loader that gives each process its part of sequences; the very one where they are whole.
 
         Loaders that come with their model in one `prepare` call need no such call.
 

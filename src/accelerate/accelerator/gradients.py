@@ -273,8 +273,9 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
     """Refuse a round that does not fit to the window around it."""
     if not runtime.strategy.holds_gradients:
         raise ConfigurationError(
-            "accumulate(num_items=...) weighs gradients when the last batch is known, and this run keeps them "
-            "where only its engine reaches them. Use windows(), which counts the items before the first batch."
+            "accumulate(num_items=...) weighs gradients when the last batch is known, and this run keeps "
+            "them where only its engine reaches them. Use windows(), which counts the items before the first "
+            "batch."
         )
     if runtime.joins:
         raise ConfigurationError(

@@ -295,7 +295,7 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def share_sequences(self, loader: Any, model: nn.Module) -> Any:
-        """Return a loader that gives this process its part of each sequence; the very one where it has all."""
+        """Return a loader that gives this process its part of sequences; the very one where it has all."""
         return loader
 
     # Save and end
@@ -377,9 +377,9 @@ def refuse_stand_ins(objects: Iterable[Any]) -> None:
     names = [type(obj).__name__ for obj in objects if stands_for(obj) is not None]
     if names:
         raise PreparationError(
-            f"{', '.join(names)} stands for what DeepSpeed builds from its configuration, and this run does not "
-            "use DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or prepare an optimizer "
-            "and a scheduler of torch."
+            f"{', '.join(names)} stands for what DeepSpeed builds from its configuration, and this run does "
+            "not use DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or prepare an "
+            "optimizer and a scheduler of torch."
         )
 
 

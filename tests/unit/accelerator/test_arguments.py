@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from accelerate import DeepSpeedPlugin
 from accelerate.accelerator.arguments import Arguments, build_request, refuse_other_methods
 from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
 from accelerate.base.errors import ConfigurationError
@@ -153,7 +154,6 @@ def test_other_arguments() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "named"),
     [
-        ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED asks for DeepSpeed"),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
         ({"torch_tp_plugin": object()}, {}, "torch_tp_plugin asks for tensor parallelism"),
     ],
@@ -163,7 +163,34 @@ def test_other_methods_are_refused_and_not_ignored(
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         refuse_other_methods(given, environ)
-    refuse_other_methods({"deepspeed_plugin": None}, {"ACCELERATE_USE_DEEPSPEED": "false"})
+    refuse_other_methods({"megatron_lm_plugin": None}, {"ACCELERATE_USE_MEGATRON_LM": "false"})
+
+
+def test_deepspeed_comes_from_arguments_or_the_environment() -> None:
+    assert build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "false"}).deepspeed is None
+    launched = build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "1"})
+    assert isinstance(launched.deepspeed, DeepSpeedPlugin)
+    one, two = DeepSpeedPlugin(), DeepSpeedPlugin(zero_stage=3)
+    assert build_request(Arguments(deepspeed_plugin=one), {}).deepspeed is one
+    several = {"a": one, "b": two}
+    assert build_request(Arguments(deepspeed_plugins=several), {}).deepspeed is several
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"deepspeed_plugin": 5}, "neither a DeepSpeedPlugin nor"),
+        ({"deepspeed_plugin": {}}, "neither a DeepSpeedPlugin nor"),
+        ({"deepspeed_plugin": {"a": 5}}, "neither a DeepSpeedPlugin nor"),
+        (
+            {"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": DeepSpeedPlugin()},
+            "both say how DeepSpeed trains",
+        ),
+    ],
+)
+def test_what_is_no_deepspeed_plugin_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        build_request(Arguments(**given), {})
 
 
 def test_fsdp_and_mesh_come_from_arguments_or_the_environment() -> None:

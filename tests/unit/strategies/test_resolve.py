@@ -6,16 +6,23 @@ from typing import Any
 
 import pytest
 
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base.errors import ConfigurationError
 from accelerate.state.topology import Topology
 from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
 from accelerate.strategies.ddp import DataParallel
+from accelerate.strategies.deepspeed.strategy import DeepSpeed
 from accelerate.strategies.fsdp.v1 import FullySharded
 from accelerate.strategies.fsdp.v2 import FullyShard
 from accelerate.strategies.request import RunRequest
 from accelerate.strategies.resolve import resolve
 from accelerate.strategies.single import SingleProcess
+
+
+def with_engine(**fields: Any) -> RunRequest:
+    mesh = fields.pop("mesh", None)
+    parallelism = None if mesh is None else ParallelismConfig(**mesh)
+    return RunRequest(deepspeed=DeepSpeedPlugin(), parallelism=parallelism, **fields)
 
 
 def request(version: int | None = None, mesh: dict[str, int] | None = None, **fields: Any) -> RunRequest:
@@ -43,6 +50,9 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
         (request(None, {"tp_size": 2, "dp_replicate_size": 2}), 4, CopiedTensorParallel),
         (request(None, {"tp_size": 2, "cp_size": 2}), 4, CopiedTensorParallel),
         (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, FullyShard),
+        (with_engine(), 1, DeepSpeed),
+        (with_engine(), 2, DeepSpeed),
+        (with_engine(mesh={"sp_size": 2, "dp_replicate_size": 2}), 4, DeepSpeed),
     ],
 )
 def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: type) -> None:
@@ -53,6 +63,9 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
     ("asked", "message"),
     [
         (request(2, {"sp_size": 2}), "sp_size=2: .* set cp_size"),
+        (with_engine(mesh={"tp_size": 2}), "tp_size=2: .*tensor_parallel.autotp_size"),
+        (with_engine(mesh={"cp_size": 2}), "cp_size=2: DeepSpeed's engine shares sequences"),
+        (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: nothing says .* Pass fsdp_plugin"),

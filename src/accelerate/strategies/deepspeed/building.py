@@ -65,7 +65,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     time.
 
     Args:
-        plugin: its `deepspeed_config` is changed in place.
+        plugin: its `deepspeed_config` is changed in place, if the model is trained.
         given: model, optimizer, sizes.
 
     Returns:
@@ -76,10 +76,13 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     """
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
+    if given.optimizer is None:
+        config = without_training(config)
     filling = filling_of(given, config)
     before = deepcopy(config)
     filling.fill(config)
-    plugin.filled.note(before, config)
+    if config is plugin.deepspeed_config:
+        plugin.filled.note(before, config)
     filling.settle()
     plugin.hf_ds_config.set_stage_and_offload()
     return config

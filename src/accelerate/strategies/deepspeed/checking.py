@@ -24,14 +24,14 @@ def problems_of(
         if len(objects) > 1:
             kinds = ", ".join(type(each).__name__ for each in objects)
             problems.append(
-                f"{len(objects)} {name} ({kinds}): an engine has one model and one optimizer. Prepare each model "
-                "in a call of its own, with its optimizer; state.select_deepspeed_plugin(name) between the calls "
-                "gives it a configuration of its own"
+                f"{len(objects)} {name} ({kinds}): an engine has one model and one optimizer. Prepare each "
+                "model in a call of its own, with its optimizer; state.select_deepspeed_plugin(name) "
+                "between the calls gives it a configuration of its own"
             )
     if optimizers and not models:
         problems.append(
-            f"{type(optimizers[0]).__name__} without its model: an engine is built from both. Give both to one "
-            "call"
+            f"{type(optimizers[0]).__name__} without its model: an engine is built from both. Give both to "
+            "one call"
         )
     for optimizer in optimizers:
         problems += _problems_of_optimizer(optimizer, config)
@@ -45,8 +45,8 @@ def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[st
     configured = (config.get("optimizer") or {}).get("type")
     if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
         return [
-            f"{name} stands for the optimizer of DeepSpeed's configuration, which has none. Add an `optimizer` "
-            "there, or build one of torch's"
+            f"{name} stands for the optimizer of DeepSpeed's configuration, which has none. Add an "
+            "`optimizer` there, or build one of torch's"
         ]
     if not isinstance(optimizer, DummyOptim) and "optimizer" in config:
         return [
@@ -62,15 +62,15 @@ def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Ma
     if not isinstance(scheduler, DummyScheduler):
         if "scheduler" in config:
             return [
-                f"{name}, and DeepSpeed's configuration has the scheduler {configured}. Take one of them away: "
-                "DummyScheduler(optimizer) stands for that of the configuration"
+                f"{name}, and DeepSpeed's configuration has the scheduler {configured}. Take one of them "
+                "away: DummyScheduler(optimizer) stands for that of the configuration"
             ]
         return []
     if not optimizers:
         return [f"{name} without its optimizer: the engine steps both. Give both to one call"]
     if "scheduler" not in config and scheduler.lr_scheduler_callable is None:
         return [
-            f"{name} stands for the scheduler of DeepSpeed's configuration, which has none. Add a `scheduler` "
-            "there, or pass lr_scheduler_callable, which builds one for an optimizer"
+            f"{name} stands for the scheduler of DeepSpeed's configuration, which has none. Add a "
+            "`scheduler` there, or pass lr_scheduler_callable, which builds one for an optimizer"
         ]
     return []

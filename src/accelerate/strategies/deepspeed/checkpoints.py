@@ -66,9 +66,9 @@ class EnginePart:
         """
         if not (options.folder / self.name).is_dir():
             raise CheckpointError(
-                f"{options.folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved by a "
-                "run without DeepSpeed, or with fewer models: choose another checkpoint, or load its weights "
-                "into the model before `prepare`."
+                f"{options.folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
+                "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
+                "weights into the model before `prepare`."
             )
         return partial(self._apply, options)
 

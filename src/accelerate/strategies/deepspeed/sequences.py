@@ -115,15 +115,15 @@ def check_attention(model: Any, size: int, attention: str) -> None:
     found = getattr(config, "_attn_implementation", None)
     if found not in (None, attention):
         raise PreparationError(
-            f"{kind} computes attention by {found!r}, and sp_attn_implementation is {attention!r}. Load it with "
-            f"attn_implementation={attention!r}, or set sp_attn_implementation={found!r}."
+            f"{kind} computes attention by {found!r}, and sp_attn_implementation is {attention!r}. Load it "
+            f"with attn_implementation={attention!r}, or set sp_attn_implementation={found!r}."
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", size)
     if heads % size:
         raise PreparationError(
-            f"{kind} has {heads} attention heads, which sp_size={size} processes cannot share evenly. Choose a "
-            "size that divides them."
+            f"{kind} has {heads} attention heads, which sp_size={size} processes cannot share evenly. "
+            "Choose a size that divides them."
         )
 
 

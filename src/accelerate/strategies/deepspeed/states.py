@@ -26,9 +26,9 @@ def whole_state(engine: Any) -> dict[str, Any]:
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
-                "The model lies in shards (ZeRO stage 3), and DeepSpeed's configuration does not let them come "
-                f"together. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save shards by "
-                "`save_state`, and join them by the zero_to_fp32.py in the checkpoint."
+                "The model lies in shards (ZeRO stage 3), and DeepSpeed's configuration does not let them "
+                f"come together. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save "
+                "shards by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
             )
         return dict(engine._zero3_consolidated_16bit_state_dict() or {})
     if getattr(engine, "autotp_size", int)() > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,7 +111,7 @@ class DeepSpeed(Strategy):
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
         optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
         schedulers = [each for each in bundle.of(Kind.SCHEDULER) if isinstance(each, DummyScheduler)]
-        self._for_model = Waiting(*(next(iter(each), None) for each in (optimizers, schedulers)), sizes)
+        self._for_model = Waiting(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
@@ -157,12 +158,12 @@ class DeepSpeed(Strategy):
         trains = waiting.optimizer is not None
         self.plugin.set_moe_leaf_modules(model)
         optimizer = waiting.optimizer
-        if not trains:
-            config = building.without_training(config)
-        elif isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = building.choose_optimizer(optimizer, config)
         mpu = self.sequences.join(model, config)
-        engine, built, rate = building.build_engine(model, optimizer, waiting.scheduler, config, mpu)
+        engine, built, rate = building.build_engine(
+            model, optimizer, waiting.scheduler, deepcopy(config), mpu
+        )
         building.compile_engine(engine, self.context.request.dynamo)
         if trains:
             wrapped = DeepSpeedEngineWrapper(engine)
@@ -175,8 +176,8 @@ class DeepSpeed(Strategy):
         """Return the optimizer of the engine that was just built from `optimizer`."""
         if self._built is None:
             raise PreparationError(
-                f"{type(optimizer).__name__} was prepared without its model, and an engine is built from both. "
-                "Call prepare(model, optimizer, ...) with all of them."
+                f"{type(optimizer).__name__} was prepared without its model, and an engine is built from "
+                "both. Call prepare(model, optimizer, ...) with all of them."
             )
         self._optimizer = DeepSpeedOptimizerWrapper(self._built)
         self._optimizer.take_step = self.engines[-1].finish_step
@@ -218,7 +219,7 @@ class DeepSpeed(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Take the step with clipped gradients, and return the norm they had; see `DeepSpeedEngineWrapper`."""
+        """Take the step with clipped gradients, and return the norm they had; see `clip` of the engine."""
         if len(self.engines) == 1:
             return self.engines[0].clip(max_norm, norm_type)
         given = {id(parameters)} if isinstance(parameters, torch.Tensor) else {id(p) for p in parameters}
@@ -265,8 +266,8 @@ class DeepSpeed(Strategy):
             super().load_weights(model, state, fill)
             return
         raise ConfigurationError(
-            "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of `save_state`, "
-            "or load weights into the model before `prepare`."
+            "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of "
+            "`save_state`, or load weights into the model before `prepare`."
         )
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:

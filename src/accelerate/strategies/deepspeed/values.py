@@ -1,4 +1,4 @@
-"""What objects given to `prepare` say of DeepSpeed's configuration: sizes of batches, rates, steps, buckets."""
+"""What objects given to `prepare` say of DeepSpeed's configuration: sizes of batches, rates, steps."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
 
 def _micro_batch(given: Given, config: Mapping[str, Any]) -> int | None:
     """Return the batch of one process and round: as configured, else of a loader, else from the whole."""
-    configured = _number(config.get(MICRO), None)
+    configured: int | None = _number(config.get(MICRO), None)
     if configured is not None:
         return configured
     sizes = given.batch_sizes or given.known_sizes
     if sizes:
         return _chosen(sizes, given.smallest)
-    whole = _number(config.get(TOTAL), None)
-    share = _number(config.get(STEPS), given.accumulation) * given.replicas
+    whole: int | None = _number(config.get(TOTAL), None)
+    share: int = _number(config.get(STEPS), given.accumulation) * given.replicas
     return None if whole is None or whole % share else whole // share
 
 
@@ -129,7 +129,8 @@ def _sizes_of_buckets(model: Any) -> dict[str, Any]:
 
 
 def _width_of(config: Any) -> int | None:
-    for place in (config, getattr(config, "text_config", None)):
+    places: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for place in places:
         if getattr(place, "hidden_size", None):
             return int(place.hidden_size)
         if getattr(place, "hidden_sizes", None):

@@ -137,7 +137,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine clears gradients when it steps."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the step that the engine owes; nothing while gradients accumulate.
 
         Args:

@@ -1,0 +1,365 @@
+"""Training by real DeepSpeed engines in two processes on the CPU. Needs the packages deepspeed (0.19.8) and,
+for some tests, transformers; the first run builds two extensions of DeepSpeed with g++, which takes minutes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+
+pytestmark = pytest.mark.slow
+Run = Callable[..., list[Any]]
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
+STAGES = [
+    (0, "none"),
+    (1, "none"),
+    (2, "none"),
+    (3, "none"),
+    (1, "cpu"),
+    (2, "cpu"),
+    (3, "cpu"),
+]
+KINDS = [(1, 0.0), (2, 0.5)]
+"""Accumulation and clipping."""
+
+
+@pytest.fixture(autouse=True)
+def package() -> None:
+    pytest.importorskip("deepspeed")
+
+
+def net() -> nn.Module:
+    set_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def loader(samples: int, shuffle: bool = False) -> torch.utils.data.DataLoader[Any]:
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
+
+
+def start(plugin: Any, **arguments: Any) -> Accelerator:
+    warnings.simplefilter("ignore")  # DeepSpeed calls what torch deprecates
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(deepspeed_plugin=plugin, step_scheduler_with_optimizer="per_update", **arguments)
+
+
+def prepared(plugin: Any, steps: int = 1, **arguments: Any) -> tuple[Accelerator, list[Any]]:
+    accelerator = start(plugin, gradient_accumulation_steps=steps, **arguments)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return accelerator, list(accelerator.prepare(model, optimizer, loader(80 * steps), schedule))
+
+
+def train(
+    accelerator: Accelerator,
+    objects: list[Any],
+    limit: float = 0.0,
+    after: Callable[[int], None] = lambda number: None,
+    rounds: int = 1000,
+) -> tuple[list[float], list[float]]:
+    model, optimizer, batches, schedule = objects
+    losses, norms = [], []
+    for number, (x, y) in enumerate(batches):
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x).float(), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and limit:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), limit) or math.nan))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        after(number)
+        if number + 1 == rounds:
+            break
+    return losses, norms
+
+
+def plugin_of(stage: int, place: str) -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(
+        zero_stage=stage,
+        offload_optimizer_device=place,
+        offload_param_device=place if stage == 3 else "none",
+        zero3_save_16bit_model=True,
+    )
+
+
+def compare_with_replicas() -> list[tuple[Any, float, float]]:
+    found: list[tuple[Any, float, float]] = []
+    for steps, limit in KINDS:
+        losses, norms = train(*prepared(None, steps), limit)
+        for stage, place in STAGES:
+            here, there = train(*prepared(plugin_of(stage, place), steps), limit)
+            assert len(here) == 10 * steps
+            found.append(
+                (
+                    (stage, place, steps, limit),
+                    max(abs(a - b) for a, b in zip(losses, here, strict=True)),
+                    max((abs(a - b) for a, b in zip(norms, there, strict=True)), default=0.0),
+                )
+            )
+    return found
+
+
+def test_losses_and_norms_are_those_of_replicas(run: Run) -> None:
+    for results in run(compare_with_replicas, env=ENVIRONMENT, timeout=600):
+        assert len(results) == len(STAGES) * len(KINDS)
+        for kind, loss, norm in results:
+            assert loss < 1e-4, kind
+            assert norm < 1e-4, kind
+
+
+def train_in_bfloat16() -> list[tuple[float, float, set[Any]]]:
+    found = []
+    for stage in range(4):
+        accelerator, objects = prepared(plugin_of(stage, "none"), mixed_precision="bf16")
+        losses, _ = train(accelerator, objects)
+        state = accelerator.get_state_dict(objects[0])
+        found.append((losses[0], losses[-1], {value.dtype for value in state.values()}))
+    return found
+
+
+def test_sixteen_bits(run: Run) -> None:
+    first, second = run(train_in_bfloat16, env=ENVIRONMENT, timeout=300)
+    assert all(dtypes == {torch.bfloat16} for _, _, dtypes in first)
+    assert second[3][2] == set()  # shards come together on the main process
+    assert [row[:2] for row in first] == [row[:2] for row in second]
+    assert max(last for _, last, _ in first) - min(last for _, last, _ in first) < 0.5
+
+
+def save_and_go_on(folder: str) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for stage in range(4):
+        target = Path(folder, str(stage))
+        accelerator, objects = prepared(plugin_of(stage, "none"))
+        whole, _ = train(
+            accelerator, objects, after=lambda n: accelerator.save_state(target) if n == 3 else None
+        )
+        weights = accelerator.get_state_dict(objects[0])
+        accelerator.save_model(objects[0], target.with_suffix(".model"))
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+        with accelerator.unsharded(objects[0]):
+            for _ in range(accelerator.process_index + 1):
+                inside = objects[0](x)
+        outside = objects[0](x)
+        again, (model, optimizer, batches, schedule) = prepared(plugin_of(stage, "none"))
+        again.load_state(target)
+        rest = again.skip_first_batches(batches, 4)
+        resumed, _ = train(again, [model, optimizer, rest, schedule])
+        found[stage] = (whole[4:], resumed, weights, inside.detach(), outside.detach(), optimizer.num_updates)
+    return found
+
+
+def test_a_run_goes_on_and_its_weights_serve_a_plain_model(run: Run, tmp_path: Path) -> None:
+    first, second = run(save_and_go_on, str(tmp_path), env=ENVIRONMENT, timeout=300)
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from safetensors.torch import load_file
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    for stage in range(4):
+        for results in (first, second):
+            rest, resumed, _, inside, outside, updates = results[stage]
+            assert resumed == pytest.approx(rest, abs=1e-5)
+            assert torch.allclose(inside, outside)
+            assert updates == 10
+        plain = net()
+        plain.load_state_dict(first[stage][2])
+        assert torch.allclose(plain(x), first[stage][4])
+        plain.load_state_dict(load_file(tmp_path / f"{stage}.model" / "model.safetensors"))
+        assert torch.allclose(plain(x), first[stage][4])
+        if stage:
+            plain.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(stage))))
+    assert set(second[3][2]) == set()
+
+
+def configure_everything() -> tuple[Any, list[float], int]:
+    config = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }
+    accelerator = start(DeepSpeedPlugin(hf_ds_config=config))
+    model = net()
+    stand_in = DummyOptim(model.parameters(), lr=1e-2)
+    schedule = DummyScheduler(stand_in, total_num_steps=10, warmup_num_steps=2)
+    objects = list(accelerator.prepare(model, stand_in, loader(80), schedule))
+    rates: list[float] = []
+    train(accelerator, objects, after=lambda _: rates.extend(objects[3].get_last_lr()))
+    return accelerator.deepspeed_config, rates, objects[1].num_updates
+
+
+def test_deepspeeds_own_optimizer_and_scheduler(run: Run) -> None:
+    config, rates, updates = run(configure_everything, env=ENVIRONMENT, timeout=120)[0]
+    assert config["train_batch_size"] == 8
+    assert config["optimizer"]["params"]["lr"] == 1e-2
+    assert config["scheduler"]["params"]["total_num_steps"] == 10
+    assert "reduce_bucket_size" not in config["zero_optimization"]
+    assert updates == 10
+    assert max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1.25e-3)
+
+
+def train_two() -> tuple[list[float], list[float], list[int]]:
+    accelerator = start({"a": DeepSpeedPlugin(zero_stage=2), "b": DeepSpeedPlugin(zero_stage=3)})
+    one, two = net(), net()
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    first, optimizer, batches = accelerator.prepare(one, optimizer, loader(80))
+    accelerator.state.select_deepspeed_plugin("b")
+    second, other = accelerator.prepare(two, torch.optim.AdamW(two.parameters(), lr=1e-2))
+    losses: tuple[list[float], list[float]] = ([], [])
+    for x, y in batches:
+        mine = [nn.functional.mse_loss(model(x), y) for model in (first, second)]
+        for loss, kept in zip(mine, losses, strict=True):
+            accelerator.backward(loss)
+            kept.append(loss.item())
+        optimizer.step()
+        other.step()
+    return *losses, [first.zero_optimization_stage(), second.zero_optimization_stage()]
+
+
+def test_two_models_train_with_two_plugins(run: Run) -> None:
+    for one, two, stages in run(train_two, env=ENVIRONMENT, timeout=120):
+        assert stages == [2, 3]
+        assert one == pytest.approx(two, abs=1e-4)
+        assert one[-1] != one[0]
+
+
+def build_in_shards() -> tuple[list[int], list[float], list[float]]:
+    accelerator = start(plugin_of(3, "none"))
+    with accelerator.deepspeed_plugin.zero3_init_context_manager(enable=True):
+        model = net()
+    sizes = [p.numel() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    objects = list(accelerator.prepare(model, optimizer, loader(80), schedule))
+    losses, _ = train(accelerator, objects)
+    whole, _ = train(*prepared(plugin_of(3, "none")))
+    return sizes, losses, whole
+
+
+def test_models_are_built_in_shards(run: Run) -> None:
+    for sizes, losses, whole in run(build_in_shards, env=ENVIRONMENT, timeout=120):
+        assert sizes == [0, 0, 0, 0]
+        assert losses == pytest.approx(whole, abs=1e-4)
+
+
+def train_alone() -> list[float]:
+    return train(*prepared(plugin_of(2, "cpu")))[0]
+
+
+def test_one_process_needs_no_launcher(run: Run) -> None:
+    without = {name: None for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    (losses,) = run(train_alone, processes=1, env={**ENVIRONMENT, **without}, timeout=120)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Random texts of eight tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        text = self.tokens[index]
+        return {"input_ids": text, "labels": text, "position_ids": torch.arange(len(text))}
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=32, num_key_value_heads=4, attn_implementation="sdpa", **sizes)
+    set_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def train_by_trainer(folder: str, stage: int) -> tuple[list[Any], list[Any]]:
+    from transformers import Trainer, TrainingArguments
+
+    warnings.simplefilter("ignore")
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": "auto",
+                "betas": "auto",
+                "eps": "auto",
+                "weight_decay": "auto",
+                "torch_adam": True,
+            },
+        },
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+
+    def arguments(**more: Any) -> TrainingArguments:
+        return TrainingArguments(
+            folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_steps=2,
+            report_to=[],
+            use_cpu=True,
+            seed=7,
+            **more,
+        )
+
+    def logged(trainer: Any) -> list[Any]:
+        return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+
+    trainer = Trainer(tiny_llama(), arguments(deepspeed=config), train_dataset=Texts())
+    trainer.train()
+    trainer.save_model(f"{folder}/last")
+    again = Trainer(tiny_llama(), arguments(deepspeed=config), train_dataset=Texts())
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return logged(trainer), logged(again)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_of_transformers(run: Run, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("transformers")
+    whole, resumed = run(train_by_trainer, str(tmp_path), stage, env=ENVIRONMENT, timeout=300)[0]
+    assert len(whole) == 4
+    assert all(norm > 0 for _, norm in whole)
+    assert resumed[-2:] == pytest.approx(whole[-2:], abs=1e-3)
+    assert (tmp_path / "last" / "model.safetensors").is_file()

@@ -1,0 +1,124 @@
+"""Tests of how an engine is built."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate import DeepSpeedPlugin
+from accelerate.base.environ import patch_environment
+from accelerate.state.topology import Topology
+from accelerate.strategies.deepspeed import building
+from accelerate.strategies.deepspeed.values import Given
+
+
+def parameters():
+    return [torch.nn.Parameter(torch.ones(1))]
+
+
+def test_without_training_a_configuration_has_no_optimizer():
+    config = {"optimizer": {}, "scheduler": {}, "zero_optimization": {"stage": 3}}
+    assert building.without_training(config) == {"zero_optimization": {"stage": 3}}
+    assert "optimizer" in config
+
+
+@pytest.mark.parametrize(
+    ("zero", "more", "maps"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, {}, True),
+        ({"offload_optimizer": {"device": "none"}}, {}, False),
+        ({"offload_optimizer": None}, {}, False),
+        ({}, {}, False),
+        ({"offload_optimizer": {"device": "nvme"}}, {"zero_force_ds_cpu_optimizer": False}, False),
+    ],
+)
+def test_optimizers_of_states_on_the_cpu_are_deepspeeds(zero, more, maps, monkeypatch):
+    optimizer, twin = torch.optim.AdamW(parameters()), object()
+    monkeypatch.setattr(building, "map_pytorch_optim_to_deepspeed", lambda given: twin)
+    config = {"zero_optimization": zero, **more}
+    assert (building.choose_optimizer(optimizer, config) is twin) is maps
+    assert config["zero_allow_untested_optimizer"] is True
+
+
+def test_an_optimizer_without_a_twin_may_step_on_the_cpu(states):
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert building.choose_optimizer(optimizer, config) is optimizer
+    assert config["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_a_configuration_is_completed_again_from_other_objects():
+    plugin = DeepSpeedPlugin()
+    optimizer = torch.optim.AdamW(parameters())
+    building.complete(plugin, Given(None, optimizer, batch_sizes=[8], replicas=2))
+    assert plugin.deepspeed_config["train_batch_size"] == 16
+    building.complete(plugin, Given(None, optimizer, batch_sizes=[4], replicas=2))
+    assert plugin.deepspeed_config["train_batch_size"] == 8
+
+
+def test_a_model_that_is_not_trained_leaves_the_configuration_open():
+    plugin = DeepSpeedPlugin()
+    config = building.complete(plugin, Given(None, batch_sizes=[8]))
+    assert config["train_batch_size"] == 8
+    assert plugin.deepspeed_config["train_batch_size"] == "auto"
+
+
+def test_deepspeed_is_told_the_place_of_a_process():
+    told = building._place_of(Topology(rank=3, size=4, local_rank=1, local_size=2, address="host", port=1))
+    assert told == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "1",
+    }
+
+
+def test_the_innermost_optimizer_is_torchs():
+    inner = torch.optim.SGD(parameters(), lr=0.1)
+    assert building.innermost(SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner))) is inner
+    assert building.innermost(SimpleNamespace()) is None
+
+
+def test_a_scheduler_follows_the_optimizer_that_steps():
+    first = torch.optim.SGD(parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+    second = torch.optim.SGD(first.param_groups, lr=0.1)
+    building.point_scheduler(scheduler, second)
+    second.step()
+    scheduler.step()  # warns if it takes the step for missing
+    assert second.param_groups[0]["lr"] == 0.05
+    building.point_scheduler(scheduler, second)
+    assert scheduler.optimizer is second
+
+
+def test_a_model_that_is_not_trained_computes_in_the_format_of_the_run():
+    model = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), True, {"bf16": {"enabled": True}})
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    plain = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), False, {})
+    assert plain(torch.ones(1, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", "DS_ACCELERATOR"), ("hpu", "DEEPSPEED_USE_HPU")])
+def test_deepspeed_takes_the_group_of_the_run(kind, variable, monkeypatch, package):
+    opened = []
+    monkeypatch.undo()
+    fake = SimpleNamespace(init_distributed=lambda **given: opened.append(given))
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    monkeypatch.setattr(building.packages, "require", lambda *_: None)
+    monkeypatch.setattr(building.process_group, "is_open", lambda: True)
+    monkeypatch.setattr(building.torch.distributed, "get_backend", lambda: "gloo")
+    assigned: dict[str, str] = {}
+    monkeypatch.setattr(building.environ, "assign", assigned.update)
+    with patch_environment(RANK="7"):
+        building.begin(SimpleNamespace(device=SimpleNamespace(type=kind), topology=Topology(), backend=None))
+    assert opened == [{"dist_backend": "gloo"}]
+    assert variable in assigned
+    assert "RANK" not in assigned
+    assert assigned["LOCAL_RANK"] == "0"

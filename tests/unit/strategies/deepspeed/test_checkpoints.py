@@ -1,0 +1,103 @@
+"""Tests of an engine as a part of a checkpoint, with an engine that writes two files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.part import Load
+from accelerate.state.topology import Topology
+from accelerate.strategies.deepspeed.checkpoints import EnginePart, leave
+
+
+class Engine:
+    def __init__(self, found=True):
+        self.loaded = []
+        self.found = found
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        place = Path(folder)
+        (place / tag).mkdir()
+        for name in (f"{tag}/model.pt", f"{tag}/optimizer.pt", "zero_to_fp32.py"):
+            (place / name).write_text(tag)
+        if save_latest:
+            (place / "latest").write_text(tag)
+
+    def load_checkpoint(self, folder, tag, load_module_strict):
+        self.loaded.append((folder, tag, load_module_strict))
+        return (folder if self.found else None), {}
+
+
+def test_processes_of_a_machine_share_what_is_sealed(tmp_path):
+    names = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        part = EnginePart(0, Engine(), Topology(rank=rank, size=2, local_rank=rank, local_size=2), folder)
+        names.append([payload.name for payload in part.collect()])
+    assert sorted(names[0] + names[1]) == [
+        "latest",
+        "pytorch_model/model.pt",
+        "pytorch_model/optimizer.pt",
+        "zero_to_fp32.py",
+    ]
+
+
+def test_later_engines_have_folders_with_numbers(tmp_path):
+    part = EnginePart(1, Engine(), Topology(), tmp_path)
+    assert {payload.name for payload in part.collect()} == {
+        "pytorch_model_1/model.pt",
+        "pytorch_model_1/optimizer.pt",
+        "zero_to_fp32.py",
+    }
+
+
+def test_what_lies_there_already_is_left(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("engine's")
+    leave(None, path)
+    assert path.read_text() == "engine's"
+
+
+def test_engines_are_loaded_by_their_folder(tmp_path):
+    engine = Engine()
+    part = EnginePart(0, engine, Topology())
+    with pytest.raises(CheckpointError, match="holds no pytorch_model"):
+        part.read(Load(tmp_path))
+    (tmp_path / "pytorch_model").mkdir()
+    part.read(Load(tmp_path, model={"strict": False}))()
+    assert engine.loaded == [(str(tmp_path), "pytorch_model", False)]
+
+
+def test_an_engine_that_finds_nothing_is_an_error(tmp_path):
+    (tmp_path / "pytorch_model").mkdir()
+    apply = EnginePart(0, Engine(found=False), Topology()).read(Load(tmp_path))
+    with pytest.raises(CheckpointError, match="found nothing to load"):
+        apply()
+
+
+def test_a_run_saves_and_loads_through_its_engine(start, parts, tmp_path):
+    accelerator, given = start(), parts()
+    model, optimizer, _ = accelerator.prepare(given.model, given.optimizer, given.loader)
+    engine = Engine()
+    model.save_checkpoint, model.load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+    folder = accelerator.save_state(tmp_path / "saved")
+    assert (folder / "manifest.json").is_file()
+    assert (folder / "pytorch_model" / "model.pt").read_text() == "pytorch_model"
+    assert not list(folder.glob("optimizer*")) + list(folder.glob("model*"))
+    accelerator.load_state(folder)
+    assert engine.loaded == [(str(folder), "pytorch_model", True)]
+    (folder / "pytorch_model" / "model.pt").write_text("damaged file")
+    with pytest.raises(CheckpointError, match=r"model\.pt"):
+        accelerator.load_state(folder)
+
+
+def test_without_engines_models_are_saved_by_themselves(states, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    folder = accelerator.save_state(tmp_path / "saved")
+    assert (folder / "model.safetensors").is_file()

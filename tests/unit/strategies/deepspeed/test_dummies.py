@@ -1,0 +1,23 @@
+"""Tests of what stands for an optimizer and a scheduler."""
+
+from __future__ import annotations
+
+from accelerate.strategies.bundle import Kind, kind_of
+from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+
+
+def test_they_keep_what_they_are_given():
+    optimizer = DummyOptim([1], lr=3, betas=(0, 1))
+    assert vars(optimizer) == {"params": [1], "lr": 3, "weight_decay": 0, "kwargs": {"betas": (0, 1)}}
+    assert vars(DummyScheduler(optimizer, total_num_steps=3, foo=4)) == {
+        "optimizer": optimizer,
+        "total_num_steps": 3,
+        "warmup_num_steps": 0,
+        "lr_scheduler_callable": None,
+        "kwargs": {"foo": 4},
+    }
+
+
+def test_they_count_as_what_they_stand_for():
+    assert kind_of(DummyOptim([])) is Kind.OPTIMIZER
+    assert kind_of(DummyScheduler(None)) is Kind.SCHEDULER

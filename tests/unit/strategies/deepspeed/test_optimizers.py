@@ -1,0 +1,67 @@
+"""Tests of torch's optimizers and their twins, which are recorded."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+
+
+class Twin:
+    def __init__(self, groups, **options):
+        self.groups, self.options = groups, options
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    for place, name in (
+        ("adam", "DeepSpeedCPUAdam"),
+        ("adagrad", "DeepSpeedCPUAdagrad"),
+        ("lion", "DeepSpeedCPULion"),
+    ):
+        module = ModuleType(f"deepspeed.ops.{place}")
+        setattr(module, name, type(name, (Twin,), {}))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("deepspeed", "deepspeed.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+def parameters():
+    return [torch.nn.Parameter(torch.ones(1))]
+
+
+class Lion(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "twin", "more"),
+    [
+        (torch.optim.AdamW(parameters(), lr=0.5), "DeepSpeedCPUAdam", {"adamw_mode": True}),
+        (torch.optim.Adam(parameters(), lr=0.5), "DeepSpeedCPUAdam", {"adamw_mode": False}),
+        (torch.optim.Adagrad(parameters(), lr=0.5), "DeepSpeedCPUAdagrad", {}),
+        (Lion(parameters(), lr=0.5), "DeepSpeedCPULion", {}),
+    ],
+)
+def test_twins_take_over_groups_and_options(optimizer, twin, more):
+    mapped = map_pytorch_optim_to_deepspeed(optimizer)
+    assert type(mapped).__name__ == twin
+    assert mapped.groups[0] is optimizer.param_groups[0]
+    assert mapped.options["lr"] == 0.5
+    assert more.items() <= mapped.options.items()
+
+
+def test_amsgrad_is_kept():
+    mapped = map_pytorch_optim_to_deepspeed(torch.optim.AdamW(parameters(), amsgrad=True))
+    assert mapped.options["amsgrad"] is True
+
+
+def test_others_stay_as_they_are():
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer
+    own = type("DeepSpeedCPUAdam", (), {"__module__": "deepspeed.ops.adam.cpu_adam"})()
+    assert map_pytorch_optim_to_deepspeed(own) is own

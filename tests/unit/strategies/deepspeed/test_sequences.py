@@ -1,0 +1,130 @@
+"""Tests of shared sequences, against recording stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate.base.errors import PreparationError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies.deepspeed import sequences
+
+
+def model(**config):
+    return SimpleNamespace(config=SimpleNamespace(**config), device=torch.device("cpu"))
+
+
+def test_without_an_axis_sequences_are_whole():
+    whole = sequences.sequences_of(None)
+    assert whole.size == 1
+    assert whole.join(None, {}) is None
+    assert whole.share("loader", None) == "loader"
+    assert sequences.sequences_of(ParallelismConfig()).size == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (SimpleNamespace(), "has no `config`"),
+        (model(_attn_implementation="eager"), "computes attention by 'eager'"),
+        (model(_attn_implementation="sdpa", num_attention_heads=3), "3 attention heads"),
+    ],
+)
+def test_attention_that_cannot_be_shared_is_refused(given, reason):
+    with pytest.raises(PreparationError, match=reason):
+        sequences.check_attention(given, 2, "sdpa")
+
+
+def test_attention_that_can_be_shared():
+    sequences.check_attention(model(_attn_implementation="sdpa", num_attention_heads=4), 2, "sdpa")
+
+
+@pytest.fixture
+def deepspeed(monkeypatch):
+    asked = []
+    groups = SimpleNamespace(
+        get_sequence_parallel_rank=lambda: 1,
+        get_sequence_parallel_group=lambda: "group",
+        get_sequence_parallel_world_size=lambda: 2,
+    )
+
+    class UlyssesSPAttentionHF:
+        @staticmethod
+        def register_with_transformers(**given):
+            asked.append(given)
+            return groups
+
+    class UlyssesSPDataLoaderAdapter:
+        def __init__(self, dl, **given):
+            self.dl, self.micro_batches = dl, []
+            self.device = given["device"]
+            self.iter = iter(dl)
+            asked.append(given)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.micro_batches:
+                self.refill()
+            return self.micro_batches.pop(0)
+
+        def refill(self):
+            batch = next(self.iter)
+            self.micro_batches = [batch, batch]
+
+    module = ModuleType("ulysses_sp")
+    module.UlyssesSPAttentionHF = UlyssesSPAttentionHF
+    module.UlyssesSPDataLoaderAdapter = UlyssesSPDataLoaderAdapter
+    name = "deepspeed.runtime.sequence_parallel"
+    for each in ("deepspeed", "deepspeed.runtime", name):
+        monkeypatch.setitem(sys.modules, each, ModuleType(each))
+    monkeypatch.setitem(sys.modules, f"{name}.ulysses_sp", module)
+    sequences.loader_class.cache_clear()
+    yield asked
+    sequences.loader_class.cache_clear()
+
+
+class Loader:
+    """Ends with its second batch, and knows it then."""
+
+    end_of_dataloader = False
+
+    def __iter__(self):
+        for index in range(2):
+            self.end_of_dataloader = index == 1
+            yield {"input_ids": torch.full((1, 2), index)}
+
+
+def test_attention_is_registered_and_loaders_are_divided(deepspeed):
+    shared = sequences.sequences_of(ParallelismConfig(sp_size=2, dp_shard_size=1))
+    given = model(_attn_implementation="sdpa", num_attention_heads=4)
+    with pytest.raises(PreparationError, match="prepare the model first"):
+        shared.share(Loader(), given)
+    groups = shared.join(given, {"train_micro_batch_size_per_gpu": 3})
+    assert groups.get_sequence_parallel_rank() == 1
+    assert deepspeed[0] == {
+        "model_name_or_path": given,
+        "core_attn_implementation": "sdpa",
+        "sequence_parallel_size": 2,
+        "micro_batch_size": 3,
+        "seq_length": None,
+        "seq_length_is_variable": True,
+    }
+    with pytest.raises(PreparationError, match="second model"):
+        shared.join(given, {})
+    loader = Loader()
+    divided = shared.share(loader, given)
+    assert deepspeed[1] == {
+        "sp_rank": 1,
+        "sp_group": "group",
+        "sp_world_size": 2,
+        "device": torch.device("cpu"),
+    }
+    ends = []
+    for _ in divided:
+        ends.append(loader.end_of_dataloader)
+    assert ends == [False, False, False, True]

@@ -1,0 +1,124 @@
+"""Tests of what objects given to `prepare` say of the configuration: the table of "auto"."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.values import Given, batch_sizes_of, filling_of
+
+MODEL = torch.nn.Linear(1, 1)
+
+
+def filled(config, **given):
+    filling = filling_of(Given(MODEL if "model" not in given else given.pop("model"), **given), config)
+    filling.fill(config)
+    return config, filling
+
+
+TABLE = [
+    ("train_micro_batch_size_per_gpu", "auto", {"batch_sizes": [8, 4]}, 4),
+    ("train_micro_batch_size_per_gpu", "auto", {"batch_sizes": [8, 4], "smallest": False}, 8),
+    ("train_micro_batch_size_per_gpu", "auto", {"known_sizes": [16]}, 16),
+    ("train_micro_batch_size_per_gpu", "auto", {"batch_sizes": [8], "known_sizes": [16]}, 8),
+    ("train_batch_size", "auto", {"batch_sizes": [8], "accumulation": 2, "replicas": 4}, 64),
+    ("gradient_accumulation_steps", "auto", {"accumulation": 3}, 3),
+    ("gradient_clipping", "auto", {}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "written", "given", "value"), TABLE)
+def test_sizes_come_from_loaders_and_the_accelerator(name, written, given, value):
+    config, filling = filled({name: written}, **given)
+    assert config == {name: value}
+    assert filling.missing == filling.mismatches == []
+
+
+def test_a_batch_of_all_processes_gives_the_one_of_each():
+    config, _ = filled(
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto"}, accumulation=2, replicas=4
+    )
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    _, filling = filled({"train_batch_size": 33, "train_micro_batch_size_per_gpu": "auto"}, replicas=4)
+    assert filling.missing == ["train_micro_batch_size_per_gpu"]
+
+
+def test_a_size_that_one_of_the_loaders_has_fits():
+    _, filling = filled({"train_micro_batch_size_per_gpu": 8}, batch_sizes=[8, 4])
+    assert filling.mismatches == []
+    _, filling = filled({"train_micro_batch_size_per_gpu": 2}, batch_sizes=[8, 4])
+    assert len(filling.mismatches) == 1
+
+
+def test_a_batch_that_nobody_knows_is_missing():
+    _, filling = filled({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})
+    assert filling.missing == ["train_micro_batch_size_per_gpu", "train_batch_size"]
+
+
+def test_optimizers_say_their_rates_and_leave_the_rest_to_deepspeed():
+    names = ("lr", "weight_decay", "betas", "eps")
+    config, _ = filled(
+        {"optimizer": {"params": dict.fromkeys(names, "auto")}},
+        optimizer=DummyOptim([], lr=0.1, betas=(0.5, 0.9)),
+    )
+    assert config["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0, "betas": (0.5, 0.9)}
+
+
+@pytest.mark.parametrize(("pace", "total", "warm"), [(1, 100, 10), (4, 25, 3)])
+def test_schedules_are_counted_in_steps_of_the_optimizer(pace, total, warm):
+    names = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr")
+    optimizer = DummyOptim([], lr=0.1)
+    config, _ = filled(
+        {"scheduler": {"params": dict.fromkeys(names, "auto")}},
+        optimizer=optimizer,
+        scheduler=DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=10),
+        pace=pace,
+    )
+    assert config["scheduler"]["params"] == {
+        "total_num_steps": total,
+        "warmup_num_steps": warm,
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 0.1,
+    }
+
+
+def test_a_schedule_of_an_optimizer_of_torch_has_its_rate():
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.3)
+    config, _ = filled(
+        {"scheduler": {"params": {"warmup_max_lr": "auto"}}},
+        optimizer=optimizer,
+        scheduler=DummyScheduler(optimizer),
+    )
+    assert config["scheduler"]["params"] == {"warmup_max_lr": 0.3}
+
+
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (SimpleNamespace(hidden_size=10), [100, 90, 100]),
+        (SimpleNamespace(hidden_sizes=[4, 10]), [100, 90, 100]),
+        (SimpleNamespace(text_config=SimpleNamespace(hidden_size=10)), [100, 90, 100]),
+        (SimpleNamespace(), []),
+    ],
+)
+def test_buckets_have_the_width_of_the_model_or_deepspeeds_own_size(config, sizes):
+    written = {"zero_optimization": dict.fromkeys(BUCKETS, "auto")}
+    found, _ = filled(written, model=SimpleNamespace(config=config))
+    assert list(found["zero_optimization"].values()) == sizes
+
+
+def test_batch_sizes_are_those_of_one_process():
+    plan = SimpleNamespace(batch_size=4)
+    loaders = [
+        SimpleNamespace(plan=plan, batch_size=8),
+        SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=6), batch_size=None),
+        SimpleNamespace(batch_size=3),
+        SimpleNamespace(),
+    ]
+    assert batch_sizes_of(loaders) == [4, 6, 3]
