@@ -1,11 +1,15 @@
-"""Training by real DeepSpeed engines in two processes on the CPU. Needs the packages deepspeed (0.19.8) and,
-for some tests, transformers; the first run builds two extensions of DeepSpeed with g++, which takes minutes."""
+"""Training by real DeepSpeed engines in two processes on the CPU.
+
+Needs the package deepspeed (0.19.8) and, for some tests, transformers. The first run builds two extensions of
+DeepSpeed with g++, which takes minutes.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,13 @@ from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+from accelerate.utils import (
+    DummyOptim,
+    DummyScheduler,
+    is_deepspeed_available,
+    is_transformers_available,
+    set_seed,
+)
 
 pytestmark = pytest.mark.slow
 Run = Callable[..., list[Any]]
@@ -35,7 +45,8 @@ KINDS = [(1, 0.0), (2, 0.5)]
 
 @pytest.fixture(autouse=True)
 def package() -> None:
-    pytest.importorskip("deepspeed")
+    if not is_deepspeed_available():  # importing it here would leave a variable behind
+        pytest.skip("deepspeed is not installed")
 
 
 def net() -> nn.Module:
@@ -141,14 +152,17 @@ def test_sixteen_bits(run: Run) -> None:
     assert max(last for _, last, _ in first) - min(last for _, last, _ in first) < 0.5
 
 
+def save_after_four(accelerator: Accelerator, target: Path, number: int) -> None:
+    if number == 3:
+        accelerator.save_state(target)
+
+
 def save_and_go_on(folder: str) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for stage in range(4):
         target = Path(folder, str(stage))
         accelerator, objects = prepared(plugin_of(stage, "none"))
-        whole, _ = train(
-            accelerator, objects, after=lambda n: accelerator.save_state(target) if n == 3 else None
-        )
+        whole, _ = train(accelerator, objects, after=partial(save_after_four, accelerator, target))
         weights = accelerator.get_state_dict(objects[0])
         accelerator.save_model(objects[0], target.with_suffix(".model"))
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
@@ -160,13 +174,16 @@ def save_and_go_on(folder: str) -> dict[int, Any]:
         again.load_state(target)
         rest = again.skip_first_batches(batches, 4)
         resumed, _ = train(again, [model, optimizer, rest, schedule])
+        if stage and accelerator.is_main_process:
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            net().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(target)))
         found[stage] = (whole[4:], resumed, weights, inside.detach(), outside.detach(), optimizer.num_updates)
     return found
 
 
 def test_a_run_goes_on_and_its_weights_serve_a_plain_model(run: Run, tmp_path: Path) -> None:
     first, second = run(save_and_go_on, str(tmp_path), env=ENVIRONMENT, timeout=300)
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from safetensors.torch import load_file
 
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
@@ -181,8 +198,6 @@ def test_a_run_goes_on_and_its_weights_serve_a_plain_model(run: Run, tmp_path: P
         assert torch.allclose(plain(x), first[stage][4])
         plain.load_state_dict(load_file(tmp_path / f"{stage}.model" / "model.safetensors"))
         assert torch.allclose(plain(x), first[stage][4])
-        if stage:
-            plain.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / str(stage))))
     assert set(second[3][2]) == set()
 
 
@@ -272,15 +287,16 @@ def test_models_are_built_in_shards(run: Run) -> None:
         assert losses == pytest.approx(whole, abs=1e-4)
 
 
-def train_alone() -> list[float]:
-    return train(*prepared(plugin_of(2, "cpu")))[0]
+def train_alone() -> tuple[list[float], list[float]]:
+    plain, _ = train(*prepared(None))
+    return plain, train(*prepared(plugin_of(2, "cpu")))[0]
 
 
 def test_one_process_needs_no_launcher(run: Run) -> None:
-    without = {name: None for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    (losses,) = run(train_alone, processes=1, env={**ENVIRONMENT, **without}, timeout=120)
+    without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    ((plain, losses),) = run(train_alone, processes=1, env={**ENVIRONMENT, **without}, timeout=120)
     assert len(losses) == 20
-    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(plain, abs=1e-4)
 
 
 class Texts(torch.utils.data.Dataset[Any]):
@@ -357,7 +373,8 @@ def train_by_trainer(folder: str, stage: int) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_of_transformers(run: Run, tmp_path: Path, stage: int) -> None:
-    pytest.importorskip("transformers")
+    if not is_transformers_available():
+        pytest.skip("transformers is not installed")
     whole, resumed = run(train_by_trainer, str(tmp_path), stage, env=ENVIRONMENT, timeout=300)[0]
     assert len(whole) == 4
     assert all(norm > 0 for _, norm in whole)
