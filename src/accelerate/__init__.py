@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         hooks as hooks,
     )
     from accelerate import (
+        inference as inference,
+    )
+    from accelerate import (
         launchers as launchers,
     )
     from accelerate import (
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from accelerate.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
     from accelerate.data_loader import skip_first_batches as skip_first_batches
     from accelerate.diagnostics.batch_size import find_executable_batch_size as find_executable_batch_size
+    from accelerate.inference import prepare_pippy as prepare_pippy
     from accelerate.launchers import debug_launcher as debug_launcher
     from accelerate.launchers import notebook_launcher as notebook_launcher
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
@@ -109,6 +113,7 @@ _HOMES = {
     "load_checkpoint_and_dispatch": "accelerate.big_modeling",
     "load_checkpoint_in_model": "accelerate.big_modeling",
     "notebook_launcher": "accelerate.launchers",
+    "prepare_pippy": "accelerate.inference",
     "skip_first_batches": "accelerate.data_loader",
     "synchronize_rng_states": "accelerate.rng",
     "accelerator": "accelerate.accelerator",
@@ -116,6 +121,7 @@ _HOMES = {
     "commands": "accelerate.commands",
     "data_loader": "accelerate.data_loader",
     "hooks": "accelerate.hooks",
+    "inference": "accelerate.inference",
     "launchers": "accelerate.launchers",
     "local_sgd": "accelerate.local_sgd",
     "logging": "accelerate.logging",

@@ -81,7 +81,7 @@ def get_balanced_memory(
         first = next(k for k in range(len(units) + 1) if fits(units[k:], limits[1:]))
         memory[numbered[0]] = int(sum(unit.size for unit in units[:first]))
         numbered, limits, units = numbered[1:], limits[1:], units[first:]
-    share = _smallest_share(units, limits)
+    share = smallest_share(units, limits)
     return {**memory, **{place: min(memory[place], share) for place in numbered[:-1]}}
 
 
@@ -114,8 +114,13 @@ def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list
     return found
 
 
-def _smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return the smallest limit that lets units fit, where devices have limits of their own, too."""
+def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Return the smallest limit that lets units fit, where devices have limits of their own, too.
+
+    Args:
+        units: in their order.
+        limits: bytes of each device.
+    """
     low, high = 0, max(limits)
     while low < high:
         middle = (low + high) // 2

@@ -41,6 +41,7 @@ def find_units(
     no_split_module_classes: str | Collection[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
+    join_tied: bool = True,
 ) -> list[Unit]:
     """Return the units of a model in the order of its modules; those that share parameters stand together.
 
@@ -49,12 +50,13 @@ def find_units(
         no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
         dtype: of the model once it is loaded; None: as it is.
         special_dtypes: those of single tensors, by name.
+        join_tied: whether parts that share parameters are one unit.
     """
     parts = list(_walk(model, "", whole_classes(model, no_split_module_classes)))
     blocks = _block_sizes(model, dtype, special_dtypes)
     counted: set[int] = set()
     units = []
-    for group in _join_tied(parts):
+    for group in _join_tied(parts) if join_tied else [[part] for part in parts]:
         sizes = []
         for name, tensor in ((name, tensor) for part in group for name, tensor in part.tensors.items()):
             if id(tensor) not in counted:

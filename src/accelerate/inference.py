@@ -1,0 +1,318 @@
+"""Run a model in stages, one on each process: each works on another part of the batch at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.big_modeling.budget import Memory, fill, get_max_memory, smallest_share
+from accelerate.big_modeling.units import Unit, find_units
+from accelerate.nested import (
+    concatenate,
+    get_data_structure,
+    ignorant_find_batch_size,
+    is_tensor_information,
+    iterate_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from accelerate.ops.collectives import broadcast_object_list, copy_tensor_to_devices
+from accelerate.ops.padding import pad_input_tensors
+from accelerate.state import PartialState
+from accelerate.weights.blocks import has_forward
+
+AUTO = "auto"
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: str | Collection[str] | None = None,
+    max_memory: Memory | None = None,
+) -> OrderedDict[str, int]:
+    """Return which process works with which module, so that their shares are as even as modules allow.
+
+    Args:
+        model: the module; it may lie on the meta device.
+        num_processes: number of stages; each gets a module at least.
+        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
+        max_memory: bytes, or texts such as "10GB", by process; None sets no limit.
+
+    Returns:
+        Processes by module, in the order of the model.
+
+    Raises:
+        ConfigurationError: the model has fewer modules than there are processes, or does not fit the limits.
+    """
+    units = find_units(model, no_split_module_classes, join_tied=False)  # a stage has its own copy
+    if len(units) < num_processes:
+        raise wrong_value(
+            "num_processes",
+            num_processes,
+            f"{type(model).__name__} has {len(units)} parts that stay whole, and each stage needs one",
+            "start fewer processes, or name smaller modules in no_split_module_classes",
+        )
+    limits = _limits(units, num_processes, max_memory)
+    share = smallest_share(units, limits)
+    edges = fill([0, *accumulate(unit.size for unit in units)], [min(limit, share) for limit in limits])
+    if edges[-1] < len(units):
+        raise wrong_value(
+            "max_memory", max_memory, f"{units[edges[-1]].names[0]} has no place", "raise the limits"
+        )
+    ends = [min(edge, len(units) - num_processes + rank + 1) for rank, edge in enumerate(edges)]
+    return OrderedDict(
+        (unit.names[0], next(rank for rank, end in enumerate(ends) if index < end))
+        for index, unit in enumerate(units)
+    )
+
+
+def _limits(units: Sequence[Unit], count: int, max_memory: Memory | None) -> list[int]:
+    if max_memory is None:
+        return [math.ceil(sum(unit.size for unit in units))] * count
+    memory = get_max_memory(max_memory)
+    return [memory.get(rank, 0) for rank in range(count)]
+
+
+def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+    """Return the batch size of the first argument that has one; None when none has.
+
+    Args:
+        args: of a forward.
+        kwargs: of a forward.
+    """
+    sizes = (ignorant_find_batch_size(each) for each in (*(args or ()), *(kwargs or {}).values()))
+    return next((size for size in sizes if size is not None), None)
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    num_chunks: int,
+) -> Any:
+    """Cut a model into stages and return that of this process. Called on all ranks.
+
+    Args:
+        model: the module.
+        split_points: names of the modules with which stages begin, all but the first.
+        args: an example of positional arguments, a whole batch that divides by `num_chunks`.
+        kwargs: an example of keyword arguments.
+        num_chunks: parts in which a batch goes through the stages.
+
+    Returns:
+        A `torch.distributed.pipelining.PipelineStage`.
+
+    Raises:
+        ConfigurationError: a module has no such name, or torch cannot trace the model.
+    """
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    state = PartialState()
+    names = {name for name, _ in model.named_modules()}
+    unknown = [point for point in split_points if point not in names]
+    if unknown:
+        raise wrong_value("split_points", split_points, f"there is no module {unknown[0]}", "name modules")
+    part = slice(0, (find_pippy_batch_size(args, kwargs) or num_chunks) // num_chunks)
+    example = slice_tensors((args, dict(kwargs or {})), part)
+    spec = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning
+            )  # torch's own
+            pipe = pipeline(_Entry(model, example), tuple(iterate_tensors(example)), split_spec=spec)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be cut into stages, as torch.export cannot trace it: {first}. "
+            "See what it says of control flow that depends on data; dispatch_model() needs no tracing."
+        ) from error
+    if pipe.num_stages != state.num_processes:
+        raise wrong_value(
+            "split_points",
+            list(split_points),
+            f"they make {pipe.num_stages} stages for {state.num_processes} processes",
+            "name one module less than there are processes, each of which the forward calls",
+        )
+    return pipe.build_stage(state.process_index, device=state.device)
+
+
+class _Entry(nn.Module):
+    """A model that takes its tensors one by one, and all of them in its first stage.
+
+    A stage that is not the first gets what others made, and nothing of what the caller gave; so the first one
+    makes a copy of it, which is handed on to wherever it is used.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._structure = get_data_structure(example)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        copies = iter([tensor.clone() for tensor in tensors])
+        args, kwargs = recursively_apply(
+            lambda _: next(copies), self._structure, test_type=is_tensor_information
+        )
+        return self.model(*args, **kwargs)
+
+
+class Schedule:
+    """The stages of a pipeline, which all work on parts of one batch of a size that is fixed.
+
+    Args:
+        stage: of this process.
+        num_chunks: parts in which a batch goes through.
+        example: positional and keyword arguments of a whole batch; others must be like them.
+    """
+
+    def __init__(self, stage: Any, num_chunks: int, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        from torch.distributed.pipelining import ScheduleGPipe
+
+        self.batch_size = find_pippy_batch_size(*example)
+        self._outline = self._outline_of(example)
+        self._steps = ScheduleGPipe(stage, num_chunks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Send a batch through; arguments on the first process, outputs on the last."""
+        return self._steps.step(*iterate_tensors((args, kwargs)))
+
+    def find_fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return what keeps a batch from going through, as stages are made for one kind; "" if nothing does.
+
+        Args:
+            args: of the model.
+            kwargs: of the model.
+        """
+        sizes = {tensor.shape[:1] for tensor in iterate_tensors((args, kwargs))}
+        if len(sizes) > 1:
+            return (
+                f"all tensors need the batch as their first dimension, and have {sorted(map(tuple, sizes))}"
+            )
+        outline = self._outline_of((args, kwargs))
+        return "" if outline == self._outline else f"it is {outline}, and the example was {self._outline}"
+
+    @staticmethod
+    def _outline_of(data: Any) -> str:
+        return str(recursively_apply(lambda each: f"{each.dtype}{list(each.shape[1:])}", data))
+
+
+def pippy_forward(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Send a batch of any size through the stages. Called on all ranks.
+
+    Args:
+        forward: sends one batch through; a `Schedule` also says of what size, and what is wrong with others.
+        num_chunks: parts in which a batch goes through; batches are padded to a multiple, and outputs cut.
+        gather_output: whether all ranks get the output.
+        *args: of the model; those of rank 0 count.
+        **kwargs: of the model; those of rank 0 count.
+
+    Returns:
+        The output on the last rank, or on all; None elsewhere.
+
+    Raises:
+        ConfigurationError: on all ranks: the arguments of rank 0 have no batch size, or are not like the
+            example.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return forward(*args, **kwargs)
+    fault = forward.find_fault(args, kwargs) if isinstance(forward, Schedule) else ""
+    size, fault = broadcast_object_list([find_pippy_batch_size(args, kwargs), fault], from_process=0)
+    if size is None or fault:
+        reason = fault or "no argument of rank 0 is a tensor with a batch"
+        raise ConfigurationError(f"This batch cannot go through the stages of a pipeline: {reason}.")
+    step = getattr(forward, "batch_size", None) or math.ceil(size / num_chunks) * num_chunks
+    outputs = []
+    for start in range(0, size, step):
+        if state.is_main_process:
+            piece = slice_tensors((args, kwargs), slice(start, start + step))
+            piece_args, piece_kwargs = pad_input_tensors(piece, min(step, size - start), step)
+            outputs.append(forward(*piece_args, **piece_kwargs))
+        else:
+            outputs.append(forward())
+    output = slice_tensors(concatenate(outputs), slice(0, size)) if state.is_last_process else None
+    return copy_tensor_to_devices(output) if gather_output else output
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | Sequence[str] = AUTO,
+    no_split_module_classes: str | Collection[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Cut a model into stages, one for each process, for inference. Called on all ranks.
+
+    The model is then called as before, on all ranks: arguments of rank 0 count. Batches may have any size; in
+    all other dimensions they must be like the example.
+
+    Args:
+        model: the module, the same on all ranks.
+        split_points: names of the modules with which stages begin, all but the first; "auto" makes even
+            shares.
+        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
+        example_args: an example of positional arguments.
+        example_kwargs: an example of keyword arguments.
+        num_chunks: parts in which a batch goes through; None: as many as there are processes.
+        gather_output: whether all ranks get the output; otherwise the last one alone.
+
+    Returns:
+        The model, with the names as its `hf_split_points`.
+
+    Raises:
+        ConfigurationError: arguments cannot work, or torch cannot trace the model.
+    """
+    state = PartialState()
+    points = _find_split_points(model, split_points, no_split_module_classes, state.num_processes)
+    model.hf_split_points = points  # type: ignore[assignment]
+    if state.num_processes == 1:
+        return model
+    chunks = state.num_processes if num_chunks is None else num_chunks
+    size = find_pippy_batch_size(example_args, example_kwargs)
+    if size is None:
+        raise ConfigurationError(
+            "prepare_pippy() needs an example with a batch: pass example_args or example_kwargs with tensors."
+        )
+    example = send_to_device((example_args, dict(example_kwargs or {})), "cpu")
+    args, kwargs = pad_input_tensors(example, size, chunks)
+    stage = build_pipeline(model.to("cpu"), points, args, kwargs, chunks)
+    schedule = Schedule(stage, chunks, (args, kwargs))
+    plain = model.forward
+    forward = functools.partial(pippy_forward, schedule, chunks, gather_output)
+    model.pippy_stage = stage
+    model.forward = functools.update_wrapper(forward, plain)
+    return model
+
+
+def _find_split_points(
+    model: nn.Module, given: str | Sequence[str], whole: str | Collection[str] | None, processes: int
+) -> list[str]:
+    if not isinstance(given, str):
+        return list(given)
+    if given != AUTO:
+        raise wrong_value("split_points", given, "this is no list of names", 'pass one, or "auto"')
+    if processes == 1:
+        return []
+    device_map = generate_device_map(model, processes, whole)
+    called = {name for name, module in model.named_modules() if has_forward(module)}
+    points = [
+        next((name for name, place in device_map.items() if place == rank and name in called), None)
+        for rank in range(1, processes)
+    ]
+    return [point for point in points if point is not None]
