@@ -125,8 +125,13 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, xmp.__name__, xmp)
     on(catalogue.XLA, 8)
-    notebook_launcher(print, ("a",), mixed_precision="bf16")
-    assert calls == [(print, {"args": ("a",), "nprocs": None, "start_method": "fork"}, "bf16")]
+    monkeypatch.setattr(notebook, "count_chips", lambda: 8)
+    for wanted, nprocs in ((None, None), (8, None), (1, 1)):
+        calls.clear()
+        notebook_launcher(print, ("a",), wanted, mixed_precision="bf16")
+        assert calls == [(print, {"args": ("a",), "nprocs": nprocs, "start_method": "fork"}, "bf16")]
+    with pytest.raises(ConfigurationError, match="num_processes=3: .* each of the 8 chips"):
+        notebook_launcher(print, ("a",), 3)
 
 
 @pytest.mark.parametrize(

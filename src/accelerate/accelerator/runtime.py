@@ -7,8 +7,9 @@ from typing import Any
 
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import environ
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.checkpointing.session import Session
+from accelerate.devices import catalogue, xla
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.logging import get_logger
@@ -69,7 +70,8 @@ def build_runtime(request: RunRequest) -> Runtime:
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
     fresh = not is_initialized()
-    alone = fresh and PartialState(request.cpu, **group_arguments).num_processes == 1
+    _announce_shards(request)
+    alone = fresh and not _shards_between_processes(PartialState(request.cpu, **group_arguments))
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
@@ -88,6 +90,28 @@ def build_runtime(request: RunRequest) -> Runtime:
         raise
 
 
+def _announce_shards(request: RunRequest) -> None:
+    """Tell XLA that this process drives all devices of its machine, before it opens one.
+
+    Raises:
+        ConfigurationError: it has opened one.
+    """
+    wanted = request.fsdp is not None and request.fsdp.fsdp_version == 2 and not request.cpu
+    if not wanted or catalogue.detect() != catalogue.XLA or xla.is_shared():
+        return
+    if PartialState._shared_state:
+        raise ConfigurationError(
+            "fsdp_plugin with fsdp_version=2 lets one process drive all XLA devices, and this process has "
+            "opened one of them alone. Make the Accelerator before anything else that uses the device."
+        )
+    xla.use_mesh()
+
+
+def _shards_between_processes(place: PartialState) -> bool:
+    """Whether FSDP makes this a run of its own kind: XLA devices have their own, also in one process."""
+    return place.num_processes > 1 and place.device_backend != catalogue.XLA
+
+
 def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
     """Return a request with the way of training that this process has begun with: there is one in a run."""
     if request.deepspeed is not None and state.deepspeed_plugins is None:
@@ -97,6 +121,8 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "this process already runs without DeepSpeed",
             "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
         )
+    if state.device_backend == catalogue.XLA:
+        return replace(request, parallelism=state.parallelism_config)
     begun = getattr(state, "fsdp_plugin", None)
     if begun is None and request.fsdp is not None and state.num_processes > 1:
         raise wrong_value(
@@ -153,6 +179,8 @@ def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
         gradients=gradient_state,
         mesh=state.device_mesh,
     )
-    runtime = Runtime(request, state, gradient_state, resolve(request, state.topology)(context))
+    runtime = Runtime(
+        request, state, gradient_state, resolve(request, state.topology, state.device_backend.name)(context)
+    )
     watching.start(PartialState(), environ.current())
     return runtime

@@ -14,6 +14,7 @@ from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.reading import choose_placement, give
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
 from accelerate.data_loader.validity import Fillers
+from accelerate.devices.xla import upload_options
 from accelerate.ops.transport import current_transport
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState
@@ -183,7 +184,10 @@ def wrapper_for_xla() -> type:
             self.target = device
 
         def __iter__(self) -> Iterator[Any]:
-            return self.dataloader.read_through(lambda source: iter(MpDeviceLoader(source, self.target)))
+            options = upload_options()
+            return self.dataloader.read_through(
+                lambda source: iter(MpDeviceLoader(source, self.target, **options))
+            )
 
         def __len__(self) -> int:
             return len(self.dataloader)

@@ -33,6 +33,90 @@ def xla_wanted() -> bool:
     return parse_flag_from_env("USE_TORCH_XLA", default=True)
 
 
+def mark_step() -> None:
+    """Let the device compute what was recorded so far, and go on recording."""
+    package = import_module("torch_xla")
+    if hasattr(package, "sync"):
+        package.sync()
+    else:  # versions before it
+        import_module("torch_xla.core.xla_model").mark_step()
+
+
+row_axes = "fsdp"
+"""The axis of the mesh along which rows of batches, and parts of parameters, are spread."""
+
+
+def use_mesh() -> Any:
+    """Let this process drive all devices of its machine by sharded tensors (SPMD); return their mesh, a row.
+
+    To be called before tensors are made on the device.
+    """
+    import numpy as np
+
+    runtime, spmd = import_module("torch_xla.runtime"), import_module("torch_xla.distributed.spmd")
+    if not runtime.is_spmd():
+        runtime.use_spmd()
+    if spmd.get_global_mesh() is None:
+        size = runtime.global_runtime_device_count()
+        spmd.set_global_mesh(spmd.Mesh(np.arange(size), (size, 1), (row_axes, "model")))
+    return spmd.get_global_mesh()
+
+
+def is_shared() -> bool:
+    """Return whether this process drives all devices of its machine by sharded tensors."""
+    return bool(import_module("torch_xla.runtime").is_spmd())
+
+
+def share_rows(tensor: "torch.Tensor", mesh: Any) -> None:
+    """Spread the rows of a tensor over the devices of a mesh, where they can be divided evenly.
+
+    Args:
+        tensor: on the XLA device.
+        mesh: as `use_mesh` returns it.
+    """
+    if is_divisible(tensor, mesh):
+        spec = (row_axes, *(None,) * (tensor.ndim - 1))
+        import_module("torch_xla.distributed.spmd").mark_sharding(tensor, mesh, spec)
+
+
+def is_divisible(tensor: "torch.Tensor", mesh: Any) -> bool:
+    """Return whether each device of a mesh gets equally many rows of a tensor."""
+    return tensor.ndim > 0 and tensor.shape[0] % mesh.size() == 0
+
+
+class RowSharding:
+    """How batches are uploaded under SPMD, to torch_xla's loader: each device gets its rows.
+
+    torch_xla's own class describes tensors of one number of dimensions only.
+
+    Args:
+        mesh: as `use_mesh` returns it.
+    """
+
+    minibatch = False
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self._specs: dict[int, Any] = {}
+
+    def xla_spec(self, t: "torch.Tensor") -> Any:
+        """Return torch_xla's description for one tensor; None copies it to all devices."""
+        if not is_divisible(t, self.mesh):
+            return None
+        if t.ndim not in self._specs:
+            spec = (row_axes, *(None,) * (t.ndim - 1))
+            self._specs[t.ndim] = import_module("torch_xla.distributed.spmd").ShardingSpec(self.mesh, spec)
+        return self._specs[t.ndim].xla_spec(t)
+
+
+def upload_options() -> dict[str, Any]:
+    """Return what torch_xla's loader is told: under SPMD, that each device gets its rows."""
+    if not is_shared():
+        return {}
+    mesh = import_module("torch_xla.distributed.spmd").get_global_mesh()
+    return {} if mesh is None else {"input_sharding": RowSharding(mesh)}
+
+
 @dataclass(frozen=True)
 class XlaBackend(DeviceBackend):
     """TPUs and other devices behind torch_xla."""
@@ -45,13 +129,17 @@ class XlaBackend(DeviceBackend):
 
     def hardware(self) -> str:
         """Return what runs the graphs: `TPU`, `GPU`, `CUDA`, `CPU`, ..."""
-        return str(self.torch_module().xla_device_hw(self.torch_module().xla_device()))
+        return str(self.torch_module().xla_device_hw(self.device()))
 
     def count(self) -> int:
         return int(import_module("torch_xla.runtime").addressable_device_count())
 
     def device(self, index: int | None = None) -> "torch.device":
-        device: torch.device = self.torch_module().xla_device(index)
+        package = import_module("torch_xla")
+        if hasattr(package, "device"):
+            device: torch.device = package.device(index)
+        else:  # versions before it
+            device = self.torch_module().xla_device(index)
         return device
 
     def set_current(self, index: int) -> None:
@@ -79,10 +167,10 @@ class XlaBackend(DeviceBackend):
     def rng_state(self) -> "torch.Tensor":
         import torch
 
-        return torch.tensor(self.torch_module().get_rng_state())
+        return torch.tensor(_as_signed(int(self.torch_module().get_rng_state())))
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
-        self.torch_module().set_rng_state(int(s))
+        self.torch_module().set_rng_state(int(s) % 2**64)
 
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
@@ -94,6 +182,11 @@ class XlaBackend(DeviceBackend):
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
         scaler: torch.amp.GradScaler = import_module("torch_xla.amp").GradScaler(**kw)
         return scaler
+
+
+def _as_signed(state: int) -> int:
+    """An unsigned number of 64 bits as the signed one of the same bits, which a tensor holds."""
+    return state - 2**64 if state >= 2**63 else state
 
 
 def install_xla(upgrade: bool = False) -> None:

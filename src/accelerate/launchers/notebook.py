@@ -17,6 +17,7 @@ from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.backend import DeviceBackend
 from accelerate.devices.nvidia import check_cuda_p2p_ib_support
+from accelerate.devices.xla import count_chips
 from accelerate.launch.ports import get_free_port, is_port_in_use
 from accelerate.launch.worker import RENDEZVOUS_FILE, PrepareForLaunch
 from accelerate.launchers.cuda_use import describe_cuda_use
@@ -195,11 +196,20 @@ def _run_replicas(
     function: Callable[..., Any], args: tuple[Any, ...], num_processes: int | None, precision: str
 ) -> None:
     """Start the replicas of an XLA run; the runtime gives them their ranks."""
+    chips = count_chips()
+    if num_processes not in (None, 1, chips or num_processes):
+        raise wrong_value(
+            "num_processes",
+            num_processes,
+            f"the runtime starts one process for each of the {chips} chips, or a single one",
+            f"Give {chips} or 1, or leave it out",
+        )
     xmp = import_module("torch_xla.distributed.xla_multiprocessing")
     launcher = PrepareForLaunch(function, DistributedType.XLA)
     print("Launching training on the devices of torch_xla.")
     with patch_environment(**precision_variables(precision)):
-        xmp.spawn(launcher, args=args, nprocs=num_processes, start_method="fork")
+        nprocs = 1 if num_processes == 1 else None
+        xmp.spawn(launcher, args=args, nprocs=nprocs, start_method="fork")
 
 
 def _refuse_used_notebook(backend: DeviceBackend) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate.base.errors import wrong_value
+from accelerate.devices.xla import mark_step
 from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
 from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
 from accelerate.ops.head import Head
@@ -205,7 +206,7 @@ class XlaTransport(Transport):
         kind = {"max": self._xm.REDUCE_MAX, "min": self._xm.REDUCE_MIN}.get(how, self._xm.REDUCE_SUM)
         local = tensor.detach().to(device=self.device, dtype=reducible_dtype(tensor.dtype))
         total: Tensor = self._xm.all_reduce(kind, local)
-        self._xm.mark_step()
+        mark_step()
         return finished_reduction(total, how, self.size, tensor)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
@@ -218,7 +219,7 @@ class XlaTransport(Transport):
         return tensor.detach().to(self.device).contiguous()
 
     def _off_wire(self, tensor: Tensor, device: torch.device) -> Tensor:
-        self._xm.mark_step()
+        mark_step()
         return tensor.to(device)
 
 

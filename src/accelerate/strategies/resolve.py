@@ -12,12 +12,13 @@ from accelerate.strategies.request import RunRequest
 from accelerate.strategies.single import SingleProcess
 
 
-def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
+def resolve(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
     """Return the strategy for a run.
 
     Args:
         request: what the run asks for.
         topology: how many processes there are.
+        hardware: name of the row of the hardware table.
 
     Raises:
         ConfigurationError: what is asked for does not go together.
@@ -29,6 +30,8 @@ def resolve(request: RunRequest, topology: Topology) -> type[Strategy]:
         return DeepSpeed
     if request.parallelism is not None:
         _check_mesh(request.parallelism, request.fsdp)
+    if hardware == "xla":
+        return _on_xla(request)
     if topology.size == 1:
         return SingleProcess
     if request.fsdp is not None:
@@ -65,6 +68,23 @@ def _check_with_engine(request: RunRequest) -> None:
 
 
 _OWN_TP = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
+
+
+def _on_xla(request: RunRequest) -> type[Strategy]:
+    """Return the class for XLA devices, where one process may drive many."""
+    from accelerate.strategies.xla.replicas import XlaReplicas
+    from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
+
+    if request.parallelism is not None:
+        raise wrong_value(
+            "parallelism_config",
+            request.parallelism,
+            "on XLA devices there is one axis",
+            "Leave it out; fsdp_plugin with fsdp_version=2 shards parameters and batches over all devices",
+        )
+    if request.fsdp is None:
+        return XlaReplicas
+    return XlaFullySharded if request.fsdp.fsdp_version == 1 else XlaFullyShard
 
 
 def _sharded(version: int) -> type[Strategy]:

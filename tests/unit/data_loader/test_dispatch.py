@@ -101,6 +101,9 @@ def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch
     for name in ("torch_xla", "torch_xla.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, parallel_loader.__name__, parallel_loader)
+    runtime = ModuleType("torch_xla.runtime")
+    runtime.is_spmd = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
     monkeypatch.setattr(data_loader, "is_torch_xla_available", lambda: True)
     shard.wrapper_for_xla.cache_clear()
     kind = data_loader.MpDeviceLoaderWrapper

@@ -17,6 +17,8 @@ from accelerate.strategies.fsdp.v2 import FullyShard
 from accelerate.strategies.request import RunRequest
 from accelerate.strategies.resolve import resolve
 from accelerate.strategies.single import SingleProcess
+from accelerate.strategies.xla.replicas import XlaReplicas
+from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
 
 
 def with_engine(**fields: Any) -> RunRequest:
@@ -76,3 +78,17 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve(asked, Topology(size=2))
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(request(), XlaReplicas), (request(1), XlaFullySharded), (request(2), XlaFullyShard)],
+)
+def test_xla_devices_have_ways_of_their_own(asked: RunRequest, size: int, expected: type) -> None:
+    assert resolve(asked, Topology(size=size), "xla") is expected
+
+
+def test_xla_devices_have_one_axis() -> None:
+    with pytest.raises(ConfigurationError, match="parallelism_config=.*fsdp_version=2"):
+        resolve(request(2, {"dp_shard_size": 2}), Topology(), "xla")

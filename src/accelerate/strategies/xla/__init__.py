@@ -1,0 +1,1 @@
+"""Devices behind torch_xla: TPUs, and others for trying it out."""

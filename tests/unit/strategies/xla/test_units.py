@@ -1,0 +1,53 @@
+"""How the plugin's words become those of torch_xla."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.base.errors import ConfigurationError
+from accelerate.strategies.xla.units import find_units, policy_of, refuse_unknown
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+
+def test_layers_are_units() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+    )
+    whole: Any = model()
+    policy = policy_of(plugin, whole)
+    assert find_units(whole, policy) == [whole[1][0], whole[0], whole]
+
+
+def test_large_modules_are_units() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=50
+    )
+    whole: Any = model()
+    assert whole[1][0] in find_units(whole, policy_of(plugin, whole))
+    assert whole[0] not in find_units(whole, policy_of(plugin, whole))
+
+
+def test_without_a_policy_the_model_is_one_unit() -> None:
+    whole = model()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    assert policy_of(plugin, whole) is None
+    assert find_units(whole, None) == [whole]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", ["cpu_offload", "ignored_modules"])
+def test_what_only_gpus_do_is_refused(version: int, name: str) -> None:
+    value: Any = [nn.Linear(1, 1)] if name == "ignored_modules" else True
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **{name: value})
+    with pytest.raises(ConfigurationError, match=f"fsdp_plugin has {name}, .*XLA"):
+        refuse_unknown(plugin)
+    refuse_unknown(FullyShardedDataParallelPlugin(fsdp_version=version))
