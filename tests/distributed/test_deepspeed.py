@@ -1,6 +1,6 @@
 """Training by real DeepSpeed engines in two processes on the CPU.
 
-Needs the package deepspeed (0.19.8). The first run builds two extensions of
+Needs the package deepspeed (0.19.8) and, for some tests, transformers. The first run builds two extensions of
 DeepSpeed with g++, which takes minutes.
 """
 
@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DummyOptim,
     DummyScheduler,
     is_deepspeed_available,
+    is_transformers_available,
     set_seed,
 )
 
@@ -296,3 +297,91 @@ def test_one_process_needs_no_launcher(run: Run) -> None:
     ((plain, losses),) = run(train_alone, processes=1, env={**ENVIRONMENT, **without}, timeout=120)
     assert len(losses) == 20
     assert losses == pytest.approx(plain, abs=1e-4)
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Random texts of eight tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        text = self.tokens[index]
+        return {"input_ids": text, "labels": text, "position_ids": torch.arange(len(text))}
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=32, num_key_value_heads=4, attn_implementation="sdpa", **sizes)
+    set_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def share_sequences(size: int) -> tuple[list[float], str]:
+    warnings.simplefilter("ignore")
+    mesh = ParallelismConfig(sp_size=size) if size > 1 else None
+    accelerator = start(DeepSpeedPlugin(zero_stage=2), parallelism_config=mesh)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.utils.data.DataLoader(Texts(), batch_size=2)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    losses = []
+    for batch in batches:
+        labels = batch.pop("labels", None)
+        shifted = batch.pop("shift_labels", None)
+        if shifted is None:
+            shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        logits = model(**batch).logits
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
+        items = accelerator.reduce((shifted != -100).sum(), "sum")
+        loss = total / items
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(float(accelerator.reduce(loss.detach(), "sum")))
+    return losses, type(batches).__name__
+
+
+def test_processes_that_share_sequences_have_the_losses_of_one(run: Run) -> None:
+    if not is_transformers_available():
+        pytest.skip("transformers is not installed")
+    ((whole, plain),) = run(share_sequences, 1, processes=1, env=ENVIRONMENT, timeout=120)
+    for losses, name in run(share_sequences, 2, env=ENVIRONMENT, timeout=120):
+        assert losses == pytest.approx(whole, abs=1e-4)
+        assert (plain, name) == ("DataLoaderShard", "SequenceLoader")
+
+
+class Experts(nn.Module):
+    """Uses one of two layers, another one on each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert: torch.Tensor = self.each[torch.distributed.get_rank() % 2](x)
+        return expert
+
+
+def train_experts() -> tuple[list[float], bool]:
+    plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Experts")
+    accelerator = start(plugin)
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Experts(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    objects = list(accelerator.prepare(model, optimizer, loader(80), schedule))
+    from deepspeed.utils import z3_leaf_module
+
+    return train(accelerator, objects)[0], z3_leaf_module(model[1])
+
+
+def test_layers_of_experts_are_fetched_whole(run: Run) -> None:
+    for losses, is_leaf in run(train_experts, env=ENVIRONMENT, timeout=120):
+        assert is_leaf
+        assert len(losses) == 10
+        assert all(map(math.isfinite, losses))
