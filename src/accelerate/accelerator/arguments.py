@@ -21,6 +21,7 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.profile import ProfileKwargs
 from accelerate.plugins.training import (
     DataLoaderConfiguration,
@@ -41,6 +42,7 @@ _ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _CPU_VARIABLE = "ACCELERATE_USE_CPU"
 _DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
+_MEGATRON_VARIABLE = "ACCELERATE_USE_MEGATRON_LM"
 _MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
@@ -52,12 +54,7 @@ _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
 }
 """Fields of a run request that hold one kind of handler each."""
 
-_LEAVE_OUT = (
-    "Leave it out (and drop it from the launch configuration): there are one process, "
-    "DistributedDataParallel, FSDP, DeepSpeed, and meshes"
-)
 _OTHER_METHODS = {
-    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _LEAVE_OUT),
     "torch_tp_plugin": (
         "ACCELERATE_USE_TP",
         "tensor parallelism by its older plugin",
@@ -90,6 +87,7 @@ class Arguments:
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
 
@@ -118,6 +116,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         dynamo=_dynamo(arguments),
         fsdp=_fsdp(arguments, environ),
         deepspeed=_deepspeed(arguments, environ),
+        megatron=_megatron(arguments, environ),
         fp8_library=decode(Fp8Section, environ).fp8_backend,
         parallelism=_parallelism(arguments, environ),
         handlers=tuple(arguments.kwargs_handlers or ()),
@@ -336,6 +335,20 @@ def _deepspeed(
             "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}",
         )
     return given
+
+
+def _megatron(arguments: Arguments, environ: Mapping[str, str]) -> MegatronLMPlugin | None:
+    plugin = arguments.megatron_lm_plugin
+    if plugin is None:
+        return MegatronLMPlugin() if _flag(environ, _MEGATRON_VARIABLE) else None
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise wrong_value(
+            "megatron_lm_plugin",
+            type(plugin).__name__,
+            "it is not a MegatronLMPlugin",
+            "Pass MegatronLMPlugin(...)",
+        )
+    return plugin
 
 
 def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> ParallelismConfig | None:

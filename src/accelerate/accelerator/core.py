@@ -32,6 +32,7 @@ from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import KwargsHandler
+from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -71,7 +72,8 @@ class Accelerator(
         fsdp_plugin: how parameters are sharded between processes; the default is what the launcher set,
             else they are whole on each. A live object, fields assigned later count at the next `prepare`.
         torch_tp_plugin: refused: `parallelism_config` says how many processes share layers.
-        megatron_lm_plugin: refused, this version trains without Megatron-LM.
+        megatron_lm_plugin: how Megatron-LM trains; the default is what the launcher set, else training goes
+            without it. A live object, fields assigned later count at the next `prepare`.
         rng_types: random generators that are made equal on all ranks at the start of each epoch; the default
             is the one of the sampler.
         log_with: trackers, by name or as objects; "all" takes every one that is installed.
@@ -104,7 +106,7 @@ class Accelerator(
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: list[str | RNGType] | None = None,
         log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -120,7 +122,6 @@ class Accelerator(
         variables = environ.current()
         refuse_other_methods(
             {
-                "megatron_lm_plugin": megatron_lm_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
             },
             variables,
@@ -144,6 +145,7 @@ class Accelerator(
                 fsdp_plugin=fsdp_plugin,
                 deepspeed_plugin=deepspeed_plugin,
                 deepspeed_plugins=deepspeed_plugins,
+                megatron_lm_plugin=megatron_lm_plugin,
                 parallelism_config=parallelism_config,
             ),
             variables,
@@ -272,6 +274,7 @@ class Accelerator(
         if is_prepared(data_loader):
             self._remember(self._dataloaders, data_loader)
             return data_loader
+        data_loader = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
         place = self.device_placement if device_placement is None else device_placement
         loader: DataLoader[Any] = mark_prepared(

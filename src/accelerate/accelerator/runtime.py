@@ -78,6 +78,7 @@ def build_runtime(request: RunRequest) -> Runtime:
         dynamo_plugin=request.dynamo,
         deepspeed_plugin=_select_first(request) if fresh else None,
         fsdp_plugin=None if alone else request.fsdp,  # clients take the attribute for a sharded run
+        megatron_lm_plugin=request.megatron,
         parallelism_config=request.parallelism,
         _from_accelerator=True,
         **group_arguments,
@@ -136,9 +137,18 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "FSDP shards a model between processes, and there is one: the model is trained whole. Launch "
             "more processes with --num_processes."
         )
+    megatron = getattr(state, "megatron_lm_plugin", None)
+    if megatron is None and request.megatron is not None:
+        raise wrong_value(
+            "megatron_lm_plugin",
+            request.megatron,
+            "this process already runs without Megatron-LM",
+            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+        )
     return replace(
         request,
         fsdp=begun,
+        megatron=megatron,
         deepspeed=state.deepspeed_plugins,
         parallelism=state.parallelism_config,
         accumulation=_accumulation_of(request.accumulation, state.deepspeed_plugin),

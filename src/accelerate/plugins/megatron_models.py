@@ -149,7 +149,8 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
         normalization="RMSNorm",
         norm_epsilon=config("layer_norm_epsilon", 1e-6),
         add_bias_linear=False,
-        position_embedding_type="relative",
+        # Without Transformer Engine attention takes no bias, and that is what relative positions are.
+        position_embedding_type="relative" if is_transformer_engine_available() else "learned_absolute",
         relative_attention_num_buckets=config("relative_attention_num_buckets", 32),
         relative_attention_max_distance=config("relative_attention_max_distance", 128),
     )
@@ -197,9 +198,9 @@ def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module
         moe_router_bias_update_rate=0,
         moe_router_load_balancing_type="seq_aux_loss",
         moe_router_dtype="fp32",
+        moe_grouped_gemm=is_transformer_engine_available(),
         moe_aux_loss_coeff=0,
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=is_transformer_engine_available(),
     )
     if config("n_group", 1) > 1:
         arguments.update(moe_router_num_groups=config("n_group"), moe_router_group_topk=config("topk_group"))

@@ -201,6 +201,10 @@ class Strategy:
         bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
         return bundle
 
+    def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader with batches as this method takes them, before it is shared out."""
+        return loader
+
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
         """Return `model` placed, converted to the number format, wrapped and compiled.
 
@@ -374,13 +378,18 @@ def refuse_stand_ins(objects: Iterable[Any]) -> None:
     Args:
         objects: given to `prepare`.
     """
-    names = [type(obj).__name__ for obj in objects if stands_for(obj) is not None]
-    if names:
-        raise PreparationError(
-            f"{', '.join(names)} stands for what DeepSpeed builds from its configuration, and this run does "
-            "not use DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or prepare an "
-            "optimizer and a scheduler of torch."
-        )
+    stand_ins = [type(obj) for obj in objects if stands_for(obj) is not None]
+    if not stand_ins:
+        return
+    builder, plugin = getattr(stand_ins[0], "built_by", _DEEPSPEED)
+    raise PreparationError(
+        f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
+        f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or prepare an "
+        "optimizer and a scheduler of torch."
+    )
+
+
+_DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

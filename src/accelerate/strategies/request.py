@@ -19,6 +19,7 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.profile import ProfileKwargs
 from accelerate.plugins.training import (
     DataLoaderConfiguration,
@@ -54,6 +55,7 @@ class RunRequest:
         profile: arguments of the profiler.
         fsdp: how parameters are sharded; `None` keeps them whole.
         deepspeed: how DeepSpeed trains: a plugin, or several by name; `None` trains without it.
+        megatron: how Megatron-LM trains; `None` trains without it.
         parallelism: sizes of the mesh; `None` for one axis of all processes.
         fp8_library: which library computes in FP8; `None` leaves it open.
         handlers: all handlers the user gave, also those of other number formats.
@@ -76,6 +78,7 @@ class RunRequest:
     profile: ProfileKwargs | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
     deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    megatron: MegatronLMPlugin | None = None
     parallelism: ParallelismConfig | None = None
     fp8_library: str | None = None
     handlers: tuple[KwargsHandler, ...] = ()

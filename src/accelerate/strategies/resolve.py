@@ -23,6 +23,11 @@ def resolve(request: RunRequest, topology: Topology, hardware: str = "cpu") -> t
     Raises:
         ConfigurationError: what is asked for does not go together.
     """
+    if request.megatron is not None:
+        _check_megatron(request)
+        from accelerate.strategies.megatron.strategy import MegatronLM
+
+        return MegatronLM
     if request.deepspeed is not None:
         _check_with_engine(request)
         from accelerate.strategies.deepspeed.strategy import DeepSpeed
@@ -96,6 +101,21 @@ def _sharded(version: int) -> type[Strategy]:
     from accelerate.strategies.fsdp.v2 import FullyShard
 
     return FullyShard
+
+
+def _check_megatron(request: RunRequest) -> None:
+    """Refuse what shares models between processes in another way than Megatron-LM does."""
+    others = {
+        "fsdp_plugin": request.fsdp,
+        "deepspeed_plugin": request.deepspeed,
+        "parallelism_config": request.parallelism,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ConfigurationError(
+            f"megatron_lm_plugin and {' and '.join(given)} both say how processes share a model. Pass one of "
+            "them; tp_degree, pp_degree and context_parallel_size are Megatron-LM's own axes."
+        )
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:

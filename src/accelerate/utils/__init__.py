@@ -300,6 +300,22 @@ from accelerate.strategies.fsdp.sharding import (
     fsdp2_apply_ac as fsdp2_apply_ac,
     fsdp2_prepare_model as fsdp2_prepare_model,
 )
+from accelerate.strategies.megatron.data import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+    prepare_data_loader as megatron_lm_prepare_data_loader,
+)
+from accelerate.strategies.megatron.engine import MegatronEngine as MegatronEngine
+from accelerate.strategies.megatron.initialize import (
+    initialize as megatron_lm_initialize,
+    prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
+    prepare_optimizer as megatron_lm_prepare_optimizer,
+    prepare_scheduler as megatron_lm_prepare_scheduler,
+)
+from accelerate.strategies.megatron.wrappers import (
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
+)
 from accelerate.unwrapping import (
     extract_model_from_parallel as extract_model_from_parallel,
     is_peft_model as is_peft_model,

@@ -154,7 +154,6 @@ def test_other_arguments() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "named"),
     [
-        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
         ({"torch_tp_plugin": object()}, {}, "torch_tp_plugin asks for tensor parallelism"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError
+from accelerate.plugins import megatron_models
 from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
@@ -238,11 +239,18 @@ def test_t5() -> None:
         "ffn_hidden_size": 96,
         "encoder_seq_length": 16,
         "decoder_seq_length": 8,
-        "position_embedding_type": "relative",
         "max_position_embeddings": 1024,
     }
     assert subset(arguments, expected) == expected
     assert (plugin.encoder_seq_length, plugin.decoder_seq_length) == (16, 8)
+
+
+@pytest.mark.parametrize(("has_engine", "positions"), [(True, "relative"), (False, "learned_absolute")])
+def test_positions_of_t5_need_transformer_engine_to_be_relative(
+    monkeypatch: pytest.MonkeyPatch, has_engine: bool, positions: str
+) -> None:
+    monkeypatch.setattr(megatron_models, "is_transformer_engine_available", lambda: has_engine)
+    assert parse(Config("t5"), "T5Model")[1]["position_embedding_type"] == positions
 
 
 def test_glm4_moe() -> None:

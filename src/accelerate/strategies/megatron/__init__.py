@@ -1,0 +1,4 @@
+"""Training with Megatron-LM.
+
+Source: https://github.com/NVIDIA/Megatron-LM (`megatron.core` and `megatron.training`)
+"""

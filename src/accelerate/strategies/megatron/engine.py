@@ -1,0 +1,263 @@
+"""MegatronEngine: a model, its optimizer and its scheduler, which step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.logging import get_logger
+from accelerate.strategies.megatron import library
+from accelerate.strategies.megatron.batches import Batch, Shape, iterators, share
+from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
+from accelerate.strategies.megatron.steps.base import AbstractTrainStep
+from accelerate.strategies.megatron.steps.bert import BertTrainStep
+from accelerate.strategies.megatron.steps.gpt import GPTTrainStep
+from accelerate.strategies.megatron.steps.t5 import T5TrainStep
+
+logger = get_logger(__name__)
+
+_STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
+    "bert": BertTrainStep,
+    "gpt": GPTTrainStep,
+    "t5": T5TrainStep,
+}
+
+
+class MegatronEngine(nn.Module):
+    """Calls Megatron-LM's schedules: in training, one call is a whole step.
+
+    Such a step runs all micro-batches forward and backward, clips gradients, and steps optimizer and
+    scheduler. Called on all ranks.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        model: the parts of the model that lie on this process.
+        optimizer: Megatron-LM's.
+        scheduler: Megatron-LM's.
+
+    Attributes:
+        iteration: steps of training so far.
+        grad_norm: norm of the gradients of the last step, before clipping; None where it was not measured.
+    """
+
+    def __init__(self, accelerator: Any, model: list[nn.Module], optimizer: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.args = library.get_args()
+        self.module = list(model)
+        self.parts = nn.ModuleList(model)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.device: torch.device = accelerator.device
+        self.shape = Shape.of(self.args)
+        self.train_step_handler = _build_step(accelerator, self.args)
+        self.optimizer.skipped_iter = False
+        self.iteration = 0
+        self.grad_norm: float | None = None
+        self.num_floating_point_operations_so_far = 0
+        self.total_loss_dict: dict[str, Any] = {}
+        self.eval_total_loss_dict: dict[str, Any] = {}
+        self.report_memory_flag = True
+        self.module_config = self.get_module_config()
+        self._losses = Losses(self.args)
+        self._groups = library.core("parallel_state")
+        self._utils = library.training("utils")
+        self._run = library.core("pipeline_parallel").get_forward_backward_func()
+        count = library.training("training").num_floating_point_operations
+        self._operations: int = count(self.args, self.args.global_batch_size)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The first part of the model on this process."""
+        return self.module[0]
+
+    def get_module_config(self) -> Any:
+        """Return the configuration of the model, with what the schedules need of optimizer and wrappers."""
+        config = library.core("utils").get_model_config(self.module[0])
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.timers = library.training("global_vars").get_timers()
+        config.finalize_model_grads_func = library.core("distributed").finalize_model_grads
+        if getattr(self.args, "overlap_grad_reduce", False):
+            config.no_sync_func = self._of_parts("no_sync")
+            if getattr(self.args, "align_grad_reduce", False):
+                config.grad_sync_func = self._of_parts("start_grad_sync")
+        if getattr(self.args, "overlap_param_gather", False) and getattr(
+            self.args, "align_param_gather", False
+        ):
+            config.param_sync_func = self._of_parts("start_param_sync")
+        return config
+
+    def _of_parts(self, name: str) -> Any:
+        found = [getattr(part, name) for part in self.module]
+        return found[0] if len(found) == 1 else found
+
+    def train(self, mode: bool = True) -> MegatronEngine:
+        """Switch to training, or away from it; what was evaluated before is logged first.
+
+        Args:
+            mode: whether to train.
+        """
+        if mode and getattr(self, "eval_total_loss_dict", None):
+            self.log_eval_results()
+        super().train(mode)
+        return self
+
+    def get_batch_data_iterator(self, batch_data: Batch) -> tuple[Any, int]:
+        """Return what the schedules read of a batch, and how many micro-batches that is.
+
+        Args:
+            batch_data: tensors with one row per sample, by name; the same on all ranks of a copy of the
+                model.
+
+        Raises:
+            ConfigurationError: there is nothing in it.
+        """
+        shared = share(batch_data, self.device)
+        if not shared:
+            raise wrong_value(
+                "batch",
+                batch_data,
+                "the model was called without tensors",
+                "Call it with those of a batch by name: model(**batch)",
+            )
+        batches = self.shape.cut(self.shape.fill(shared))
+        return iterators(batches, len(self.module)), len(batches)
+
+    def train_step(self, **batch_data: torch.Tensor) -> tuple[dict[str, Any], bool, float | None, Any]:
+        """Run all micro-batches of a batch and step optimizer and scheduler.
+
+        Args:
+            **batch_data: tensors with one row per sample.
+
+        Returns:
+            What the last stage reports, by name (nothing on others); whether the step was left out because
+            gradients were not finite; their norm; how many of them were zero, where that is counted.
+        """
+        data, number = self.get_batch_data_iterator(batch_data)
+        for part in self.module:
+            part.zero_grad_buffer()  # type: ignore[operator]  # Megatron-LM's wrapper
+        self.optimizer.zero_grad()
+        reports = self._forward_backward(data, number, forward_only=False)
+        successful, norm, zeros = self.optimizer.step()
+        successful = self._utils.logical_and_across_model_parallel_group(successful)
+        norm = self._utils.reduce_max_stat_across_model_parallel_group(norm)
+        if successful:
+            self.scheduler.step(increment=number * self.args.micro_batch_size * self.args.data_parallel_size)
+        return combine(reports, self._groups), not successful, norm, zeros
+
+    def eval_step(self, **batch_data: torch.Tensor) -> dict[str, Any]:
+        """Run all micro-batches of a batch forward.
+
+        Args:
+            **batch_data: tensors with one row per sample.
+
+        Returns:
+            What the last stage reports, by name; nothing on others.
+        """
+        data, number = self.get_batch_data_iterator(batch_data)
+        with torch.no_grad():
+            reports = self._forward_backward(data, number, forward_only=True)
+        return combine(reports, self._groups)
+
+    def _forward_backward(
+        self, data: Any, number: int, *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        reports: list[dict[str, torch.Tensor]] = self._run(
+            forward_step_func=self.train_step_handler.forward_step,
+            data_iterator=data,
+            model=self.module if len(self.module) > 1 else self.module[0],
+            num_microbatches=number,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            decoder_seq_length=getattr(self.args, "decoder_seq_length", None),
+            forward_only=forward_only,
+        )
+        return reports
+
+    def forward(self, **batch_data: torch.Tensor) -> Any:
+        """Take one step of training, or evaluate one batch; called on all ranks.
+
+        Args:
+            **batch_data: tensors with one row per sample.
+
+        Returns:
+            An object with `loss`, the mean over all copies of the model, and `logits` where the plugin asks
+            for them; the loss alone where the model was configured without `return_dict`. The same on all
+            ranks that make up a copy.
+        """
+        if self.training:
+            report, skipped, self.grad_norm, zeros = self.train_step(**batch_data)
+            self.optimizer.skipped_iter = skipped
+            self._count()
+            self.total_loss_dict = self._losses.log_step(self, report, zeros)
+        else:
+            report = self.eval_step(**batch_data)
+            self._losses.add(self.eval_total_loss_dict, report)
+        loss, logits = share_outputs(report, self._groups, self.device, self.args.return_logits)
+        if not self.args.model_return_dict:
+            return loss if logits is None else (loss, logits)
+        return self.train_step_handler.model_output_class(loss=loss, logits=logits)
+
+    def _count(self) -> None:
+        self.iteration += 1
+        self.args.iteration = self.iteration
+        self.args.consumed_train_samples += self.args.global_batch_size
+        self.num_floating_point_operations_so_far += self._operations
+
+    def log_eval_results(self) -> None:
+        """Log the mean of all losses evaluated since the last call, and their perplexity; called on all
+        ranks."""
+        self._losses.log_evaluation(self.iteration, self.eval_total_loss_dict)
+        self.eval_total_loss_dict = {}
+
+    def save_checkpoint(self, output_dir: str | Path) -> None:
+        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks.
+
+        Args:
+            output_dir: the folder.
+        """
+        self.args.save = str(output_dir)
+        library.training("checkpointing").save_checkpoint(
+            self.iteration,
+            self.module,
+            self.optimizer,
+            self.scheduler,
+            num_floating_point_operations_so_far=self.num_floating_point_operations_so_far,
+        )
+
+    def load_checkpoint(self, input_dir: str | Path) -> None:
+        """Load what `save_checkpoint` saved; called on all ranks.
+
+        Args:
+            input_dir: the folder.
+
+        Raises:
+            CheckpointError: there is no checkpoint in it.
+        """
+        checkpointing = library.training("checkpointing")
+        if not checkpointing.checkpoint_exists(str(input_dir)):
+            raise CheckpointError(
+                f"{input_dir} holds no checkpoint of Megatron-LM. Choose a folder that save_checkpoint or "
+                "save_state of a run with Megatron-LM has written."
+            )
+        self.args.load = str(input_dir)
+        iteration, operations = checkpointing.load_checkpoint(self.module, self.optimizer, self.scheduler)
+        self.iteration = self.args.iteration = iteration
+        self.num_floating_point_operations_so_far = operations
+        if self.args.fp16 and iteration == 0:
+            self.optimizer.reload_model_params()
+
+
+def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
+    plugin = accelerator.state.megatron_lm_plugin
+    custom = plugin.custom_train_step_class
+    if custom is None:
+        return _STEPS[args.model_type_name](accelerator, args)
+    given = (accelerator, args) if "accelerator" in signature(custom).parameters else (args,)
+    step: AbstractTrainStep = custom(*given, **(plugin.custom_train_step_kwargs or {}))
+    return step

@@ -1,0 +1,175 @@
+"""What steps report: brought together over micro-batches, copies and stages, and logged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from accelerate.logging import get_logger
+from accelerate.strategies.megatron import library
+
+logger = get_logger(__name__)
+
+LOGITS = "logits"
+_NUMBER = " (batches)"
+_SUM_AND_NUMBER = 2
+
+Report = dict[str, torch.Tensor]
+
+
+def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
+    """Return the report of a step from those of its micro-batches.
+
+    Pairs of sum and number become the mean over all copies of the model, single values the mean over
+    micro-batches, and logits stay one after the other.
+
+    Args:
+        reports: of the micro-batches; none on stages without the head.
+        groups: Megatron-LM's.
+    """
+    if not reports:
+        return {}
+    return {name: _combine(name, [report[name] for report in reports], groups) for name in reports[0]}
+
+
+def _combine(name: str, values: list[torch.Tensor], groups: Any) -> torch.Tensor:
+    if name == LOGITS:
+        return torch.cat(values)
+    stacked = torch.stack([value.reshape(-1).float() for value in values])
+    if stacked.shape[1] != _SUM_AND_NUMBER:
+        return stacked.mean()
+    pair = stacked.sum(0)
+    torch.distributed.all_reduce(pair, group=groups.get_data_parallel_group(with_context_parallel=True))
+    return pair[0] / pair[1].clamp(min=1)
+
+
+def share_outputs(
+    report: dict[str, Any], groups: Any, device: torch.device, with_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return loss and logits on all stages of a pipeline; called on all ranks.
+
+    Args:
+        report: of the last stage; empty on the others.
+        groups: Megatron-LM's.
+        device: of the results.
+        with_logits: whether there are logits.
+    """
+    losses = [value for name, value in report.items() if name != LOGITS]
+    loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+    logits = report.get(LOGITS)
+    if groups.get_pipeline_model_parallel_world_size() == 1:
+        return loss, logits
+    last, group = groups.get_pipeline_model_parallel_last_rank(), groups.get_pipeline_model_parallel_group()
+    torch.distributed.broadcast(loss, last, group=group)
+    if not with_logits:
+        return loss, None
+    outline = [None if logits is None else (logits.shape, logits.dtype)]
+    torch.distributed.broadcast_object_list(outline, last, group=group)
+    shape, dtype = outline[0]  # type: ignore[misc]  # the last stage has them
+    logits = torch.empty(shape, dtype=dtype, device=device) if logits is None else logits.contiguous()
+    torch.distributed.broadcast(logits, last, group=group)
+    return loss, logits
+
+
+class Losses:
+    """Adds up what steps report and logs it, on the last rank, where the losses are.
+
+    Args:
+        args: Megatron-LM's.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.writer = library.training("global_vars").get_tensorboard_writer()
+        self.totals: dict[str, Any] = {}
+
+    def add(self, totals: dict[str, Any], report: dict[str, Any]) -> None:
+        """Add a report to sums.
+
+        Args:
+            totals: sums by name; changed in place.
+            report: of one step.
+        """
+        for name, value in report.items():
+            if name != LOGITS:
+                totals[name] = totals.get(name, 0.0) + value.detach()
+                totals[name + _NUMBER] = totals.get(name + _NUMBER, 0) + 1
+
+    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> dict[str, Any]:
+        """Log a step of training where its turn is; return the sums since the last one that was logged.
+
+        Args:
+            engine: has stepped.
+            report: of the step.
+            zeros: how many gradients were zero, or None.
+        """
+        self.add(self.totals, report)
+        iteration = engine.iteration
+        if self.writer is not None and iteration % self.args.tensorboard_log_interval == 0:
+            self._write_step(engine, report, zeros)
+        if iteration % self.args.log_interval:
+            return self.totals
+        self._say(f"iteration {iteration}", means(self.totals))
+        if engine.report_memory_flag and torch.cuda.is_available():
+            library.training("utils").report_memory(f"(after {iteration} iterations)")
+            engine.report_memory_flag = False
+        self.totals = {}
+        return self.totals
+
+    def _write_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> None:
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        values = {
+            **{name: float(value) for name, value in report.items() if name != LOGITS},
+            "learning-rate": rates[0] if rates else None,
+            "grad-norm": engine.grad_norm,
+            "num-zeros": zeros,
+        }
+        if getattr(self.args, "log_loss_scale_to_tensorboard", False):
+            values["loss-scale"] = float(engine.optimizer.get_loss_scale())
+        for name, value in values.items():
+            if value is not None:
+                self.writer.add_scalar(name, value, engine.iteration)
+
+    def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
+        """Log the means of an evaluation, and their perplexity.
+
+        Args:
+            iteration: steps of training so far.
+            totals: sums by name.
+        """
+        found = means(totals)
+        self._say(f"evaluation after iteration {iteration}", found)
+        if self.writer is None:
+            return
+        for name, value in found.items():
+            self.writer.add_scalar(f"{name} validation", value, iteration)
+            if getattr(self.args, "log_validation_ppl_to_tensorboard", False):
+                self.writer.add_scalar(f"{name} validation ppl", perplexity(value), iteration)
+
+    def _say(self, when: str, values: dict[str, float]) -> None:
+        if values:
+            told = ", ".join(
+                f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()
+            )
+            logger.info(f"{when}: {told}", main_process_only=False)
+
+
+def means(totals: dict[str, Any]) -> dict[str, float]:
+    """Return the means of sums.
+
+    Args:
+        totals: as `Losses.add` makes them.
+    """
+    names = [name for name in totals if not name.endswith(_NUMBER)]
+    return {name: float(totals[name]) / totals[name + _NUMBER] for name in names}
+
+
+def perplexity(loss: float) -> float:
+    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn.
+
+    Args:
+        loss: mean over tokens.
+    """
+    return math.exp(min(20.0, loss))

@@ -1,0 +1,151 @@
+"""GPTTrainStep: models that go from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelerate.strategies.megatron.steps.base import (
+    IGNORED,
+    AbstractTrainStep,
+    Batch,
+    Loss,
+    cut_for_context,
+    losses_from_logits,
+    output_class,
+    sum_over_tokens,
+    whole_logits,
+)
+
+_NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+class GPTTrainStep(AbstractTrainStep):
+    """The step of GPT, Llama, and others of their kind.
+
+    Batches have `input_ids`, and may have `labels` (not shifted, -100 where a token does not count) and
+    `attention_mask`; those of Megatron-LM's datasets have `tokens`, `labels` and `loss_mask`.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        args: Megatron-LM's.
+    """
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        super().__init__("GPTTrainStep")
+        self.pad_token: int | None = getattr(args, "pad_token_id", None)
+        self.eod_token: int | None = getattr(args, "eos_token_id", None)
+        self.reset_position_ids: bool = args.reset_position_ids
+        self.reset_attention_mask: bool = args.reset_attention_mask
+        self.eod_mask_loss: bool = args.eod_mask_loss
+        self.returns_logits: bool = args.return_logits
+        self.get_batch = self.get_batch_func(
+            accelerator, accelerator.state.megatron_lm_plugin.megatron_dataset_flag
+        )
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+        self.model_output_class = output_class("CausalLMOutputWithCrossAttentions")
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return the function that gives tokens, labels, loss mask, attention mask and positions."""
+        custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
+        if custom is not None:
+            return custom
+        read = self._read_megatron if megatron_dataset_flag else self._read_labels
+
+        def get_batch(data_iterator: Iterator[Batch]) -> tuple[Any, ...]:
+            batch = cut_for_context(self._complete(*read(next(data_iterator))))
+            return tuple(batch[name] for name in _NAMES)
+
+        return get_batch
+
+    def get_loss_func(self, accelerator: Any, *options: Any) -> Callable[..., Loss]:
+        """Return the function that gives the loss of a mask and the losses of tokens."""
+        custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
+        if custom is not None:
+            return custom
+        return lambda loss_mask, output_tensor: sum_over_tokens(loss_mask, output_tensor, "lm loss")
+
+    def get_forward_step_func(self, *options: Any) -> Callable[..., Any]:
+        """Return the function that runs the model."""
+
+        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            if self.returns_logits:
+                logits = model(tokens, position_ids, attention_mask)
+                return logits, partial(self._loss_of_logits, loss_mask, labels)
+            losses = model(tokens, position_ids, attention_mask, labels=labels)
+            return losses, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+    def _loss_of_logits(self, loss_mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> Loss:
+        *loss, report = self.loss_func(loss_mask, losses_from_logits(logits, labels))
+        return (*loss, {**report, "logits": whole_logits(logits)})
+
+    def _read_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        """Return tokens, what follows each of them, where that counts, and which tokens are no filler."""
+        tokens, kept = batch["input_ids"], batch.get("attention_mask")
+        labels = batch.get("labels")
+        if labels is None:
+            labels = tokens if kept is None else tokens.masked_fill(kept == 0, IGNORED)
+        last = torch.full_like(labels[:, :1], IGNORED)
+        following = torch.cat([labels[:, 1:], last], dim=1)
+        return tokens, following.clamp(min=0), (following != IGNORED).float(), kept
+
+    def _read_megatron(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        if "text" in batch:  # one token more than a sequence has
+            text = batch["text"].long()
+            return (
+                text[:, :-1].contiguous(),
+                text[:, 1:].contiguous(),
+                torch.ones_like(text[:, 1:]).float(),
+                None,
+            )
+        return batch["tokens"].long(), batch["labels"].long(), batch["loss_mask"].float(), None
+
+    def _complete(
+        self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, kept: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Return all that the model takes; tokens that end a document are known by their number."""
+        ends = torch.zeros_like(tokens) if self.eod_token is None else (tokens == self.eod_token).long()
+        if self.eod_mask_loss:
+            loss_mask = loss_mask * (ends == 0)
+        hidden = hide_later(tokens.shape[1], tokens.device)
+        if kept is not None:
+            hidden = hidden | (kept == 0)[:, None, None, :]
+        document = ends.cumsum(1) - ends
+        if self.reset_attention_mask:
+            hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if self.reset_position_ids:
+            positions = positions - begin_of_documents(document)
+        return dict(zip(_NAMES, (tokens, labels, loss_mask, hidden, positions), strict=True))
+
+
+def hide_later(length: int, device: torch.device) -> torch.Tensor:
+    """Return where a token must not look: at those after it.
+
+    Args:
+        length: tokens.
+        device: of the result.
+
+    Returns:
+        1 x 1 x tokens x tokens, True where it is hidden.
+    """
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def begin_of_documents(document: torch.Tensor) -> torch.Tensor:
+    """Return for each token the place at which its document begins.
+
+    Args:
+        document: samples x tokens, the number of the document of each token, rising.
+    """
+    places = torch.arange(document.shape[1], device=document.device).expand_as(document)
+    is_first = torch.ones_like(document, dtype=torch.bool)
+    is_first[:, 1:] = document[:, 1:] != document[:, :-1]
+    return torch.where(is_first, places, 0).cummax(1).values

@@ -1,0 +1,6 @@
+"""Stand-in for `megatron.training`, which no package has: its public entry points over the real core.
+
+Only tests use it. `megatron` is a namespace package, so this folder and the installed `megatron.core` come
+together. Each function takes and returns what NVIDIA's documents and scripts show of the one it stands for;
+none of its text is NVIDIA's.
+"""

@@ -1,0 +1,95 @@
+"""Batches are filled up where their shape is fixed, and cut into micro-batches."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.strategies.megatron.batches import Shape, iterators, share
+
+from .conftest import Fake
+
+
+def arguments(**given: Any) -> Namespace:
+    values = {
+        "sequence_parallel": False,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "micro_batch_size": 2,
+        "num_micro_batches": 2,
+        "seq_length": 4,
+        "encoder_seq_length": None,
+        "decoder_seq_length": None,
+        "model_type_name": "gpt",
+    }
+    return Namespace(**{**values, **given})
+
+
+def batch(rows: int, columns: int = 3) -> dict[str, torch.Tensor]:
+    tokens = torch.ones(rows, columns, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens.clone(), "kind": torch.ones(rows)}
+
+
+def test_free_shapes_stay() -> None:
+    given = batch(3)
+    assert Shape.of(arguments()).fill(given) is given
+
+
+@pytest.mark.parametrize(
+    "fixing",
+    [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}],
+)
+def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]) -> None:
+    filled = Shape.of(arguments(**fixing)).fill(batch(3))
+    assert {name: tuple(tensor.shape) for name, tensor in filled.items()} == {
+        "input_ids": (4, 4),
+        "labels": (4, 4),
+        "kind": (4,),
+    }
+    assert filled["labels"][0].tolist() == [1, 1, 1, -100]
+    assert filled["labels"][3].tolist() == [-100] * 4
+    assert filled["input_ids"][0].tolist() == [1, 1, 1, 0]
+
+
+def test_full_batches_stay() -> None:
+    given = batch(4, 4)
+    filled = Shape.of(arguments(pipeline_model_parallel_size=2)).fill(given)
+    assert all(filled[name] is given[name] for name in given)
+
+
+def test_decoders_have_a_length_of_their_own() -> None:
+    args = arguments(model_type_name="t5", sequence_parallel=True, encoder_seq_length=6, decoder_seq_length=4)
+    filled = Shape.of(args).fill(batch(4))
+    assert (filled["input_ids"].shape[1], filled["labels"].shape[1]) == (6, 4)
+
+
+def test_what_is_larger_is_refused() -> None:
+    shape = Shape.of(arguments(pipeline_model_parallel_size=2))
+    with pytest.raises(
+        ConfigurationError, match=r"input_ids=\[4, 5\]: sequences are longer than the 4.*seq_length"
+    ):
+        shape.fill(batch(4, 5))
+    with pytest.raises(ConfigurationError, match="more samples than the 4"):
+        shape.fill(batch(5, 4))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 2]), (3, [2, 1]), (1, [1])])
+def test_micro_batches(rows: int, sizes: list[int]) -> None:
+    cut = Shape.of(arguments()).cut(batch(rows))
+    assert [len(each["input_ids"]) for each in cut] == sizes
+
+
+def test_one_iterator_for_each_part() -> None:
+    cut = Shape.of(arguments()).cut(batch(4))
+    assert len(list(iterators(cut, 1))) == 2
+    assert [len(list(each)) for each in iterators(cut, 2)] == [2, 2]  # type: ignore[arg-type]
+
+
+def test_one_rank_shares_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    given = batch(2)
+    assert share(given, torch.device("cpu")).keys() == given.keys()

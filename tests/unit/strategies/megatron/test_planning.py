@@ -1,0 +1,103 @@
+"""A run is planned from its objects; what is wrong comes as a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate.strategies.bundle import Bundle
+from accelerate.strategies.megatron.planning import plan
+from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
+
+from .conftest import LENGTH, Fake, Model, samples
+
+
+def objects(*further: Any, model: Any = None) -> Bundle:
+    model = model or Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return Bundle([model, optimizer, MegatronLMDummyScheduler(optimizer, 100, 10), *further])
+
+
+def loader(size: int) -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=size)
+
+
+def test_what_the_objects_say(fake: Fake) -> None:
+    plugin = MegatronLMPlugin(tp_degree=2, num_micro_batches=2)
+    assert plan(plugin, objects(loader(2)), 4, "bf16", 1) == []
+    arguments = plugin.megatron_lm_default_args
+    expected = {
+        "bf16": True,
+        "data_parallel_size": 2,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "num_layers": 2,
+        "seq_length": LENGTH,
+        "optimizer": "adam",
+        "lr": 0.1,
+        "train_iters": 50,
+        "lr_warmup_iters": 5,
+    }
+    assert expected.items() <= arguments.items()
+
+
+@pytest.mark.parametrize(("smallest", "size"), [(True, 2), (False, 4)])
+def test_batches_of_several_loaders(fake: Fake, smallest: bool, size: int) -> None:
+    plugin = MegatronLMPlugin(is_train_batch_min=smallest)
+    assert plan(plugin, objects(loader(4), loader(2)), 1, "no", 1) == []
+    assert plugin.micro_batch_size == size
+
+
+def test_samples_are_not_read_where_the_length_is_known(fake: Fake) -> None:
+    class Unreadable(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("read")
+
+    plugin = MegatronLMPlugin(seq_length=8)
+    unreadable: DataLoader[Any] = DataLoader(Unreadable([1, 2]), batch_size=1)  # type: ignore[arg-type]
+    assert plan(plugin, objects(unreadable), 1, "no", 1) == []
+
+
+def test_random_numbers_are_left_alone(fake: Fake) -> None:
+    before = torch.get_rng_state()
+    plan(MegatronLMPlugin(), objects(DataLoader(samples(), batch_size=2, shuffle=True)), 1, "no", 1)
+    assert before.equal(torch.get_rng_state())
+
+
+def test_several_models(fake: Fake) -> None:
+    problems = plan(MegatronLMPlugin(), objects(Model(), loader(2)), 1, "no", 1)
+    assert len(problems) == 1
+    assert problems[0].startswith("2 models")
+
+
+def test_heads_that_megatron_has_not(fake: Fake) -> None:
+    config = {
+        "model_type": "bert",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    model = type("BertForSequenceClassification", (Model,), {})(**config)
+    (problem,) = plan(MegatronLMPlugin(), objects(loader(2), model=model), 1, "no", 1)
+    assert "custom_model_provider_function" in problem
+    own = MegatronLMPlugin(custom_model_provider_function=print)
+    assert plan(own, objects(loader(2), model=model), 1, "no", 1) == []
+
+
+def test_lengths_in_different_units(fake: Fake) -> None:
+    plugin = MegatronLMPlugin(lr_decay_samples=10)
+    (problem,) = plan(plugin, objects(loader(2)), 1, "no", 1)
+    assert "train_iters=100 and lr_decay_samples=10" in problem
+
+
+def test_the_plugin_says_how_long_training_is(fake: Fake) -> None:
+    model = Model()
+    bundle = Bundle([model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2)])
+    assert plan(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
+    (problem,) = plan(MegatronLMPlugin(), bundle, 1, "no", 1)
+    assert problem.startswith("train_iters: nothing says how long")
