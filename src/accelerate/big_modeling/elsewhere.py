@@ -14,8 +14,17 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.device_map import CPU, DISK, spell_place
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
+from accelerate.weights.packed import scales_of
 from accelerate.weights.placement import Device, place_of, resolve_device
-from accelerate.weights.store import INDEX, Folder, Index, offload_state_dict, read_index
+from accelerate.weights.store import (
+    INDEX,
+    STATISTICS,
+    Folder,
+    Index,
+    beside,
+    offload_state_dict,
+    read_index,
+)
 
 PINNED_PART = 0.5
 """Part of the free memory that weights on their way to accelerators may lock."""
@@ -75,7 +84,14 @@ def keep_in_memory(
             on_cpu = tensor.to(CPU)
             kept[key] = on_cpu.pin_memory() if lock and not on_cpu.is_pinned() else on_cpu
         found[name] = kept[key]
-    return found
+    return {**found, **_scales(model, names)}
+
+
+def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """The scales of weights in 8 bits, beside them."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    scales = {name: scales_of(owner) for name, owner in owners.items() if name == beside(name, "weight")}
+    return {beside(name, STATISTICS): each.to(CPU) for name, each in scales.items() if each is not None}
 
 
 def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
@@ -120,7 +136,7 @@ def keep_on_disk(
         )
     if folder is not None:
         if fresh:
-            offload_state_dict(folder, fresh)
+            offload_state_dict(folder, {**fresh, **_scales(model, fresh)})
         path = Path(folder) / INDEX
         index = {**(read_index(path) if os.path.isfile(path) else {}), **index}
     for group in tied:
@@ -132,4 +148,5 @@ def keep_on_disk(
             f"{listed(missing)} have no values, and are not among the weights on the disk. Load the model "
             "first, or use load_checkpoint_and_dispatch()."
         )
-    return {name: index[name] for name in names}
+    scales = [beside(name, STATISTICS) for name in names if name == beside(name, "weight")]
+    return {name: index[name] for name in [*names, *scales] if name in index}

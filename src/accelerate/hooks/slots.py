@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.weights.modules import get_non_persistent_buffers
-from accelerate.weights.packed import is_own_class
+from accelerate.weights.packed import is_own_class, let_go
 from accelerate.weights.placement import set_module_tensor_to_device
 from accelerate.weights.store import STATISTICS, beside
 
@@ -70,7 +70,8 @@ class Slot:
         self.keep_changes()
         ready = self.read(device)
         self.fill(ready, device)
-        self.address = values.data_ptr() if ready is values and values.numel() else None
+        is_used_again = ready is values and values.numel() and not is_own_class(empty)
+        self.address = values.data_ptr() if is_used_again else None
 
     def fill(self, values: Tensor, device: torch.device) -> None:
         """Put values in its place.
@@ -86,6 +87,8 @@ class Slot:
         """Take the values out again."""
         if self.address is None:
             self.filled = None
+        if is_own_class(self.empty):
+            let_go(self.owner)
         self.tensors[self.key] = self.empty
         for tensors, key in self.twins:
             tensors[key] = self.empty

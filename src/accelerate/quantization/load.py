@@ -11,6 +11,7 @@ from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.budget import Memory
 from accelerate.big_modeling.device_map import check_device_map
+from accelerate.big_modeling.dispatch import dispatch_model
 from accelerate.big_modeling.load import load_checkpoint_in_model
 from accelerate.plugins.quantization import BnbQuantizationConfig
 from accelerate.quantization.device_map import (
@@ -74,7 +75,7 @@ def load_and_quantize_model(
     config = name_kept(model, bnb_quantization_config, device_map)
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     check_device_map(model, places)
-    _refuse_several(places)
+    _refuse_disk(places, is_empty)
     replace_with_bnb_layers(model, config, config.unquantized_modules)
     if weights_location is not None and is_empty:
         load_checkpoint_in_model(
@@ -90,15 +91,17 @@ def load_and_quantize_model(
     _bring_rest(model, config, places, is_empty)
     noted: Any = model
     noted.hf_device_map = dict(places)
+    if len(set(places.values())) > 1 or DISK in places.values():
+        dispatch_model(model, places, offload_dir=offload_folder)
     noted.is_loaded_in_8bit, noted.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     return model
 
 
-def _refuse_several(places: Mapping[str, Any]) -> None:
-    if len(set(places.values())) > 1:
+def _refuse_disk(places: Mapping[str, Any], is_empty: bool) -> None:
+    if DISK in places.values() and not is_empty:
         raise ConfigurationError(
-            f"device_map={dict(places)}: quantized models lie on one device in this version. Give it more of "
-            "max_memory, or name one device for all modules."
+            'device_map puts modules on the "disk", and the model has its weights in memory already. Build '
+            "it under init_empty_weights() and pass weights_location."
         )
 
 

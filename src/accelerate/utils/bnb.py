@@ -6,6 +6,7 @@ from accelerate.base.packages import (
 )
 from accelerate.big_modeling.budget import get_balanced_memory as get_balanced_memory
 from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
+from accelerate.big_modeling.dispatch import dispatch_model as dispatch_model
 from accelerate.big_modeling.init import init_empty_weights as init_empty_weights
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig

@@ -53,7 +53,8 @@ def remade(
     if not quantizes_itself(old):
         return _remade_elsewhere(make, source.to(target, dtype), old.requires_grad, attributes)
     if target.type == "meta":
-        return make(source.to(target), requires_grad=old.requires_grad, **attributes)
+        kept = {**attributes, **(_FRESH[INT8] if type(old).__name__ == INT8 else {})}  # its numbers go, too
+        return make(source.to(target), requires_grad=old.requires_grad, **kept)
     if _is_packed(old, source):
         known = {} if statistics is None else {"SCB": statistics}
         kept = {**attributes, **known}
@@ -89,6 +90,18 @@ def scales_of(owner: nn.Module) -> Tensor | None:
         return None
     own: Tensor | None = getattr(weight, "SCB", None)
     return own if own is not None else getattr(getattr(owner, "state", None), "SCB", None)
+
+
+def let_go(owner: nn.Module) -> None:
+    """Let a layer in 8 bits forget the values that it has taken over from its weight.
+
+    Args:
+        owner: the layer, or any module.
+    """
+    weight = owner._parameters.get("weight")
+    if weight is not None and type(weight).__name__ == INT8:
+        state: Any = owner.state
+        state.CB = state.SCB = None
 
 
 def _is_packed(old: Tensor, source: Tensor) -> bool:

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from accelerate import init_empty_weights
 from accelerate.base.errors import CheckpointError, ConfigurationError, MissingPackageError
+from accelerate.big_modeling.elsewhere import keep_in_memory
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
 
 WAYS = {
@@ -121,9 +123,41 @@ def test_what_cannot_work_is_refused_before_anything_is_changed(
         load_and_quantize_model(empty, config)
     with pytest.raises(ConfigurationError, match="gives no device to head.weight"):
         load_and_quantize_model(plain, config, device_map={"layers": "cpu", "embedding": "cpu"})
-    with pytest.raises(ConfigurationError, match="lie on one device"):
+    with pytest.raises(ConfigurationError, match="weights in memory already"):
         load_and_quantize_model(plain, config, device_map={"": "cpu", "layers": "disk"})
     assert type(plain.layers[0]) is torch.nn.Linear
+
+
+def test_weights_wait_on_the_disk_in_eight_bits(
+    body: Any, file: Path, tmp_path: Path, expected: Any, bitsandbytes: Any
+) -> None:
+    with init_empty_weights():
+        model = body().eval()
+    config = BnbQuantizationConfig(**WAYS["8 bits"])
+    places = {"": "cpu", "layers.2": "disk"}
+    load_and_quantize_model(model, config, file, places, offload_folder=tmp_path / "disk")
+    assert model.hf_device_map == places
+    assert (tmp_path / "disk" / "layers.2.weight.dat").stat().st_size == 64 * 128
+    layer = model.layers[2]
+    for _ in range(2):
+        assert is_near(model, expected, "8 bits")
+        assert layer.weight.device.type == "meta"
+        assert layer.state.CB is None, "nothing of it stays in memory"
+
+
+def test_weights_wait_in_memory_in_eight_bits(plain: Any, expected: Any, bitsandbytes: Any) -> None:
+    model = load_and_quantize_model(plain, BnbQuantizationConfig(**WAYS["8 bits"]))
+    kept = keep_in_memory(model, ["layers.0.weight", "layers.0.bias", "head.weight"], None, "cpu")
+    assert kept.keys() == {"layers.0.weight", "layers.0.bias", "head.weight", "layers.0.SCB"}
+    first = model.layers[0]
+    hook = AlignDevicesHook(
+        "cpu", offload=True, weights_map={k.removeprefix("layers.0."): v for k, v in kept.items()}
+    )
+    add_hook_to_module(first, hook)
+    assert (first.weight.CB, first.weight.SCB) == (None, None)
+    for _ in range(2):
+        assert is_near(model, expected, "8 bits")
+        assert first.weight.device.type == "meta"
 
 
 def test_values_that_no_file_has_are_named(body: Any, file: Path, bitsandbytes: Any) -> None:

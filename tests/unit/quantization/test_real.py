@@ -107,3 +107,19 @@ def test_adapters_on_a_quantized_model_train(way: str, body: Any) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert not torch.equal(model.embedding.weight, before), "gradients go through quantized layers"
+
+
+def test_weights_wait_on_the_disk(body: Any, tmp_path: Path) -> None:
+    plain, tokens = body().eval(), torch.arange(6)
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = body().eval()
+    places = {"": "cpu", "layers.2": "disk"}
+    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32")
+    load_and_quantize_model(model, config, tmp_path, places, offload_folder=tmp_path / "disk")
+    with torch.no_grad():
+        expected = plain(tokens)
+        for _ in range(2):
+            difference = (model(tokens) - expected).abs().max() / expected.abs().max()
+            assert 0 < difference < 0.03
+    assert model.layers[2].state.CB is None
