@@ -18,6 +18,7 @@ from accelerate.plugins.training import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
+from accelerate.tracking.outlet import Outlets
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,7 @@ class Runtime:
         self.strategy = strategy
         self.prepared = Prepared()
         self.trackers: list[Any] = []
+        self.outlets = Outlets()
         self.agreement = agreement_of_run(environ.current())
         self.checkpoints = Session(watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT)
         self.joins = False

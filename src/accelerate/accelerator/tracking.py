@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import wrong_value
 from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.outlet import Record
 from accelerate.tracking.registry import build_tracker
 
 
@@ -18,7 +20,8 @@ class Tracking:
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers of the run; empty before `init_trackers`."""
+        """The trackers of the run, with everything sent that was logged; empty before `init_trackers`."""
+        self._runtime.outlets.wait()
         return self._runtime.trackers
 
     @trackers.setter
@@ -45,6 +48,7 @@ class Tracking:
         ]
         for tracker in self._runtime.trackers:
             tracker.start()
+        for tracker in self._runtime.trackers:
             if config is not None:
                 tracker.store_init_configuration(config)
 
@@ -58,7 +62,7 @@ class Tracking:
         Returns:
             The tracker; one that accepts every call and does nothing when no tracker is running.
         """
-        for tracker in self._runtime.trackers:
+        for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if not self._runtime.trackers:
@@ -76,22 +80,30 @@ class Tracking:
     ) -> None:
         """Send values to all trackers; call it on all ranks.
 
+        A tracker that waits for a disk or a server (`blocks`) gets them in a thread, in order.
+
         Args:
-            values: what to log, by name: numbers, strings or nested dictionaries of them.
+            values: what to log, by name: numbers, strings or nested dictionaries of them; also tensors of one
+                element, which need not be read before: that would wait for the device.
             step: the training step they belong to.
             log_kwargs: further arguments for single trackers, by tracker name.
+
+        Raises:
+            Exception: what a tracker raised, on these values or, in a thread, on earlier ones.
         """
-        arguments = log_kwargs or {}
+        arguments, outlets = log_kwargs or {}, self._runtime.outlets
         for tracker in self._runtime.trackers:
-            tracker.log(values, step=step, **arguments.get(tracker.name, {}))
+            outlets.of(tracker).log(Record(values, step, arguments.get(tracker.name, {})))
 
     def end_training(self) -> None:
         """Wait for a save in the background, finish all trackers, leave signals alone, close the group.
 
-        Call it last, on all ranks.
+        Call it last, on all ranks. What one of these raises keeps none of the others from being done.
         """
-        self._runtime.checkpoints.wait()
-        for tracker in self._runtime.trackers:
-            tracker.finish()
-        self._runtime.agreement.close()
-        self._runtime.state.destroy_process_group()
+        runtime = self._runtime
+        with ExitStack() as ending:
+            ending.callback(runtime.state.destroy_process_group)
+            ending.callback(runtime.agreement.close)
+            for tracker in reversed(runtime.trackers):
+                ending.callback(runtime.outlets.of(tracker).finish)
+            runtime.checkpoints.wait()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
+from accelerate.base.packages import require
 from accelerate.state import PartialState
+from accelerate.tracking.values import plain
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -43,6 +46,8 @@ class GeneralTracker:
 
     Attributes:
         main_process_only: Whether methods under `on_main_process` work on the first process only.
+        blocks: Whether `log` may take long: it waits for a disk or a server. `Accelerator.log` then hands the
+            values to a thread, which calls `log`, in order.
 
     Args:
         _blank: Whether this is the base class on its own, which stands in where no tracker runs.
@@ -54,6 +59,7 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
+    blocks: bool = False
 
     def __init__(self, _blank: bool = False) -> None:
         missing = [name for name in REQUIRED if not hasattr(type(self), name) and name not in vars(self)]
@@ -84,6 +90,66 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """End the run."""
+
+
+class RunTracker(GeneralTracker):
+    """A tracker whose library opens a run with `init`, and whose run has `log` and `finish`.
+
+    Attributes:
+        package: The name that the library is imported by.
+
+    Args:
+        run_name: Name of the project.
+        **kwargs: Further arguments of the library's `init`.
+    """
+
+    package: str
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = Silence()
+
+    @property
+    def tracker(self) -> Any:
+        """The run; on processes that do not log, an object whose calls do nothing."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the run.
+
+        Raises:
+            MissingPackageError: The library is not installed.
+        """
+        require(self.package, type(self).__name__)
+        self.run = import_module(self.package).init(**{"project": self.run_name, **self.init_kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep what the run was configured with.
+
+        Args:
+            values: Hyperparameters by name.
+        """
+        import_module(self.package).config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values of one moment.
+
+        Args:
+            values: By name: what the library takes; tensors of one element are made numbers.
+            step: The training step they belong to.
+            **kwargs: Arguments of the run's `log`.
+        """
+        self.run.log(plain(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
 
 
 class Silence:

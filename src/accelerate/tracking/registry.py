@@ -9,9 +9,27 @@ from typing import Any, TypeVar
 
 from accelerate.base.enums import LoggerType
 from accelerate.base.errors import wrong_value
-from accelerate.base.packages import is_tensorboard_available
+from accelerate.base.packages import (
+    is_aim_available,
+    is_clearml_available,
+    is_comet_ml_available,
+    is_dvclive_available,
+    is_mlflow_available,
+    is_swanlab_available,
+    is_tensorboard_available,
+    is_trackio_available,
+    is_wandb_available,
+)
+from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.clearml import ClearMLTracker
+from accelerate.tracking.comet import CometMLTracker
+from accelerate.tracking.dvclive import DVCLiveTracker
+from accelerate.tracking.mlflow import MLflowTracker
+from accelerate.tracking.swanlab import SwanLabTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
+from accelerate.tracking.trackio import TrackioTracker
+from accelerate.tracking.wandb import WandBTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
 # What users name: a member, its value, the name of a registered class, or a tracker of their own.
@@ -33,7 +51,17 @@ class TrackerRow:
     package: str
 
 
-ROWS: tuple[TrackerRow, ...] = (TrackerRow(TensorBoardTracker, is_tensorboard_available, "tensorboard"),)
+ROWS: tuple[TrackerRow, ...] = (
+    TrackerRow(TensorBoardTracker, is_tensorboard_available, "tensorboard"),
+    TrackerRow(WandBTracker, is_wandb_available, "wandb"),
+    TrackerRow(TrackioTracker, is_trackio_available, "trackio"),
+    TrackerRow(CometMLTracker, is_comet_ml_available, "comet-ml"),
+    TrackerRow(AimTracker, is_aim_available, "aim"),
+    TrackerRow(MLflowTracker, is_mlflow_available, "mlflow"),
+    TrackerRow(ClearMLTracker, is_clearml_available, "clearml"),
+    TrackerRow(DVCLiveTracker, is_dvclive_available, "dvclive"),
+    TrackerRow(SwanLabTracker, is_swanlab_available, "swanlab"),
+)
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {row.tracker.name: row.tracker for row in ROWS}
 """Every tracker that can be named, those that users register among them."""
@@ -104,11 +132,13 @@ def build_tracker(
     """
     if isinstance(entry, GeneralTracker):
         return entry
-    tracker: Callable[..., GeneralTracker] = LOGGER_TYPE_TO_CLASS[str(entry)]
-    kwargs = init_kwargs.get(str(entry), {})
-    if LOGGER_TYPE_TO_CLASS[str(entry)].requires_logging_directory:
-        return tracker(project_name, logging_dir, **kwargs)
-    return tracker(project_name, **kwargs)
+    kind = LOGGER_TYPE_TO_CLASS[str(entry)]
+    build: Callable[..., GeneralTracker] = kind
+    folder = (logging_dir,) if kind.requires_logging_directory else ()
+    tracker = build(project_name, *folder, **init_kwargs.get(str(entry), {}))
+    if any(kind is row.tracker for row in ROWS):
+        tracker.main_process_only = True  # one record for a run; for one each, pass trackers, not names
+    return tracker
 
 
 def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:

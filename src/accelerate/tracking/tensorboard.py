@@ -27,6 +27,7 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    blocks = True
 
     def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
         super().__init__()

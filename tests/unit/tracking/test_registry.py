@@ -45,7 +45,12 @@ def _registered_for_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
-    rows = tuple(dataclasses.replace(row, available=lambda: available) for row in ROWS)
+    """Let TensorBoard look installed or missing, and the others missing."""
+    board = TensorBoardTracker if available else None
+    rows = tuple(
+        dataclasses.replace(row, available=lambda found=row.tracker is board: found)  # type: ignore[misc]
+        for row in ROWS
+    )
     monkeypatch.setattr(registry, "ROWS", rows)
     monkeypatch.setattr(registry, "_ROWS_BY_NAME", {row.tracker.name: row for row in rows})
 

@@ -1,0 +1,193 @@
+"""How values reach a tracker: at once, or by a thread where its library makes the caller wait."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.values import read, take
+
+logger = get_logger(__name__)
+
+CAPACITY = 1024  # calls that may wait; the next one waits for a place
+IDLE_SECONDS = 2.0  # after which a thread without work ends
+EXIT_SECONDS = 60.0  # what the end of the program gives to calls that still wait
+
+
+class Record(NamedTuple):
+    """One call of `log`.
+
+    Args:
+        values: What is logged, by name.
+        step: The training step.
+        arguments: Further arguments of the tracker.
+    """
+
+    values: dict[str, Any]
+    step: int | None
+    arguments: dict[str, Any]
+
+
+class Outlet:
+    """Sends values to a tracker at once.
+
+    Args:
+        tracker: A tracker that was started.
+    """
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self.tracker = tracker
+
+    def log(self, record: Record) -> None:
+        """Send values.
+
+        Args:
+            record: The call.
+        """
+        self.tracker.log(record.values, step=record.step, **record.arguments)
+
+    def wait(self) -> None:
+        """Return once all values have been sent."""
+
+    def finish(self) -> None:
+        """End the tracker."""
+        self.tracker.finish()
+
+
+class QueuedOutlet(Outlet):
+    """Sends values to a tracker in a thread, in order; it ends when there is nothing to do.
+
+    What the tracker raises is raised by the next `log`, or by `finish`. Values that still wait when the
+    program ends are sent.
+
+    Args:
+        tracker: A tracker that was started.
+    """
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        super().__init__(tracker)
+        self._records: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sending = False
+        self._ended = False
+        self._error: Exception | None = None
+        atexit.register(self._wait_at_exit)  # before what the library registered earlier
+
+    def log(self, record: Record) -> None:
+        """Take a copy of the values; it is sent later.
+
+        Args:
+            record: The call; what the caller changes in it afterwards does not matter.
+
+        Raises:
+            Exception: What the tracker raised on earlier values.
+        """
+        copy = record._replace(values=take(record.values))
+        with self._changed:
+            self._raise_error()
+            self._changed.wait_for(lambda: len(self._records) < CAPACITY)
+            self._records.append(copy)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._send_all, name=f"log-{self.tracker.name}", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return once all values have been sent.
+
+        Args:
+            seconds: How long it waits at most; None: as long as it takes.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._records or self._sending), seconds)
+
+    def finish(self) -> None:
+        """Wait, and end the tracker.
+
+        Raises:
+            Exception: What the tracker raised on earlier values.
+        """
+        self.wait()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        atexit.unregister(self._wait_at_exit)
+        self.tracker.finish()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _send_all(self) -> None:
+        while (record := self._next()) is not None:
+            try:
+                self.tracker.log(read(record.values), step=record.step, **record.arguments)
+            except Exception as error:  # raised where the user's program can see it
+                self._error = self._error or error
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+
+    def _next(self) -> Record | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._records or self._ended, IDLE_SECONDS)
+            if not self._records:
+                self._thread = None
+                return None
+            self._sending = True
+            record = self._records.popleft()
+            self._changed.notify_all()
+            return record
+
+    def _wait_at_exit(self) -> None:
+        self.wait(EXIT_SECONDS)
+        if self._records or self._sending:
+            logger.warning(
+                f"{len(self._records) + self._sending} calls of log did not reach {self.tracker.name} within "
+                f"{EXIT_SECONDS} s. Call end_training() to wait longer.",
+                main_process_only=False,
+            )
+        if self._error is not None:
+            logger.warning(
+                f"{self.tracker.name} did not take all values: {self._error!r}", main_process_only=False
+            )
+
+
+class Outlets:
+    """The outlet of each tracker, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._outlets: dict[int, Outlet] = {}
+
+    def of(self, tracker: GeneralTracker) -> Outlet:
+        """Return the outlet of a tracker.
+
+        Args:
+            tracker: A tracker that was started.
+        """
+        known = self._outlets.get(id(tracker))
+        if known is None:
+            known = self._outlets[id(tracker)] = _outlet_of(tracker)
+        return known
+
+    def wait(self) -> None:
+        """Return once all values of all trackers have been sent."""
+        for outlet in self._outlets.values():
+            outlet.wait()
+
+
+def _outlet_of(tracker: GeneralTracker) -> Outlet:
+    if not getattr(tracker, "blocks", False):
+        return Outlet(tracker)
+    works_here = not tracker.main_process_only or PartialState().is_main_process
+    return QueuedOutlet(tracker) if works_here else Outlet(tracker)
