@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +123,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def import_model(family: str) -> Any:
-    """Import a class of transformers, which is told that this package is not there.
-
-    It uses parts of the interface that are not built yet; for reading files it needs none of them.
-    """
-    import transformers
-
-    for module in (transformers.utils, transformers.utils.import_utils):
-        module.is_accelerate_available = lambda *_, **__: False
-    return getattr(transformers, family)
-
-
 def make(family: str) -> Any:
     torch.manual_seed(6)
-    kind = import_model(family)
+    kind = getattr(import_module("transformers"), family)
     return kind(kind.config_class(**FAMILIES[family])).eval()
 
 

@@ -18,6 +18,7 @@ from accelerate.commands.model_memory import (
     training_bytes,
 )
 from accelerate.commands.model_memory import estimate_training_usage as estimate_training_usage
+from accelerate.commands.model_plan import parse_memory, plan_of
 from accelerate.commands.model_tensors import Tensors, read_tensors
 from accelerate.commands.model_tensors import add_timm_hub_prefix as add_timm_hub_prefix
 from accelerate.commands.model_tensors import check_has_model as check_has_model
@@ -64,6 +65,14 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
+    )
+    parser.add_argument(
+        "--device_map",
+        nargs="*",
+        default=None,
+        metavar="DEVICE=SIZE",
+        help="Also plan which modules go where, for devices such as 0=24GB 1=24GB cpu=64GB, which need not "
+        "be here; without any: for this machine.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON with exact bytes.")
     training = parser.add_argument_group("Training", "How the model would be trained.")
@@ -140,8 +149,10 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     model = _read(args)
     rows = _rows(args, model)
+    plans = _plans(args, model)
     if getattr(args, "json", False):
-        print(json.dumps(_facts(args, model, rows), indent=2))
+        maps = {"device_maps": {dtype: found for dtype, (found, _) in plans.items()}} if plans else {}
+        print(json.dumps({**_facts(args, model, rows), **maps}, indent=2))
         return
     from rich.console import Console
 
@@ -151,6 +162,17 @@ def estimate_command(args: argparse.Namespace) -> None:
     console.print(_table(headers, cells))
     for note in notes:
         console.print(note, soft_wrap=True, markup=False)
+    for dtype, (_, table) in plans.items():
+        console.print(f"\nDevice map in {dtype}\n{table}", soft_wrap=True, markup=False)
+
+
+def _plans(args: argparse.Namespace, model: Tensors) -> dict[str, tuple[dict[str, Any], str]]:
+    """Plan a device map for each number format, where one is wanted."""
+    words = getattr(args, "device_map", None)
+    if words is None:
+        return {}
+    memory = parse_memory(words)
+    return {dtype: plan_of(model.weights, dtype, memory) for dtype in args.dtypes}
 
 
 def _facts(args: argparse.Namespace, model: Tensors, rows: list[list[Any]]) -> dict[str, Any]:

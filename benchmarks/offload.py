@@ -1,0 +1,70 @@
+"""What hooks cost for each module, and how fast a model computes whose weights come from the disk."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from pairing import Pair, measure, report
+
+MODULES, WIDTH, LAYERS, TOKENS = 50, 768, 4, 256
+
+
+class Noted(nn.Linear):
+    """A layer that computes nothing, so that what is left is the cost of calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*(Noted(2, 2) for _ in range(MODULES)))
+
+
+def per_module(work: str, plain: nn.Module, hooked: nn.Module) -> Pair:
+    """Measure seconds that a hook adds to each module."""
+    x = torch.ones(1, 2)
+    pair = measure(work, lambda: plain(x), lambda: hooked(x), budget=0, repetitions=50)
+    return Pair(
+        work, pair.raw / MODULES, pair.ours / MODULES, (pair.ours - pair.raw) / MODULES, 10e-6, unit="s"
+    )
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 12, 4 * WIDTH, batch_first=True)
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
+
+
+def per_forward(work: str, plain: nn.Module, ours: nn.Module, budget: float) -> Pair:
+    """Measure a forward of a model that computes much, over that of the plain one."""
+    x = torch.randn(1, TOKENS, WIDTH)
+    return measure(work, lambda: plain(x), lambda: ours(x), budget=budget, repetitions=1, rounds=15)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    placed, plain = chain(), transformer()
+    for module in placed:
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    on_cpu, in_memory, on_disk = (copy.deepcopy(plain) for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        pairs = [
+            per_module("a hook that brings inputs, per module", chain(), placed),
+            per_module("a hook that brings weights from memory, per module", chain(), cpu_offload(chain())),
+            per_forward("a map to the CPU", plain, dispatch_model(on_cpu, {"": "cpu"}), 1.02),
+            per_forward(
+                "weights in memory, each block's put in its place", plain, cpu_offload(in_memory), 1.05
+            ),
+            per_forward("weights on the disk, in the page cache", plain, disk_offload(on_disk, folder), 1.2),
+        ]
+    return report(pairs, "Offload: forwards over those of the plain model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Where the modules of a model would go, by its tensors alone: a plan for devices that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.errors import wrong_value
+from accelerate.commands.model_tensors import Weight
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WHOLE = "_Block"
+PLACES = ("mps", "cpu", "disk")
+
+
+def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
+    """Read the limits of devices.
+
+    Args:
+        words: such as "0=24GB" or "cpu=64GB"; without any, what is free on this machine counts.
+
+    Raises:
+        ConfigurationError: a word has another form.
+    """
+    if not words:
+        return None
+    from accelerate.big_modeling.budget import get_max_memory
+
+    found: dict[Any, str] = {}
+    for word in words:
+        place, equals, size = word.partition("=")
+        if not equals or not (place.isdecimal() or place in PLACES):
+            raise wrong_value(
+                "--device_map", word, "this is no device with its memory", "write 0=24GB, or cpu=64GB"
+            )
+        found[int(place) if place.isdecimal() else place] = size
+    return get_max_memory(found)
+
+
+def plan_of(
+    weights: Iterable[Weight], dtype: str, memory: Mapping[Any, int] | None
+) -> tuple[dict[str, Any], str]:
+    """Plan where modules go.
+
+    Args:
+        weights: all tensors of the model.
+        dtype: number format of the model once it is loaded.
+        memory: bytes by device; None: what is free on this machine, without a tenth for activations.
+
+    Returns:
+        Devices by module, and the plan as a table.
+    """
+    from accelerate.base.enums import CustomDtype
+    from accelerate.big_modeling import explain_device_map, infer_auto_device_map
+    from accelerate.big_modeling.budget import plan_memory
+
+    model = _build(weights)
+    chosen = CustomDtype.INT4 if dtype == "int4" else dtype
+    limits = plan_memory(memory)
+    found = infer_auto_device_map(model, limits, [WHOLE], chosen)
+    return dict(found), explain_device_map(model, found, limits, chosen)
+
+
+def _build(weights: Iterable[Weight]) -> nn.Module:
+    """Build modules that have the names and sizes of a model's; numbered ones are blocks that stay whole."""
+    import torch
+    from torch import nn
+
+    class _Plain(nn.Module):
+        def forward(self) -> None:
+            """Say that it can be called, as modules that are no lists can."""
+
+    class _Block(_Plain):
+        pass
+
+    root = _Plain()
+    for weight in weights:
+        *path, name = weight.name.split(".")
+        module: nn.Module = root
+        for part, following in zip(path, [*path[1:], ""], strict=True):
+            if part not in module._modules:
+                kind = nn.ModuleList if following.isdecimal() else _Block if part.isdecimal() else _Plain
+                module.add_module(part, kind())
+            module = module.get_submodule(part)
+        shape = weight.shape if weight.is_float else (weight.stored_bytes,)
+        number_format = torch.float32 if weight.is_float else torch.uint8
+        tensor = torch.empty(shape, dtype=number_format, device="meta")
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return root
