@@ -133,8 +133,13 @@ class Window:
         if self._batches:
             self._batches.clear()
             runtime.gradient_state._set_sync_gradients(False)
-            if self._is_begun:
+            if self._is_begun and runtime.strategy.holds_gradients:
                 drop_gradients(self._models)
+            elif self._is_begun:
+                logger.warning(
+                    "A window of windows() was left before its last batch, and its gradients lie where only "
+                    "the engine reaches them: they are added to those of the next window."
+                )
         if runtime.weights is self._weights:
             runtime.weights = runtime.even_weights
 

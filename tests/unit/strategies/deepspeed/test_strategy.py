@@ -303,3 +303,29 @@ def test_models_are_compiled_by_the_engine(start, parts):
     ((name, arguments),) = [call for call in model.calls if call[0] == "compile"]
     assert name == "compile"
     assert arguments["backend"] == "eager"
+
+
+def test_a_window_that_is_left_is_told(start, parts, caplog):
+    accelerator, given = start(gradient_accumulation_steps=2), parts()
+    model, _, loader = accelerator.prepare(given.model, given.optimizer, given.loader)
+    for window in accelerator.windows(loader, model):
+        for x, y in window:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            break
+        break
+    assert "they are added to those of the next window" in caplog.text
+
+
+def test_a_loader_of_windows_trains_as_accumulation_does(start, parts):
+    plain, _ = train(start(gradient_accumulation_steps=2), parts())
+    AcceleratorState._reset_state(True)
+    accelerator, given = start(gradient_accumulation_steps=2), parts()
+    model, optimizer, loader = accelerator.prepare(given.model, given.optimizer, given.loader)
+    losses = []
+    for window in accelerator.windows(loader, model, num_items=lambda batch: len(batch[0])):
+        for x, y in window:
+            loss = nn.functional.mse_loss(model(x), y, reduction="sum")
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item() / 4)
+    assert losses == pytest.approx(plain, abs=1e-6)
