@@ -99,6 +99,7 @@ class DeepSpeedPlugin:
         )
         problems += choices.problems_of(self)
         refuse_all(problems, "Correct them; 'auto' in the configuration takes over what is told elsewhere")
+        self.zero_stage = int(self.zero_stage)
         self.hf_ds_config.set_stage_and_offload()
         self.deepspeed_config: Any = self.hf_ds_config.config
         self.deepspeed_config.setdefault("steps_per_print", math.inf)  # its own reports would go to each log

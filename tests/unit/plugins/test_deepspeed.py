@@ -128,6 +128,7 @@ AUTO_TABLE = [
     ({"stage": "auto"}, {"zero_stage": 3}, {}, "zero_stage", 3),
     ({"stage": "auto"}, {}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage", 1),
     ({}, {}, {}, "zero_stage", 0),
+    ({"stage": "3"}, {"zero_stage": 3}, {}, "zero_stage", 3),
     (
         {"stage": 2, "offload_optimizer": {"device": "auto"}},
         {"offload_optimizer_device": "cpu"},
