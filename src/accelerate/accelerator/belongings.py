@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import generators, loading
-from accelerate.checkpointing.groups import OPTIMIZER
+from accelerate.checkpointing.groups import OPTIMIZER, ByOrder
 from accelerate.checkpointing.loading import Source
 from accelerate.checkpointing.part import Apply, Load, Part, Payload, nothing
 from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
@@ -142,7 +142,9 @@ def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
     optimizers = _own(prepared.optimizers)
-    whole = state_parts(strategy.optimizer_owners(optimizers, gather=False), [], None)
+    names = [partial(strategy.parameter_names, each, prepared.models) for each in optimizers]
+    wholes = map(ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
+    whole = state_parts(list(wholes), [], None)
     owners = [partial(strategy.optimizer_shards, each, prepared.models) for each in optimizers]
     return [
         EitherPart(folder_of(OPTIMIZER, index), owner, part)

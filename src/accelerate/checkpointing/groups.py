@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from accelerate.base.errors import CheckpointError
@@ -104,3 +104,70 @@ def load_optimizer(
     """
     with options.fitting(OPTIMIZER, type(optimizer).__name__):
         optimizer.load_state_dict({STATE: dict(states), GROUPS: [dict(group) for group in groups]})
+
+
+Names = Sequence[Sequence[Sequence[str]]]
+"""For each group, for each parameter, the names that it has; the usual one first."""
+
+
+def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return a whole state of an optimizer by the names of its parameters.
+
+    Args:
+        state: by their order.
+        names: of the parameters.
+    """
+    first = [own[0] for group in names for own in group]
+    return {
+        STATE: {first[index]: values for index, values in state[STATE].items()},
+        GROUPS: [
+            {**group, PARAMETERS: [own[0] for own in each]}
+            for group, each in zip(state[GROUPS], names, strict=False)
+        ],
+    }
+
+
+class ByOrder:
+    """Loads whole states of an optimizer by the order of its parameters, also those that name them.
+
+    Args:
+        owner: loads them by order.
+        names: gives the names of the parameters, for states that have them.
+    """
+
+    def __init__(self, owner: Any, names: Callable[[], Names]) -> None:
+        self.owner = owner
+        self._names = names
+
+    def state_dict(self) -> Any:
+        """Return the state of the owner."""
+        return self.owner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state.
+
+        Raises:
+            CheckpointError: it has states of other parameters, or other groups.
+        """
+        named = any(isinstance(key, str) for key in state[STATE]) or any(
+            isinstance(each, str) for group in state[GROUPS] for each in group[PARAMETERS]
+        )
+        self.owner.load_state_dict(self._ordered(state) if named else state)
+
+    def _ordered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        groups = self._names()
+        flat = [own for group in groups for own in group]
+        places = {name: index for index, own in enumerate(flat) for name in own}
+        strange = sorted(str(name) for name in state[STATE] if name not in places)
+        if strange:
+            raise CheckpointError(f"The state is that of parameters it does not step: {listed(strange)}.")
+        if len(state[GROUPS]) != len(groups):
+            raise CheckpointError(f"The state has {len(state[GROUPS])} groups, and there are {len(groups)}.")
+        count = iter(range(len(flat)))
+        return {
+            STATE: {places[name]: values for name, values in state[STATE].items()},
+            GROUPS: [
+                {**saved, PARAMETERS: [next(count) for _ in group]}
+                for saved, group in zip(state[GROUPS], groups, strict=True)
+            ],
+        }

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelerate.base.constants import (
+    FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -130,9 +131,10 @@ class ModelPart:
             number(SAFE_MODEL_NAME, self.index, ".safetensors"),
             number(MODEL_NAME, self.index, ".bin"),
         )
-        name = other if options.has(other) and not options.has(safe) else safe
+        foreign = number(FSDP_MODEL_NAME, self.index, ".bin")  # of other software, as is `other` mostly
+        name = next((each for each in (safe, other, foreign) if options.has(each)), safe)
         path = options.existing(name)
-        if name == other:
+        if name != safe:
             state = read_torch(path, options.device, **options.reading)
         else:
             state = read_safetensors(path, options.device)

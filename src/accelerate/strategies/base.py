@@ -347,8 +347,16 @@ class Strategy:
             optimizer: prepared.
             models: all that are prepared; parameters are known by their names in them.
         """
-        inner = [self.unwrap(model, keep_compiled=False) for model in models]
-        return OptimizerShards(optimizer, names_by_group(optimizer, inner))
+        return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
+
+    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+        """Return for each group of an optimizer, for each parameter, the names that it has in some models.
+
+        Args:
+            optimizer: prepared.
+            models: prepared.
+        """
+        return names_by_group(optimizer, [self.unwrap(model, keep_compiled=False) for model in models])
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]

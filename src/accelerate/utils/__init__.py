@@ -283,6 +283,12 @@ from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )
+from accelerate.strategies.fsdp.checkpoint import (
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
+)
 from accelerate.strategies.fsdp.loading import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,

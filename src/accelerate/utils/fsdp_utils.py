@@ -2,6 +2,12 @@
 
 from accelerate.plugins.fsdp_wrapping import get_module_class_from_name as get_module_class_from_name
 from accelerate.precision.amp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategies.fsdp.checkpoint import (
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
+)
 from accelerate.strategies.fsdp.loading import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
@@ -10,6 +16,11 @@ from accelerate.strategies.fsdp.loading import (
 )
 from accelerate.strategies.fsdp.merge import (
     merge_fsdp_weights as merge_fsdp_weights,
+)
+from accelerate.strategies.fsdp.model_states import (
+    _get_model_state_dict as _get_model_state_dict,
+    _prepare_sd_options as _prepare_sd_options,
+    _set_model_state_dict as _set_model_state_dict,
 )
 from accelerate.strategies.fsdp.parameters import (
     fsdp2_canonicalize_names as fsdp2_canonicalize_names,

@@ -210,6 +210,13 @@ class FullySharded(Sharded):
             return super().optimizer_shards(optimizer, models)
         return FlatOptimizerShards(optimizer, *found)
 
+    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+        """Return the names that the parameters had before they were joined, in the order they had."""
+        found = self._find_root(optimizer)
+        if found is None:
+            return super().parameter_names(optimizer, models)
+        return [[[name] for name in group] for group in found[1]]
+
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
     ) -> None:

@@ -1,0 +1,234 @@
+"""One sharded model or optimizer in a folder, under the signatures that other libraries call.
+
+A whole run is saved by `Accelerator.save_state`, which also verifies what it loads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
+
+from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate.base.errors import wrong_value
+from accelerate.checkpointing import catalogue, slabs
+from accelerate.checkpointing.catalogue import Catalogue
+from accelerate.checkpointing.groups import OPTIMIZER, ByOrder, by_name
+from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.parts import fill, number
+from accelerate.checkpointing.sharded import MODEL, ShardOwner, folder_of
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
+from accelerate.strategies.fsdp.together import together, write_shards, write_whole
+from accelerate.weights.files import read_torch
+
+Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of a prepared model to a folder, in the form that the plugin says; on all ranks.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` is looked at: whole weights go to `pytorch_model_fsdp.bin`, shards
+            to the folder `pytorch_model_fsdp_0`.
+        accelerator: the run.
+        model: prepared.
+        output_dir: made where it does not exist.
+        model_index: place of the model among those of the run.
+        adapter_only: write the weights of the adapter of a PEFT model only.
+        use_dcp: taken for compatibility: shards are written without plans that all processes make together.
+
+    Raises:
+        CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
+    """
+    strategy, folder = _strategy(accelerator), Path(output_dir)
+    if saves_shards(fsdp_plugin):
+        state = strategy.model_shards(model).state()
+        chosen = chosen_names(model, [place[1] for place in state], adapter_only)
+        content = {(MODEL, name): state[MODEL, own] for name, own in chosen.items()}
+        write_shards(folder / folder_of(MODEL, model_index), content)
+        return
+    whole = strategy.state_dict(model, unwrap=True)
+    chosen = chosen_names(model, list(whole), adapter_only)
+    write_whole(folder / whole_model(model_index), {name: whole[own] for name, own in chosen.items()})
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load what `save_fsdp_model` wrote into a prepared model, of any layout; on all ranks.
+
+    Args:
+        fsdp_plugin: says which form is taken where a folder has both.
+        accelerator: the run.
+        model: prepared.
+        input_dir: the folder, or that of the shards itself.
+        model_index: place of the model among those of the run.
+        adapter_only: the weights are those of the adapter of a PEFT model.
+        use_dcp: taken for compatibility.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
+
+    Raises:
+        ConfigurationError: the folder holds no such weights.
+        CheckpointError: they are damaged, or fit another model; on all ranks. Nothing was changed.
+    """
+    strategy = _strategy(accelerator)
+    owner = strategy.model_shards(model)
+    own = {str(place[1]) for place in owner.state()}
+    names = chosen_names(model, list(own), adapter_only)
+    options = Load(Path(input_dir), model={"strict": not adapter_only})
+    path = _find(fsdp_plugin, Path(input_dir), folder_of(MODEL, model_index), whole_model(model_index))
+    if path.is_dir():
+        found = together(lambda: _renamed(catalogue.read(path, MODEL), names))
+        _load_shards(found, owner, options)
+        stored = {str(place[1]) for place in found.places}
+    else:
+        state = together(lambda: read_torch(path, "cpu"))
+        state = {names.get(name, name): value for name, value in state.items()}
+        strategy.load_weights(
+            model, state, lambda module, weights: fill(module, weights, path, options.model)
+        )
+        stored = set(state)
+    wanted = set(names.values())
+    return LoadedKeys(sorted(wanted - stored), sorted(stored - own))
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of a prepared optimizer to a folder, in the form that the plugin says; on all ranks.
+
+    States are written by the names of parameters: whole ones to `optimizer.bin`, shards to `optimizer_0`.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` is looked at.
+        accelerator: the run.
+        optimizer: prepared.
+        model: the prepared model that it steps.
+        output_dir: made where it does not exist.
+        optimizer_index: place of the optimizer among those of the run.
+        use_dcp: taken for compatibility: shards are written without plans that all processes make together.
+
+    Raises:
+        CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
+    """
+    strategy, folder = _strategy(accelerator), Path(output_dir)
+    if saves_shards(fsdp_plugin):
+        state = strategy.optimizer_shards(optimizer, [model]).state()
+        write_shards(folder / folder_of(OPTIMIZER, optimizer_index), state)
+        return
+    (owner,) = strategy.optimizer_owners([optimizer], gather=True)
+    names = strategy.parameter_names(optimizer, [model])
+    write_whole(folder / whole_optimizer(optimizer_index), by_name(owner.state_dict(), names))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote into a prepared optimizer, of any layout; on all ranks.
+
+    Args:
+        fsdp_plugin: says which form is taken where a folder has both.
+        accelerator: the run.
+        optimizer: prepared.
+        model: the prepared model that it steps.
+        input_dir: the folder, or that of the shards itself.
+        optimizer_index: place of the optimizer among those of the run.
+        adapter_only: taken for compatibility: an optimizer has states of what it steps only.
+        use_dcp: taken for compatibility.
+
+    Raises:
+        ConfigurationError: the folder holds no such state.
+        CheckpointError: it is damaged, or that of another optimizer; on all ranks. Nothing was changed.
+    """
+    strategy, folder = _strategy(accelerator), Path(input_dir)
+    path = _find(fsdp_plugin, folder, folder_of(OPTIMIZER, optimizer_index), whole_optimizer(optimizer_index))
+    if path.is_dir():
+        owner = strategy.optimizer_shards(optimizer, [model])
+        _load_shards(together(lambda: catalogue.read(path, OPTIMIZER)), owner, Load(folder))
+        return
+    (whole,) = strategy.optimizer_owners([optimizer], gather=False)
+    state = together(lambda: read_torch(path, "cpu"))
+    names = strategy.parameter_names(optimizer, [model])
+    ByOrder(whole, lambda: names).load_state_dict(state)
+
+
+def whole_model(index: int) -> str:
+    """Return the file name of whole weights of a sharded model."""
+    return number(FSDP_MODEL_NAME, index, ".bin")
+
+
+def whole_optimizer(index: int) -> str:
+    """Return the file name of the whole state of an optimizer."""
+    return number(OPTIMIZER_NAME, index, ".bin")
+
+
+# How it is done
+
+
+def _strategy(accelerator: Any) -> Strategy:
+    strategy: Strategy = accelerator._runtime.strategy
+    return strategy
+
+
+def _renamed(found: Catalogue, names: Mapping[str, str]) -> Catalogue:
+    return replace(
+        found, places={(MODEL, names.get(place[1], place[1])): key for place, key in found.places.items()}
+    )
+
+
+def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
+    """Return the folder of shards or the file; the form that the plugin says, where there are both."""
+    if (folder / catalogue.NAME).is_file():
+        return folder
+    found = [path for path in (folder / shards,) if (path / catalogue.NAME).is_file()]
+    found += [path for path in (folder / whole,) if path.is_file()]
+    if not found:
+        raise wrong_value(
+            "input_dir",
+            str(folder),
+            f"it holds neither {shards}/{catalogue.NAME} nor {whole}",
+            "pass another",
+        )
+    return found[0] if saves_shards(plugin) else found[-1]
+
+
+def _load_shards(found: Catalogue, owner: ShardOwner, options: Load) -> None:
+    change = together(
+        lambda: owner.plan(slabs.read(found, owner.targets(found, options), options.reading), options)
+    )
+    change()
