@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import CheckpointError
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.checkpointing import generators
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+)
 
 Run = Callable[..., list[Any]]
 
@@ -154,3 +160,73 @@ def test_what_is_missing_or_broken_is_named(folder: Path, name: str, damage: Cal
         run.accelerator.load_state(folder)
     assert all(torch.equal(value, before[key]) for key, value in run.first.state_dict().items())
     assert run.count.steps == 0
+
+
+SHARDS = Path(__file__).parents[1] / "samples" / "original_shards"
+
+
+def original() -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Weights and states of the optimizer, as the run that wrote the shards had them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()["state"]
+    return model.state_dict(), {(i, key): states[i][key] for i in states for key in states[i]}
+
+
+def load_shards(kind: str, version: int | None, copy: str) -> Any:
+    """What the first process holds after it has loaded one object at a time, and a folder of a whole run."""
+    plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(2, 6)).square().sum())
+    optimizer.step()
+    form = FullyShardedDataParallelPlugin(fsdp_version=2)
+    found = []
+    strategy = accelerator._runtime.strategy
+    for run in (False, True):
+        if run:
+            optimizer.step()
+            rank = accelerator.process_index  # a folder of a whole run has these, too
+            torch.save({"step": 0, **generators.capture()}, f"{copy}/random_states_{rank}.pkl")
+            accelerator.wait_for_everyone()
+            accelerator.load_state(copy)
+        else:
+            load_fsdp_model(form, accelerator, model, SHARDS / kind)
+            load_fsdp_optimizer(form, accelerator, optimizer, model, SHARDS / kind)
+        (owner,) = strategy.optimizer_owners([optimizer], gather=True)
+        states = owner.state_dict()["state"]
+        named = {(i, key): states[i][key].clone() for i in states for key in states[i]}
+        weights = {name: value.clone() for name, value in strategy.state_dict(model, unwrap=True).items()}
+        found.append((weights, named, optimizer.param_groups[0]["lr"]))
+    return found
+
+
+KINDS = ("fsdp1", "fsdp2", "whole")
+
+
+def check_shards(found: Any) -> None:
+    weights, states = original()
+    for own_weights, own_states, lr in found:
+        assert lr == 0.01
+        for wanted, own in ((weights, own_weights), (states, own_states)):
+            assert set(own) == set(wanted)
+            for name, tensor in wanted.items():
+                torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_loads_shards(kind: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(SHARDS / kind, tmp_path / "copy")
+    check_shards(load_shards(kind, None, str(copy)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_load_shards(run: Run, kind: str, version: int, tmp_path: Path) -> None:
+    copy = shutil.copytree(SHARDS / kind, tmp_path / "copy")
+    check_shards(run(load_shards, kind, version, str(copy))[0])

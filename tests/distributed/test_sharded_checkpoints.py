@@ -14,6 +14,7 @@ from torch import nn
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import manifest, slabs
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
 Run = Callable[..., list[Any]]
 
@@ -211,3 +212,39 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(run: Run) -> None:
             assert "(process 1: " in message
             assert "__1_0.distcp could not be written" in message
         assert unchanged
+
+
+def save_one_object(way: str) -> Any:
+    """Save and load the model and the optimizer by themselves, in each form and from each into the run."""
+    accelerator, model, optimizer = prepared(way)
+    good = []
+    for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
+        before = facts(accelerator, model, optimizer)
+        save_fsdp_model(plugin, accelerator, model, form)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, form)
+        step(accelerator, model, optimizer)
+        assert not accelerator.is_main_process or not same(facts(accelerator, model, optimizer), before)
+        result = load_fsdp_model(plugin, accelerator, model, form)
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, form)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        good.append(same(facts(accelerator, model, optimizer), before))
+    return good, sorted(path.as_posix() for path in Path().rglob("*_STATE_DICT/**/*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("fsdp1", "fsdp1, own parameters"))],
+)
+def test_single_objects_come_back(run: Run, way: str) -> None:
+    for good, names in run(save_one_object, way):
+        assert good == [True, True]
+        assert names == [
+            "FULL_STATE_DICT/optimizer.bin",
+            "FULL_STATE_DICT/pytorch_model_fsdp.bin",
+            *(
+                f"SHARDED_STATE_DICT/{folder}/{name}"
+                for folder in ("optimizer_0", "pytorch_model_fsdp_0")
+                for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+            ),
+        ]
