@@ -224,7 +224,8 @@ def save_one_object(way: str) -> Any:
         save_fsdp_model(plugin, accelerator, model, form)
         save_fsdp_optimizer(plugin, accelerator, optimizer, model, form)
         step(accelerator, model, optimizer)
-        assert not accelerator.is_main_process or not same(facts(accelerator, model, optimizer), before)
+        changed = not same(facts(accelerator, model, optimizer), before)
+        assert changed == accelerator.is_main_process  # others have no whole weights to compare
         result = load_fsdp_model(plugin, accelerator, model, form)
         load_fsdp_optimizer(plugin, accelerator, optimizer, model, form)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])

@@ -133,10 +133,14 @@ class ByOrder:
     Args:
         owner: loads them by order.
         names: gives the names of the parameters, for states that have them.
+
+    Attributes:
+        kind: what messages call the owner.
     """
 
     def __init__(self, owner: Any, names: Callable[[], Names]) -> None:
         self.owner = owner
+        self.kind = type(owner).__name__
         self._names = names
 
     def state_dict(self) -> Any:

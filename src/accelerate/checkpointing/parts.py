@@ -76,7 +76,7 @@ class StatePart:
         return partial(self._apply, state, options)
 
     def _apply(self, state: Any, options: Load) -> None:
-        with options.fitting(self.name, type(self.owner).__name__):
+        with options.fitting(self.name, getattr(self.owner, "kind", type(self.owner).__name__)):
             self.owner.load_state_dict(state)
 
 
