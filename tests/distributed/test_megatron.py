@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 pytest.importorskip("megatron.core")  # package megatron-core: make test-slow with it installed
@@ -257,3 +258,119 @@ def test_losses_are_those_of_one_process(
 def train_with(*args: Any) -> Any:
     *positional, fields = args
     return train(*positional, **fields)
+
+
+def save_and_go_on(folder: str) -> tuple[list[float], list[float], Any]:
+    """Train, save, train on; load, and train on again."""
+    use_stand_ins()
+    accelerator, model, optimizer, scheduler, loader = start(GPT, batch=2, tp_degree=2, **MICRO)
+    model.train()
+    batches = list(loader)[:6]
+
+    def steps(data: list[Any]) -> list[float]:
+        losses = []
+        for batch in data:
+            losses.append(float(model(**batch).loss))
+            optimizer.step()
+        return losses
+
+    steps(batches[:3])
+    accelerator.save_state(folder)
+    first = steps(batches[3:])
+    accelerator.load_state(folder)
+    assert (model.iteration, optimizer.num_updates) == (3, 3)
+    return first, steps(batches[3:]), scheduler.scheduler.num_steps
+
+
+def test_a_saved_run_goes_on_as_if_nothing_had_been(run: Run, tmp_path: Path) -> None:
+    for first, second, samples_read in run(save_and_go_on, str(tmp_path / "state"), timeout=200):
+        assert first == second
+        assert samples_read == 6 * 4
+    assert sorted(path.name for path in (tmp_path / "state" / "megatron" / "iter_0000003").iterdir()) == [
+        "rank_00.pt",
+        "rank_01.pt",
+    ]
+
+
+def learn(precision: str, fields: dict[str, Any]) -> tuple[list[float], Any, Any]:
+    """See one batch again and again; return losses, and two ways to the loss of an evaluation."""
+    use_stand_ins()
+    accelerator, model, optimizer, _, loader = start(
+        GPT, batch=4, masked=True, return_logits=True, precision=precision, **fields
+    )
+    model.train()
+    batch = next(iter(loader))
+    losses = [float(model(**batch).loss) for _ in range(20)]
+    model.eval()
+    output = model(**batch)
+    logits = output.logits[..., :VOCABULARY].float()[:, :-1]
+    known = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=-100)
+    return losses, float(output.loss), float(known)
+
+
+@pytest.mark.parametrize(
+    ("precision", "fields"), [("no", {"pp_degree": 2}), ("no", {"tp_degree": 2}), ("bf16", {"tp_degree": 2})]
+)
+def test_it_learns_and_tells_logits_on_all_ranks(run: Run, precision: str, fields: dict[str, Any]) -> None:
+    for losses, loss, known in run(learn, precision, fields, timeout=200):
+        assert losses[-1] < losses[0] / 2
+        assert loss == pytest.approx(known, rel=1e-5 if precision == "no" else 1e-2)
+
+
+def draw(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A collator that draws random numbers."""
+    tokens = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": torch.where(torch.rand(tokens.shape) < 0.5, tokens, 1)}
+
+
+def share_random_batches() -> tuple[float, list[float]]:
+    from accelerate.utils.megatron_lm import gather_across_data_parallel_groups
+
+    use_stand_ins()
+    accelerator, model, *_ = start(GPT, batch=2, tp_degree=2)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(samples(), batch_size=2, collate_fn=draw))  # type: ignore[arg-type]
+    model.eval()
+    loss = model(**next(iter(loader))).loss
+    return float(loss), gather_across_data_parallel_groups(loss).tolist()
+
+
+def test_ranks_that_share_layers_see_one_batch(run: Run) -> None:
+    results = run(share_random_batches, timeout=200)
+    assert results[0] == results[1]
+    assert results[0][1] == [results[0][0]]
+
+
+def read_made_up_texts(degrees: dict[str, int]) -> tuple[list[int], list[float], int]:
+    """Train on what `megatron.core` makes up."""
+    from accelerate import Accelerator
+    from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
+
+    use_stand_ins()
+    plugin = MegatronLMPlugin(num_micro_batches=2, other_megatron_args={"mock_data": True}, **degrees)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    model = Model(**GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=8)
+    data = MegatronLMDummyDataLoader(splits_string="1,1,1", seq_length=LENGTH, micro_batch_size=2)
+    model, optimizer, scheduler, train, valid, _ = accelerator.prepare(
+        model, optimizer, scheduler, data, data, data
+    )
+    model.train()
+    losses, sizes = [], []
+    for _ in range(3):
+        batch = next(train)
+        sizes.append(sum(map(len, batch.values())))
+        losses.append(float(model(**batch).loss))
+    model.eval()
+    losses.append(float(model(**next(valid)).loss))
+    return sizes, losses, model.get_batch_data_iterator(next(valid))[1]
+
+
+@pytest.mark.parametrize("degrees", [{"tp_degree": 2}, {"pp_degree": 2}])
+def test_megatrons_own_data(run: Run, degrees: dict[str, int]) -> None:
+    (read, losses, number), (other_read, other_losses, _) = run(read_made_up_texts, degrees, timeout=200)
+    assert losses == other_losses
+    assert number == 2
+    assert all(read)
+    assert any(other_read) is ("pp_degree" in degrees)  # of those that share layers, one reads

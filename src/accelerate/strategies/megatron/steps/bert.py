@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from accelerate.strategies.megatron.reductions import avg_losses_across_data_parallel_group
 from accelerate.strategies.megatron.steps.base import (
     IGNORED,
     AbstractTrainStep,
@@ -130,29 +129,31 @@ def _pretraining_loss(loss_mask: torch.Tensor, sentence_order: torch.Tensor, out
     """Return the mean over masked tokens plus that over pairs of sentences, weighed by the tokens."""
     losses, order_logits = output
     mask = loss_mask.reshape(-1).float()
-    number = mask.sum().clamp(min=1.0)
-    parts = {"lm loss": torch.sum(losses.reshape(-1).float() * mask) / number}
-    if order_logits is not None and bool((sentence_order != IGNORED).any()):
-        parts["sop loss"] = F.cross_entropy(
-            order_logits.reshape(-1, 2).float(), sentence_order.reshape(-1), ignore_index=IGNORED
+    parts = {"lm loss": (torch.sum(losses.reshape(-1).float() * mask), mask.sum())}
+    if order_logits is not None:
+        order = sentence_order.reshape(-1)
+        total = F.cross_entropy(
+            order_logits.reshape(-1, 2).float(), order, ignore_index=IGNORED, reduction="sum"
         )
-    return _weighed(parts, number)
+        parts["sop loss"] = (total, (order != IGNORED).sum().float())
+    return _weighed(parts)
 
 
 def _classification_loss(num_labels: int, labels: torch.Tensor, logits: torch.Tensor) -> Loss:
-    number = torch.tensor(float(logits.shape[0]), device=logits.device)
     if num_labels == 1:
         loss = F.mse_loss(logits.reshape(-1).float(), labels.reshape(-1).float())
     elif labels.is_floating_point():
         loss = F.binary_cross_entropy_with_logits(logits.float(), labels)
     else:
         loss = F.cross_entropy(logits.reshape(-1, num_labels).float(), labels.reshape(-1))
-    total, count, report = _weighed({"loss": loss}, number)
+    rows = torch.tensor(float(logits.shape[0]), device=logits.device)
+    total, count, report = _weighed({"loss": (loss * rows, rows)})
     return total, count, {**report, "logits": logits.detach()}
 
 
-def _weighed(parts: dict[str, torch.Tensor], number: torch.Tensor) -> Loss:
-    averaged = avg_losses_across_data_parallel_group(list(parts.values()))
-    report = dict(zip(parts, averaged, strict=True))
-    total = torch.stack(list(parts.values())).sum() * number
-    return total, number.detach().to(torch.int), report
+def _weighed(parts: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Loss:
+    """Return the sum of means, weighed by the number of the first; each part is a sum and its number."""
+    number = next(iter(parts.values()))[1].clamp(min=1.0)
+    means = [total / count.clamp(min=1.0) for total, count in parts.values()]
+    report = {name: torch.stack([total.detach(), count]) for name, (total, count) in parts.items()}
+    return torch.stack(means).sum() * number, number.detach().to(torch.int), report
