@@ -246,11 +246,19 @@ class MegatronEngine(nn.Module):
                 "save_state of a run with Megatron-LM has written."
             )
         self.args.load = str(input_dir)
+        self._forget_counts()
         iteration, operations = checkpointing.load_checkpoint(self.module, self.optimizer, self.scheduler)
         self.iteration = self.args.iteration = iteration
         self.num_floating_point_operations_so_far = operations
         if self.args.fp16 and iteration == 0:
             self.optimizer.reload_model_params()
+
+    def _forget_counts(self) -> None:
+        """Count from 0: Megatron-LM loads at the start of a run, refuses one that has read samples, and adds
+        the steps of the schedule that it loads to those already taken."""
+        for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
+            setattr(self.args, name, 0)
+        self.scheduler.num_steps = 0
 
 
 def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:

@@ -189,6 +189,8 @@ class Fake:
 
     def load_checkpoint(self, model: Any, optimizer: Any, scheduler: Any) -> tuple[int, int]:
         self.calls.append(("load_checkpoint", self.get_args().load))
+        assert self.get_args().consumed_train_samples == 0
+        assert scheduler.num_steps == 0
         return self.checkpoints[self.get_args().load], 99
 
     # megatron.core

@@ -45,6 +45,7 @@ def save_checkpoint(
 
 def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any) -> tuple[int, int]:
     args = get_args()
+    assert args.consumed_train_samples == args.consumed_valid_samples == 0
     iteration = int((Path(args.load) / NEWEST).read_text())
     state = torch.load(_file(args.load, iteration), weights_only=False)
     for part, weights in zip(ddp_model, state["model"], strict=True):
