@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from accelerate.base.constants import (
     FSDP_MODEL_NAME,
@@ -22,12 +21,12 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import wrong_value
+from accelerate.checkpointing import catalogue, slabs
+from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.spread import whole
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
-
-CATALOGUE = ".metadata"
-"""The file by which torch.distributed.checkpoint knows its folders."""
 
 MODEL_KEY = "model"
 
@@ -37,13 +36,13 @@ class Piece:
     """One tensor of a sharded checkpoint.
 
     Attributes:
-        stored: its name in the checkpoint.
+        place: in the checkpoint.
         name: its name in the model.
         shape: of the whole tensor.
         dtype: its number format.
     """
 
-    stored: str
+    place: Place
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -100,6 +99,7 @@ def merge_fsdp_weights(
     Raises:
         ConfigurationError: there is no sharded checkpoint of a model, or the output is in its folder and the
             folder is to be removed.
+        CheckpointError: a file of it is missing, cut off or damaged; it is named.
     """
     if remove_checkpoint_dir:
         _refuse_losing(Path(checkpoint_dir).resolve(), Path(output_path).resolve())
@@ -120,13 +120,14 @@ def _refuse_losing(source: Path, target: Path) -> None:
 
 def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
     folder = _find(source)
-    groups = list(_grouped(_read_catalogue(folder), shard_bytes))
+    found, pieces = _read_pieces(folder)
+    groups = list(_grouped(pieces, shard_bytes))
     target.mkdir(parents=True, exist_ok=True)
     names = [_file_name(form, number, len(groups)) for number in range(1, len(groups) + 1)]
     unfinished = [target / f".{name}.part" for name in names]
     try:
         for group, path in zip(groups, unfinished, strict=True):
-            form.save(_load(folder, group), path)
+            form.save(_load(found, group), path)
         for path, name in zip(unfinished, names, strict=True):
             os.replace(path, target / name)
     finally:
@@ -138,41 +139,34 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 
 def _find(source: Path) -> Path:
     candidates = (source, source / f"{FSDP_MODEL_NAME}_0")
-    found = next((path for path in candidates if (path / CATALOGUE).is_file()), None)
+    found = next((path for path in candidates if (path / catalogue.NAME).is_file()), None)
     if found is None:
-        reason = f"this is no folder with a sharded checkpoint: it has no file {CATALOGUE}"
+        reason = f"this is no folder with a sharded checkpoint: it has no file {catalogue.NAME}"
         raise wrong_value(
             "checkpoint_directory", str(source), reason, "Name the folder with the model's shards"
         )
     return found
 
 
-def _read_catalogue(folder: Path) -> list[Piece]:
+def _read_pieces(folder: Path) -> tuple[Catalogue, list[Piece]]:
     """All tensors of a checkpoint, without reading any.
 
     Raises:
         ConfigurationError: there is none.
+        CheckpointError: the catalogue is damaged.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = FileSystemReader(folder).read_metadata()
-    entries = metadata.state_dict_metadata
-    stored = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    names = _names_in_model(list(stored), metadata.planner_data or {})
-    if not stored:
+    found = catalogue.read(folder, MODEL_KEY)
+    entries = {place: found.metadata.state_dict_metadata[key] for place, key in found.places.items()}
+    pieces = [
+        Piece(place, ".".join(map(str, place[1:])), tuple(entry.size), entry.properties.dtype)
+        for place, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    ]
+    if not pieces:
         raise wrong_value(
             "checkpoint_directory", str(folder), "it holds no tensors", "Name a model's checkpoint"
         )
-    return [
-        Piece(key, names[key], tuple(entry.size), entry.properties.dtype) for key, entry in stored.items()
-    ]
-
-
-def _names_in_model(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Take off the key under which a state dict was put into the checkpoint, if it was."""
-    nested = all(len(paths.get(key, ())) > 1 and paths[key][0] == MODEL_KEY for key in keys)
-    return {key: ".".join(map(str, paths[key][1:])) if nested else key for key in keys}
+    return found, pieces
 
 
 def _grouped(pieces: list[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
@@ -185,15 +179,10 @@ def _grouped(pieces: list[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
     yield group
 
 
-def _load(folder: Path, group: list[Piece]) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    tensors = {piece.stored: torch.empty(piece.shape, dtype=piece.dtype) for piece in group}
-    with warnings.catch_warnings():  # torch warns of one process although `no_dist` asks for it
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    return {piece.name: tensors[piece.stored] for piece in group}
+def _load(found: Catalogue, group: list[Piece]) -> dict[str, torch.Tensor]:
+    tensors = {piece.name: torch.empty(piece.shape, dtype=piece.dtype) for piece in group}
+    slabs.read(found, {piece.place: whole(tensors[piece.name]) for piece in group}, {})
+    return tensors
 
 
 def _file_name(form: Format, number: int, count: int) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.commands.merge import main
 from accelerate.strategies.fsdp import merge
 from accelerate.strategies.fsdp.merge import SAFETENSORS, merge_fsdp_weights
@@ -75,8 +75,8 @@ def test_only_one_file_is_in_memory_at_a_time(
     held: list[int] = []
     load = merge._load
 
-    def watched(folder: Path, group: list[merge.Piece]) -> dict[str, torch.Tensor]:
-        tensors = load(folder, group)
+    def watched(found: Any, group: list[merge.Piece]) -> dict[str, torch.Tensor]:
+        tensors = load(found, group)
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         return tensors
 
@@ -131,3 +131,11 @@ def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
     save({"model": {"step": "three"}}, tmp_path / "shards")
     with pytest.raises(ConfigurationError, match="it holds no tensors"):
         merge_fsdp_weights(str(tmp_path / "shards"), str(tmp_path / "whole"))
+
+
+def test_a_shard_that_is_cut_off_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    (shard,) = checkpoint.rglob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=rf"{shard.name} has \d+ bytes, .* it is cut off"):
+        merge_fsdp_weights(str(checkpoint), str(tmp_path / "whole"))
+    assert list((tmp_path / "whole").iterdir()) == []
