@@ -341,6 +341,23 @@ def test_ranks_that_share_layers_see_one_batch(run: Run) -> None:
     assert results[0][1] == [results[0][0]]
 
 
+def gather_each_sample() -> int:
+    use_stand_ins()
+    accelerator, model, _, _, loader = start(GPT, batch=5, **MICRO, tp_degree=2)
+    model.eval()
+    gathered = []
+    for batch in loader:
+        model(**batch)
+        gathered.append(accelerator.gather_for_metrics(batch["input_ids"]))
+    expected = torch.stack([sample["input_ids"] for sample in samples()])
+    assert torch.cat(gathered).equal(expected)
+    return len(gathered)
+
+
+def test_metrics_see_each_sample_once(run: Run) -> None:
+    assert run(gather_each_sample, timeout=200) == [7, 7]
+
+
 def read_made_up_texts(degrees: dict[str, int]) -> tuple[list[int], list[float], int]:
     """Train on what `megatron.core` makes up."""
     from accelerate import Accelerator
