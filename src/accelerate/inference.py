@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.packages import is_pippy_available as is_pippy_available
+from accelerate.base.text import convert_bytes as convert_bytes
 from accelerate.big_modeling.budget import Memory, fill, get_max_memory, smallest_share
+from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
 from accelerate.big_modeling.units import Unit, find_units
 from accelerate.nested import (
     concatenate,
@@ -30,6 +33,7 @@ from accelerate.ops.collectives import broadcast_object_list, copy_tensor_to_dev
 from accelerate.ops.padding import pad_input_tensors
 from accelerate.state import PartialState
 from accelerate.weights.blocks import has_forward
+from accelerate.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 
 AUTO = "auto"
 

@@ -54,6 +54,8 @@ from accelerate.devices.availability import is_torch_xla_available as is_torch_x
 from accelerate.devices.availability import is_transformer_engine_available as is_transformer_engine_available
 from accelerate.devices.availability import is_xpu_available as is_xpu_available
 from accelerate.devices.memory import release_memory as release_memory
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accelerate.hooks.offloaded import has_offloaded_params as has_offloaded_params
 from accelerate.logging import get_logger as get_logger
 from accelerate.nested import recursively_apply as recursively_apply
 from accelerate.ops.casting import convert_outputs_to_fp32 as convert_outputs_to_fp32

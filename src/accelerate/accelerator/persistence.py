@@ -21,6 +21,7 @@ from accelerate.checkpointing.parts import GeneratorsPart
 from accelerate.checkpointing.saving import Request
 from accelerate.checkpointing.shards import save_sharded
 from accelerate.checkpointing.state import read_device
+from accelerate.hooks.offloaded import is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.plugins.training import ProjectConfiguration
 from accelerate.weights.files import save
@@ -216,7 +217,8 @@ class Persistence:
             ConfigurationError: the folder is a file, the size is none, or the model lies on several devices
                 in parts that have no values.
         """
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
+        if is_empty and not is_any_offloaded(model):
             raise ConfigurationError(
                 f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
                 "saved: load its weights first."

@@ -1,5 +1,8 @@
 """Models larger than a device: plan, load, dispatch."""
 
+from accelerate.base.environ import parse_flag_from_env as parse_flag_from_env
+from accelerate.base.packages import is_bnb_available as is_bnb_available
+from accelerate.base.text import recursive_getattr as recursive_getattr
 from accelerate.big_modeling.budget import get_balanced_memory as get_balanced_memory
 from accelerate.big_modeling.budget import get_max_memory as get_max_memory
 from accelerate.big_modeling.device_map import check_device_map as check_device_map
@@ -18,6 +21,13 @@ from accelerate.big_modeling.layerwise import (
 )
 from accelerate.big_modeling.layerwise import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accelerate.devices.availability import is_mlu_available as is_mlu_available
+from accelerate.devices.availability import is_musa_available as is_musa_available
+from accelerate.devices.availability import is_neuron_available as is_neuron_available
+from accelerate.devices.availability import is_npu_available as is_npu_available
+from accelerate.devices.availability import is_sdaa_available as is_sdaa_available
+from accelerate.devices.availability import is_xpu_available as is_xpu_available
+from accelerate.devices.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accelerate.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accelerate.hooks.attach import attach_align_device_hook as attach_align_device_hook
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks

@@ -27,6 +27,19 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return len(hooks) == 1 and isinstance(hooks[0], AlignDevicesHook) and hooks[0].offload
 
 
+def is_any_offloaded(model: nn.Module) -> bool:
+    """Return whether weights of a model, or of modules inside, come only for a forward.
+
+    Args:
+        model: any module.
+    """
+    return any(
+        isinstance(hook, AlignDevicesHook) and hook.offload
+        for module in model.modules()
+        for hook in hooks_of(module)
+    )
+
+
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Have the own tensors of a module on a device, inside.

@@ -17,6 +17,7 @@ from accelerate.base.errors import PreparationError
 from accelerate.checkpointing.part import Part
 from accelerate.checkpointing.sharded import ModuleShards, OptimizerShards, ShardOwner
 from accelerate.compilation import compiler_for
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision.base import Precision
@@ -373,6 +374,8 @@ class Strategy:
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state of `model` on every rank that asks."""
         inner = self.unwrap(model, keep_compiled=False) if unwrap else model
+        if is_any_offloaded(inner):
+            return get_state_dict_offloaded_model(inner)
         state: dict[str, Any] = inner.state_dict()
         return state
 

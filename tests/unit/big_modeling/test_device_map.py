@@ -59,7 +59,7 @@ UNITS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(UNITS, max_size=7), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 30))
 def test_no_plan_brings_more_onto_accelerators(units: list[Unit], limits: list[int], cpu: int) -> None:
     places = place_units(units, {**dict(enumerate(limits)), "cpu": cpu})

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from accelerate import Accelerator, disk_offload, load_checkpoint_in_model
 from accelerate.base.errors import ConfigurationError
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
+from accelerate.hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_submodules,
+)
 from accelerate.hooks.offloaded import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
+    is_any_offloaded,
 )
 
 
@@ -84,3 +93,20 @@ def test_the_part_of_one_module() -> None:
     assert not state["head.weight"].is_meta
     state["head.bias"] = ""
     assert torch.equal(get_state_dict_from_offload(model["head"], "head.bias", state)["head.bias"], expected)
+
+
+@pytest.mark.usefixtures("states")
+def test_an_accelerator_saves_what_is_offloaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = build()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    disk_offload(model, tmp_path / "weights")
+    assert is_any_offloaded(model)
+    assert not is_any_offloaded(nn.Linear(2, 2))
+    found = accelerator.get_state_dict(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    accelerator.save_model(model, tmp_path / "saved")
+    again = build()
+    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    remove_hook_from_submodules(model)
