@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest, slabs
+from accelerate.checkpointing import manifest, saving, slabs
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
 Run = Callable[..., list[Any]]
@@ -249,3 +251,40 @@ def test_single_objects_come_back(run: Run, way: str) -> None:
                 for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
             ),
         ]
+
+
+def save_and_be_killed(folder: str, blocking: bool) -> None:
+    accelerator, model, optimizer = prepared("fsdp2")
+    accelerator.save_state(f"{folder}/state")
+    torch.save(facts(accelerator, model, optimizer), f"{folder}/facts_{accelerator.process_index}")
+    step(accelerator, model, optimizer)
+    saving.SECONDS_TO_WRITE = 1.0
+    write = slabs.torch.save
+
+    def killed(*arguments: Any) -> None:
+        write(*arguments)
+        if accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    slabs.torch.save = killed  # type: ignore[assignment]
+    accelerator.save_state(f"{folder}/state", blocking=blocking)
+    accelerator.wait_for_checkpoint()
+
+
+def load_after(folder: str) -> bool:
+    accelerator, model, optimizer = prepared("fsdp2")
+    step(accelerator, model, optimizer)
+    accelerator.load_state(f"{folder}/state")
+    wanted = torch.load(f"{folder}/facts_{accelerator.process_index}")
+    return same(facts(accelerator, model, optimizer), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_rank_killed_in_a_save_leaves_the_old_one(
+    run: Run, end: Callable[..., Any], tmp_path: Path, blocking: bool
+) -> None:
+    ended = end(save_and_be_killed, str(tmp_path), blocking)
+    assert ended.codes[1] == -signal.SIGKILL
+    assert ended.codes[0] != 0
+    assert run(load_after, str(tmp_path)) == [True, True]
