@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.profiler import profile
 
 from accelerate.accelerator.runtime import Runtime
+from accelerate.diagnostics.memory import PeakMemory, meter_of, snapshot_on_exhaustion
 from accelerate.logging import get_logger
+from accelerate.ops.collectives import gather_object
 from accelerate.plugins.handlers import AutocastKwargs
 from accelerate.plugins.profile import ProfileKwargs
 
@@ -19,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class Contexts:
-    """Number format, profiler, uneven inputs and context parallelism as `with` blocks."""
+    """Number format, profiler, memory, uneven inputs and context parallelism as `with` blocks."""
 
     _runtime: Runtime
     _cp_context: Callable[..., AbstractContextManager[Any]]
@@ -49,6 +52,28 @@ class Contexts:
         with settings.build() as profiler:
             yield profiler
         self._runtime.state.wait_for_everyone()
+
+    @contextmanager
+    def peak_memory(self, snapshot_dir: str | Path | None = None) -> Iterator[PeakMemory]:
+        """Measure how much memory the block uses at most, on each rank; enter and leave it on all ranks.
+
+        Args:
+            snapshot_dir: where a rank whose memory runs out in the block writes `memory_RANK.pickle`, its
+                allocations and their lines of code; they are recorded for that. `None` records none.
+
+        Yields:
+            The result, which is there after the block; printed, it is a line for each rank.
+        """
+        state = self._runtime.state
+        backend, used = state.device_backend, PeakMemory()
+        meter = meter_of(backend)
+        meter.start()
+        with ExitStack() as block:
+            if snapshot_dir is not None:
+                block.enter_context(snapshot_on_exhaustion(backend, snapshot_dir, state.process_index))
+            yield used
+        used.peak = meter.peak()
+        used.peaks = gather_object([used.peak])
 
     @contextmanager
     def join_uneven_inputs(

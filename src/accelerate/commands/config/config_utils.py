@@ -12,6 +12,7 @@ from accelerate.base.enums import DynamoBackend as DynamoBackend
 from accelerate.base.enums import FP8BackendType as FP8BackendType
 from accelerate.base.enums import PrecisionType as PrecisionType
 from accelerate.base.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate.commands.menu import BulletMenu as BulletMenu
 from accelerate.settings.flags import OneSpellingFormatter
 
 DYNAMO_BACKENDS = [

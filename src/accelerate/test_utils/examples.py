@@ -1,0 +1,63 @@
+"""Compare scripts: what an example adds to another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FUNCTIONS = ("training_function", "main")
+
+
+def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
+    """Return the lines of a function, from its `def` to the next one or to the guard of the script.
+
+    Args:
+        lines: Of the script.
+        name: "training_function" or "main".
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name not in FUNCTIONS:
+        raise ValueError(
+            f"name={name!r}: it is no function of an example. Choose one of {', '.join(FUNCTIONS)}."
+        )
+    start = next((index for index, line in enumerate(lines) if line.startswith(f"def {name}(")), len(lines))
+    rest = (
+        index for index in range(start + 1, len(lines)) if lines[index].startswith(("def ", "if __name__"))
+    )
+    return lines[start : next(rest, len(lines))]
+
+
+def clean_lines(lines: list[str]) -> list[str]:
+    """Return lines without those that are empty or only a comment.
+
+    Args:
+        lines: Of a script.
+    """
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def compare_against_test(
+    base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
+) -> list[str]:
+    """Return what the whole example lacks of a script that shows one feature.
+
+    Args:
+        base_filename: The example that every other one starts from.
+        feature_filename: The script that adds one feature.
+        parser_only: Compare `main` instead of `training_function`.
+        secondary_filename: The example with all features; None: the base.
+
+    Returns:
+        Lines that the feature adds to the base and that are missing in the whole example.
+    """
+    name = "main" if parser_only else "training_function"
+    feature, base = _body(feature_filename, name), _body(base_filename, name)
+    added = [line for line in feature if line not in base and "TESTING_MOCKED_DATALOADERS" not in line]
+    whole = base if secondary_filename is None else _body(secondary_filename, name)
+    return [line for line in added if line not in whole]
+
+
+def _body(filename: str, name: str) -> list[str]:
+    lines = Path(filename).read_text(encoding="utf-8").splitlines(keepends=True)
+    return clean_lines(get_function_contents_by_name(lines, name))
