@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelerate.checkpointing.part import Payload
 from accelerate.nested import honor_type
+from accelerate.weights.shared import WITHOUT_ADDRESS
 
 
 class StagingArea:
@@ -60,6 +61,8 @@ class StagingArea:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...], before: Any, copied: Any) -> Tensor:
+        if tensor.device.type in WITHOUT_ADDRESS:
+            return tensor.cpu()
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.cpu().clone()
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -14,6 +14,21 @@ RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""
 
 
+WITHOUT_ADDRESS = ("xla",)
+"""Devices whose tensors do not say where they lie: which of them share memory cannot be told."""
+
+
+def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose tensors say where they lie: others are brought to the CPU, one tensor once.
+
+    Args:
+        state: tensors, and what else there is, by name.
+    """
+    found = {id(each): each for each in state.values() if isinstance(each, Tensor)}
+    copies = {key: each.detach().cpu() for key, each in found.items() if each.device.type in WITHOUT_ADDRESS}
+    return {name: copies.get(id(each), each) for name, each in state.items()} if copies else state
+
+
 def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Separate the first name of each tensor from the others.
 
@@ -31,7 +46,7 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     aliases: dict[str, str] = {}
     firsts: dict[tuple[Any, ...], str] = {}
     memory: set[Any] = set()
-    for name, tensor in state.items():
+    for name, tensor in addressable(state).items():
         _check_storable(name, tensor)
         place = (tensor.device, tensor.untyped_storage().data_ptr())
         how = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())

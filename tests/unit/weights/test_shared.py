@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError
+from accelerate.weights import shared
 from accelerate.weights.shared import drop_shared, missing_names, restore_shared
 
 
@@ -52,3 +53,13 @@ def test_one_name_of_a_shared_tensor_is_enough() -> None:
     model["b"].weight = model["a"].weight
     assert missing_names(model, {"b.weight": torch.ones(2, 2)}) == []
     assert missing_names(model, {}) == ["a.weight", "b.weight"]
+
+
+def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.ones(2, device="meta"), torch.zeros(2)
+    assert shared.addressable({"a": second}) == {"a": second}
+    monkeypatch.setattr(shared, "WITHOUT_ADDRESS", ("cpu",))
+    state = shared.addressable({"a": second, "b": second, "c": first, "d": 3})
+    assert state["a"] is state["b"]
+    assert state["c"] is first
+    assert state["d"] == 3

@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.request import Context
 from accelerate.strategies.xla.exchange import Exchange, XlaOptimizer
+from accelerate.weights.shared import addressable
 from accelerate.weights.tied import find_tied_parameters, retie_parameters
 
 
@@ -99,17 +100,4 @@ class XlaReplicas(Strategy):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Return the whole state of `model`, on the CPU: XLA's tensors have no memory to write from."""
-        return on_cpu(super().state_dict(model, unwrap=unwrap))
-
-
-def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with its tensors on the CPU; one tensor under several names stays one.
-
-    Args:
-        state: of a module, by name.
-    """
-    copies: dict[int, Any] = {}
-    for value in state.values():
-        if isinstance(value, torch.Tensor) and id(value) not in copies:
-            copies[id(value)] = value.detach().cpu()
-    return {name: copies.get(id(value), value) for name, value in state.items()}
+        return dict(addressable(super().state_dict(model, unwrap=unwrap)))

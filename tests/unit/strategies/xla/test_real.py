@@ -90,11 +90,23 @@ if folder:
     answer["tied"] = model.head.weight is model.embedding.weight
     accelerator.save_state(folder + "/state")
     accelerator.save_model(model, folder + "/model")
+    accelerator.save(model.state_dict(), folder + "/plain.safetensors", safe_serialization=True)
+    from safetensors.torch import load_file
+    plain = load_file(folder + "/plain.safetensors")
+    answer["written"] = all(torch.equal(v.cpu(), plain[n]) for n, v in model.state_dict().items())
+    accelerator.save_state(folder + "/later", blocking=False)
+    accelerator.wait_for_checkpoint()
+    moments = [v["exp_avg"].cpu().clone() for v in optimizer.state.values()]
     before = {n: v.clone() for n, v in accelerator.get_state_dict(model).items()}
     answer["saved_on"] = sorted({v.device.type for v in before.values()})
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
+    optimizer.optimizer.state.clear()
+    accelerator.load_state(folder + "/later")
+    answer["moments"] = all(
+        torch.equal(v["exp_avg"].cpu(), m) for v, m in zip(optimizer.state.values(), moments, strict=True)
+    )
     accelerator.load_state(folder + "/state")
     after = accelerator.get_state_dict(model)
     answer["restored"] = all(torch.equal(before[n], after[n]) for n in before)
@@ -164,6 +176,8 @@ def test_losses_are_those_of_the_cpu(way: str, plain: dict[str, Any], tmp_path: 
     assert answer["tied"]
     assert answer["saved_on"] == ["cpu"]
     assert answer["restored"]
+    assert answer["moments"]
+    assert answer["written"]
     assert not [name for name in answer["names"] if "orig" in name]
 
 

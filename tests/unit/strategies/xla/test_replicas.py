@@ -13,7 +13,7 @@ from accelerate.base.errors import PreparationError
 from accelerate.state import GradientState
 from accelerate.strategies.request import Context
 from accelerate.strategies.xla.exchange import XlaOptimizer
-from accelerate.strategies.xla.replicas import XlaReplicas, on_cpu
+from accelerate.strategies.xla.replicas import XlaReplicas
 
 
 class Tied(nn.Module):
@@ -79,14 +79,3 @@ def test_a_split_model_is_refused(strategy: XlaReplicas) -> None:
     model.hf_device_map = {"a": 0, "b": "cpu"}
     with pytest.raises(PreparationError, match="XLA devices take whole models"):
         strategy.check_model(model)
-
-
-def test_states_are_on_the_cpu_and_keep_ties(context: Context) -> None:
-    model = Tied()
-    state = XlaReplicas(context).state_dict(model, unwrap=True)
-    assert state["first.weight"] is not model.first.weight
-    assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "cpu")
-    shared = torch.ones(2)
-    kept = on_cpu({"a": shared, "b": shared, "c": 3})
-    assert kept["a"] is kept["b"]
-    assert kept["c"] == 3
