@@ -1,0 +1,87 @@
+"""The programs of client libraries, and the ways in which they are run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).parent / "programs"
+MARK = "FOUND "
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program in one way.
+
+    Attributes:
+        program: file name without its ending.
+        packages: what it imports besides torch.
+        arguments: after the folder.
+        processes: how many.
+    """
+
+    program: str
+    packages: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    processes: int = 1
+
+
+TRAINER = ("transformers",)
+CASES: dict[str, Case] = {
+    "Trainer": Case("trainer", TRAINER),
+    "Trainer, two processes": Case("trainer", TRAINER, processes=2),
+    "Trainer, accumulating": Case("trainer", TRAINER, ("gradient_accumulation_steps=2",)),
+    "Trainer, bf16": Case("trainer", TRAINER, ("bf16=true",)),
+    "Trainer, accumulating in bf16, two processes": Case(
+        "trainer", TRAINER, ("gradient_accumulation_steps=2", "bf16=true"), 2
+    ),
+    "device maps": Case("placed", TRAINER),
+    "peft": Case("lora", ("transformers", "peft")),
+    "peft, two processes": Case("lora", ("transformers", "peft"), processes=2),
+    "trl": Case("fine_tuning", ("transformers", "datasets", "trl")),
+    "trl, two processes": Case("fine_tuning", ("transformers", "datasets", "trl"), processes=2),
+    "diffusers": Case("pipeline", ("diffusers",)),
+    "diffusers, two processes": Case("pipeline", ("diffusers",), processes=2),
+    "sentence-transformers": Case("sentences", ("sentence_transformers",)),
+    "sentence-transformers, two processes": Case("sentences", ("sentence_transformers",), processes=2),
+}
+"""Name -> case; the original interface gives the same numbers for each."""
+
+
+def run(python: str, case: Case, folder: Path, prefix: Sequence[str] = (), **variables: str) -> Any:
+    """Run a case in an environment of Python and return what it found.
+
+    Args:
+        python: the interpreter.
+        case: what is run.
+        folder: for its files.
+        prefix: what starts the program; otherwise the interpreter, or torchrun for several processes.
+        **variables: of the environment.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
+    start = list(prefix) or [python, *(several if case.processes > 1 else [])]
+    command = [*start, str(PROGRAMS / f"{case.program}.py"), str(folder), *case.arguments]
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **quiet, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1].removeprefix(MARK))
+
+
+def numbers_of(found: Any) -> list[float]:
+    """Return the numbers in what a program found, in order; text must be equal and is left out."""
+    if isinstance(found, dict):
+        return [number for key in sorted(found) for number in numbers_of(found[key])]
+    if isinstance(found, list):
+        return [number for entry in found for number in numbers_of(entry)]
+    return [] if isinstance(found, (str, type(None))) else [float(found)]

@@ -1,0 +1,121 @@
+"""Client libraries run unchanged, and compute what they should however they are spread.
+
+Needs transformers, and for the other cases peft, trl, diffusers, sentence-transformers and datasets. The same
+programs are held against the original interface by `benchmarks/clients.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cases import CASES, Case, numbers_of, run
+
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes")
+FSDP = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+
+
+def found_by(case: Case, folder: Path, *arguments: str, launcher: bool = False) -> Any:
+    for package in case.packages:
+        pytest.importorskip(package)
+    prefix = (*LAUNCH, str(case.processes)) if launcher else ()
+    wanted = Case(case.program, case.packages, (*case.arguments, *arguments), case.processes)
+    folder.mkdir(parents=True, exist_ok=True)
+    return run(sys.executable, wanted, folder, prefix)
+
+
+def check_trainer(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses are those of one process on the joined batch, and of the run that stopped and went on."""
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert found["resumed"] == found["losses"]
+    assert found["evaluation"] == pytest.approx(expected["evaluation"], abs=1e-5)
+    assert found["prediction"][0] == expected["prediction"][0]
+    assert found["prediction"][1] == pytest.approx(expected["prediction"][1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The Trainer on one process with the whole batch."""
+    folder = tmp_path_factory.mktemp("joined")
+    found: dict[str, Any] = found_by(CASES["Trainer"], folder, "per_device_train_batch_size=4")
+    return found
+
+
+def test_the_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    found = found_by(CASES["Trainer, accumulating"], tmp_path)
+    assert found["resumed"] == found["losses"]
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["prediction"][0] == [11, 24, 98]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "launcher"),
+    [
+        ("Trainer, two processes", (), False),
+        ("Trainer, two processes", (), True),
+        ("Trainer, accumulating", (), False),
+        ("Trainer, two processes", ('fsdp="full_shard auto_wrap"', FSDP), False),
+        ("Trainer, two processes", ('fsdp="full_shard auto_wrap"', {**FSDP, "fsdp_version": 2}), False),
+        (
+            "Trainer, two processes",
+            (
+                'fsdp="full_shard auto_wrap"',
+                {**FSDP, "fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+            ),
+            True,
+        ),
+    ],
+)
+def test_the_trainer_however_it_is_spread(
+    joined: dict[str, Any], tmp_path: Path, name: str, arguments: tuple[Any, ...], launcher: bool
+) -> None:
+    texts = [each if isinstance(each, str) else f"fsdp_config={json.dumps(each)}" for each in arguments]
+    check_trainer(found_by(CASES[name], tmp_path, *texts, launcher=launcher), joined)
+
+
+@pytest.mark.slow
+def test_device_maps_change_nothing(tmp_path: Path) -> None:
+    found = found_by(CASES["device maps"], tmp_path)
+    losses = [loss for loss, *_ in found.values()]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-6)
+    assert len({str(words) for _, words, _ in found.values()}) == 1
+    assert "'disk'" in found["disk"][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["peft", "peft, two processes"])
+def test_adapters(tmp_path: Path, name: str) -> None:
+    found = found_by(CASES[name], tmp_path)
+    assert found["losses"][3] < found["losses"][0]
+    assert found["offloaded"] == pytest.approx([found["again"]] * 2, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_two_processes_is_that_of_the_joined_batch(tmp_path: Path) -> None:
+    whole = found_by(CASES["trl"], tmp_path / "whole", "4")
+    shared = found_by(CASES["trl, two processes"], tmp_path / "shared", "2", launcher=True)
+    assert numbers_of(shared) == pytest.approx(numbers_of(whole), abs=1e-4)
+    assert whole["preferred"][0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_pictures_are_the_same_wherever_the_parts_lie(tmp_path: Path) -> None:
+    ways = ("none", "parts", "layers", "model", "sequential")
+    found = found_by(CASES["diffusers"], tmp_path, *ways)
+    assert list(found["pictures"]) == list(ways)
+    assert list(found["pictures"].values()) == pytest.approx([found["pictures"]["none"]] * 5, rel=1e-5)
+    assert all(math.isfinite(loss) for loss in found["losses"])
+
+
+@pytest.mark.slow
+def test_embeddings_split_between_processes(tmp_path: Path) -> None:
+    one = found_by(CASES["sentence-transformers"], tmp_path / "one")
+    two = found_by(CASES["sentence-transformers, two processes"], tmp_path / "two")
+    assert one["shape"] == two["shape"] == [10, 384]
+    assert numbers_of(two) == pytest.approx(numbers_of(one), abs=1e-5)
