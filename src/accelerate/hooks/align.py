@@ -84,6 +84,11 @@ class AlignDevicesHook(ModelHook):
         )
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
+    @property
+    def is_spared(self) -> bool:
+        """Whether the hook of the module around has brought the tensors."""
+        return self.block is not None and self.block.is_in
+
     # Attaching
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -177,7 +182,7 @@ class AlignDevicesHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self.offload and not self.is_in and not (self.block is not None and self.block.is_in):
+        if self.offload and not self.is_in and not self.is_spared:
             self._bring()
         device = self._target()
         if device is None or all_there(args, kwargs, device):

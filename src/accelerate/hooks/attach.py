@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.hooks.align import AlignDevicesHook, Shared
-from accelerate.hooks.base import HOOK, add_hook_to_module
+from accelerate.hooks.base import HOOK, add_hook_to_module, add_spare_hook
 from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead, Prefetcher
 from accelerate.weights.blocks import find_blocks, has_forward
 from accelerate.weights.modules import named_module_tensors
@@ -152,9 +152,10 @@ class _Attaching:
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
     ) -> None:
-        """Give a block its hook, and the modules inside theirs, which do not run.
+        """Give a block its hook, and the modules inside theirs.
 
-        Clients look for the hooks of inner modules, and call them by hand.
+        Those run where a module inside is called from outside of the block's forward. Clients look for them,
+        and call them by hand.
         """
         prefix = f"{name}." if name else ""
         hook = self._make(self.weights_map, prefix, device, offload, with_inner)
@@ -169,7 +170,7 @@ class _Attaching:
                 known = own if self.weights_map is None else (self.weights_map, f"{prefix}{path}.")
                 member = self._make(*known, device, offload, with_inner=False)
                 member.join(hook, inner)
-                setattr(inner, HOOK, member)
+                add_spare_hook(inner, member)
 
     def _make(
         self,

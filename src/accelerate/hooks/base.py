@@ -131,6 +131,20 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     return module
 
 
+def add_spare_hook(module: nn.Module, hook: ModelHook) -> None:
+    """Let a hook run around the forward of a module only where the module around has not done its work.
+
+    Args:
+        module: the module, without a hook.
+        hook: says by `is_spared` whether it is not needed now; is attached already.
+    """
+    old = module.forward
+    setattr(module, HOOK, hook)
+    setattr(module, FORWARD, old)
+    around = functools.partial(_run_where_needed, module)
+    module.forward = functools.update_wrapper(around, old)
+
+
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Take the hook off a module, and give it its own forward back.
 
@@ -194,6 +208,12 @@ def not_traced(function: Function) -> Function:
         return untraced[0](*args, **kwargs)
 
     return cast("Function", call)
+
+
+def _run_where_needed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if getattr(module._hf_hook, "is_spared", False):
+        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return _run_around(module, *args, **kwargs)
 
 
 def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

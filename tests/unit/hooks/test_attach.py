@@ -51,9 +51,9 @@ class Net(nn.Module):
 
 
 def hooked(model: nn.Module) -> dict[str, bool]:
-    """Modules with a hook, and whether it runs."""
+    """Modules with a hook, and whether it brings tensors by itself."""
     return {
-        name: "_old_forward" in vars(module)
+        name: getattr(module._hf_hook, "block", None) is None
         for name, module in model.named_modules()
         if hasattr(module, "_hf_hook")
     }
@@ -111,6 +111,25 @@ def test_hooks_inside_a_block_are_called_by_hand() -> None:
     hook.post_forward(layer, torch.tensor([]))
     assert layer.weight.is_meta
     assert torch.equal(model(X), plain(X)), "the block reads what its inner hook has"
+
+
+def test_a_module_inside_a_block_is_called_without_it() -> None:
+    class Caller(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[0].b(super().forward(x)[:, :4])
+            return out
+
+    model = Caller()
+    plain = copy.deepcopy(model)
+    attach_align_device_hook(model, "cpu", offload=True)
+    for _ in range(2):
+        assert torch.equal(model(X), plain(X))
+        assert all(parameter.is_meta for parameter in model.parameters())
+    model.layers[0].b(torch.ones(1, 4)).sum().backward()
+    assert model.layers[0].b.weight.is_meta
+    remove_hook_from_submodules(model)
+    assert "forward" not in vars(model.layers[0].b)
+    assert torch.equal(model(X), plain(X))
 
 
 def test_a_hook_inside_a_running_block_does_not_take_weights_away() -> None:
