@@ -14,6 +14,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import AccelerateError, PreparationError
+from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin, has_compiled_regions
 
 Run = Callable[..., list[Any]]
@@ -532,3 +533,90 @@ def trigger_in_backward(version: int) -> list[float]:
 def test_gradients_are_exchanged_when_backward_is_told_to(run: Run, version: int) -> None:
     for ours, expected in run(trigger_in_backward, version):
         assert ours == pytest.approx(expected, rel=1e-4)
+
+
+def prepare_in_odd_orders(version: int) -> dict[str, list[bool]]:
+    """Which parameters a step moves when the optimizer came first, or after a forward without gradients."""
+    found = {}
+    for order in ("optimizer first", "evaluated before"):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+        model = plain()
+        x, y = next(batches())
+        if order == "optimizer first":
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+            model = accelerator.prepare(model)
+        else:
+            model = accelerator.prepare(model)
+            with torch.no_grad():
+                model(x)
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+        before = whole_weights(model, accelerator)
+        accelerator.backward(loss_of(model, x, y))
+        optimizer.step()
+        after = whole_weights(model, accelerator)
+        found[order] = [not torch.equal(before[name], after[name]) for name in before]
+    return found
+
+
+def whole_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    with accelerator.unsharded(model):
+        return {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_optimizers_that_come_before_the_model_or_after_an_evaluation(run: Run, version: int) -> None:
+    for found in run(prepare_in_odd_orders, version):
+        for order, moved in found.items():
+            assert moved, order
+            assert all(moved), order
+
+
+def keep_norms_exact(version: int) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model._keep_in_fp32_modules = ["1"]  # type: ignore[assignment]
+    seen: dict[str, Any] = {}
+    for name in ("0", "1"):
+        inner = model.get_submodule(name)
+        inner.register_forward_pre_hook(
+            lambda module, args, name=name: seen.update({name: (module.weight.dtype, args[0].dtype)})
+        )
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 8)).square().sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    return {"seen": seen, "loss": loss.item(), "names": sorted(state)}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_norms_that_compute_in_float32(run: Run, version: int) -> None:
+    for rank, found in enumerate(run(keep_norms_exact, version)):
+        assert found["seen"]["0"][0] == torch.bfloat16
+        assert found["seen"]["1"][0] == torch.float32
+        assert found["loss"] > 0
+        wanted = [f"{number}.{name}" for number in range(3) for name in ("bias", "weight")]
+        assert found["names"] == (wanted if rank == 0 else [])
+
+
+def ignore_what_is_not_there(version: int) -> list[str]:
+    said = []
+    for wrong in ("nothing", "*(", 3, [nn.Linear(2, 2)]):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, ignored_modules=wrong))
+        with pytest.raises(AccelerateError) as caught:
+            accelerator.prepare(plain())
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_modules_to_ignore_are_modules_of_the_model(run: Run, version: int) -> None:
+    for nothing, broken, number, foreign in run(ignore_what_is_not_there, version):
+        assert "ignored_modules='nothing'" in nothing
+        assert "no regular expression" in broken
+        assert "int" in number
+        assert "Linear" in foreign

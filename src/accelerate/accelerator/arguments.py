@@ -161,7 +161,7 @@ def _laid_over(
     """Return the argument if there is one, else what the environment holds; note a disagreement."""
     if argument is None:
         return found
-    if found is not None and found != argument:
+    if found not in (None, "no", argument):  # a launcher says "no" where nobody has asked for anything
         notes.append(
             f"{name}={argument!r} was passed to Accelerator and {variable}={found!r} is set: "
             "the argument is used."

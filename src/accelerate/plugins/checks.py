@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from numbers import Number
 from typing import TypeVar
 
 from accelerate.base.errors import wrong_value
@@ -57,8 +58,10 @@ def at_least(name: str, value: float, minimum: float) -> None:
         minimum: the smallest number that can be given.
 
     Raises:
-        ConfigurationError: the number is smaller.
+        ConfigurationError: the number is smaller, or none.
     """
+    if not isinstance(value, Number):
+        raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more")
     if value < minimum:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.base import environ
 from accelerate.base.errors import wrong_value
 from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins.checks import at_least
 from accelerate.plugins.fsdp_conversion import fields_of_fsdp2, notes_of
 from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
 from accelerate.settings.sections.fsdp import FsdpSection
@@ -273,6 +274,8 @@ class FullyShardedDataParallelPlugin:
         self.transformer_cls_names_to_wrap = layers
         if self.min_num_params is None and name == "size_based_auto_wrap_policy":
             self.min_num_params = found.get("min_num_params", 0)
+        if self.min_num_params is not None:
+            at_least("min_num_params", self.min_num_params, 0)
 
     def _read_version_one(self, found: Mapping[str, Any]) -> None:
         given, same = self.sharding_strategy, self.reshard_after_forward

@@ -102,6 +102,7 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.waiting: Sequence[Any] = ()
+        self.earlier: Sequence[Any] = ()
         self.moved = WeakIdKeyDictionary()
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
@@ -150,6 +151,7 @@ class Strategy:
         new_models = [model for model in bundle.models if not is_prepared(model)]
         new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
         self._catch_up(new_optimizers)
+        self.earlier = tuple(prepared.optimizers)
         for model in new_models:
             self.check_model(model)
         for optimizer in new_optimizers:
@@ -192,11 +194,11 @@ class Strategy:
         """
         self._initialize(bundle)
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        self.waiting = bundle.optimizers
+        self.waiting = [*self.earlier, *bundle.optimizers]
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
         finally:
-            self.waiting = ()
+            self.waiting = self.earlier = ()
         bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
         bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
         return bundle

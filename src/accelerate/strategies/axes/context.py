@@ -60,7 +60,7 @@ class ContextParallel:
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-        given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        given, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
         self._check(given, dims)
         if self.mesh.device_type == "cpu":
             from accelerate.strategies.axes.attention_on_cpu import teach_context_parallel
@@ -99,6 +99,13 @@ class ContextParallel:
                     f"each of the {self.mesh.size()} processes that share it",
                     f"Pad sequences to a multiple of {whole}",
                 )
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, (Tensor, int)):
+        kind = type(given).__name__
+        raise wrong_value(name, kind, "there may be several, so it takes a list", f"Write {name}=[...]")
+    return list(given or ())
 
 
 class _AnyAttention(TorchFunctionMode):

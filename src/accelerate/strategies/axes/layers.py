@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.strategies.axes.plans import plan_of
+from accelerate.weights.tied import find_tied_parameters, retie_parameters
 
 AXIS = "tp"
 
@@ -32,5 +33,7 @@ def split_layers(model: nn.Module, mesh: Any) -> nn.Module:
         or any(isinstance(p, DTensor) for p in model.parameters())
     ):
         return model
+    tied = find_tied_parameters(model)
     parallelize_module(model, mesh[AXIS], plan_of(model))
+    retie_parameters(model, tied)
     return model

@@ -14,6 +14,11 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
+WHOLE = "replicate"
+"""The style of modules that each rank has whole."""
+CUT_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
+"""Styles that cut the first dimension of a weight: modules of these may share one."""
+
 
 def _styles() -> dict[str, Callable[[], Any]]:
     from torch.distributed.tensor import Replicate
@@ -26,7 +31,11 @@ def _styles() -> dict[str, Callable[[], Any]]:
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "sequence_parallel": SequenceParallel,
+        # of heads [batch, sequence, heads, features], each rank having its heads
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
 
 
@@ -46,14 +55,25 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
-    if not isinstance(plan, Mapping) or not plan:
+    if plan and not isinstance(plan, Mapping):
+        raise PreparationError(
+            f"The tp_plan of {kind} is a {type(plan).__name__}: write patterns of module names with a style "
+            "for each, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
+        )
+    if not plan:
         raise PreparationError(
             f"{kind} does not say how its layers are shared between processes. Give it a plan before "
             "`prepare`, such as model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or "
             "set tp_size=1."
         )
     names = [name for name, _ in model.named_modules()]
-    matched = {name: style for pattern, style in plan.items() for name in names if _matches(name, pattern)}
+    matched = {
+        name: style
+        for pattern, style in plan.items()
+        if style != WHOLE
+        for name in names
+        if _matches(name, pattern)
+    }
     if not matched:
         raise PreparationError(
             f"The tp_plan of {kind} fits none of its modules: {listed(list(plan))}. Write patterns of their "
@@ -82,6 +102,11 @@ def _style(kind: str, name: str, style: Any) -> Any:
     return styles[style]()
 
 
+def _together(owners: list[str], matched: Mapping[str, Any]) -> bool:
+    """Whether all owners of a parameter are cut in the same way: along their rows."""
+    return all(matched.get(owner) in CUT_IN_ROWS for owner in owners)
+
+
 def _torn(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
     """Return the matched modules that share a parameter with a module that is not."""
     places: dict[int, list[str]] = {}
@@ -90,7 +115,5 @@ def _torn(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
             places.setdefault(id(parameter), []).append(name)
     tied = [owners for owners in places.values() if len(owners) > 1]
     return [
-        name
-        for name in matched
-        if any(name in owners and not all(each in matched for each in owners) for owners in tied)
+        name for name in matched if any(name in owners and not _together(owners, matched) for owners in tied)
     ]

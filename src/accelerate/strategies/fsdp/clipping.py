@@ -19,6 +19,21 @@ def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tens
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
+def settle(parameters: Iterable[torch.Tensor]) -> None:
+    """Let gradients be spread as their parameters are, in place; called on all ranks.
+
+    The backward pass leaves some whole on each rank, or as one summand on each.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return what lies on this rank of the gradients that there are; writing to it changes them."""
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -56,6 +71,7 @@ def measure(
     """
     if norm_type <= 0:
         raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
+    settle(parameters)
     # A rank without gradients must come to the same collectives as the others: parameters make the kinds.
     kinds: dict[tuple[str, ...], tuple[Groups, list[torch.Tensor]]] = {}
     for parameter in parameters:
@@ -101,5 +117,7 @@ def scale_down(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm:
 @torch.no_grad()
 def clip_values(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    for part in local_parts(listed(parameters)):
+    parameters = listed(parameters)
+    settle(parameters)
+    for part in local_parts(parameters):
         part.clamp_(-clip_value, clip_value)

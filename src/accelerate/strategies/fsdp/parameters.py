@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.base.errors import ConfigurationError, PreparationError
+from accelerate.base.errors import ConfigurationError, PreparationError, wrong_value
 from accelerate.base.text import listed
 
 Value = TypeVar("Value")
@@ -99,16 +99,61 @@ def get_parameters_from_modules(
         modules: the modules, or a regular expression that matches their whole names; None for none.
         model: the model they are in.
         device: where the parameters shall lie; None leaves them where they are.
+
+    Raises:
+        ConfigurationError: that is no regular expression.
     """
     if modules is None:
         return set()
     if isinstance(modules, str):
-        pattern = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        modules = _modules_by_name(modules, model)
     found: set[nn.Parameter] = set()
     for module in modules:
         found.update((module if device is None else module.to(device)).parameters())
     return found
+
+
+def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> None:
+    """Refuse modules to ignore that a model does not have.
+
+    Args:
+        modules: the modules, or a regular expression that matches their whole names; None for none.
+        model: the model that is sharded.
+
+    Raises:
+        ConfigurationError: a module is not in the model, or the expression matches none.
+    """
+    if isinstance(modules, str):
+        if not _modules_by_name(modules, model):
+            raise wrong_value(
+                "ignored_modules",
+                modules,
+                f"it matches the whole name of no module in {type(model).__name__}",
+                f"Names are such as {listed([name for name, _ in model.named_modules() if name][:3])}",
+            )
+        return
+    if modules is None:
+        return
+    known = set(model.modules())
+    given = list(modules) if isinstance(modules, Iterable) else [modules]
+    strange = [type(module).__name__ for module in given if module not in known]
+    if strange:
+        raise wrong_value(
+            "ignored_modules",
+            listed(strange),
+            f"not in {type(model).__name__}",
+            "Give modules of the model that is prepared, or a regular expression for their names",
+        )
+
+
+def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        raise wrong_value(
+            "ignored_modules", expression, f"no regular expression ({error})", "Mend it"
+        ) from error
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 class Trail:

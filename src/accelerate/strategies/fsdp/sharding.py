@@ -15,8 +15,12 @@ from accelerate.base.text import listed
 from accelerate.logging import get_logger
 from accelerate.plugins.fsdp_wrapping import bind_policy, find_units, read_policy
 from accelerate.strategies.fsdp.loading import Weights, fsdp2_load_full_state_dict
-from accelerate.strategies.fsdp.parameters import get_parameters_from_modules, named_parameters
-from accelerate.strategies.fsdp.units import choose_units, split_by_dtype
+from accelerate.strategies.fsdp.parameters import (
+    check_ignored,
+    get_parameters_from_modules,
+    named_parameters,
+)
+from accelerate.strategies.fsdp.units import choose_units, kept_in_float32, split_by_dtype
 
 # torch.distributed.fsdp takes a second to import, and names of this file are public: so inside functions.
 if TYPE_CHECKING:
@@ -60,20 +64,23 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision != "no":
         keep_master_weights(model)
+    check_ignored(plugin.ignored_modules, model)
     # The ignored are moved before anything goes to the meta device; the rest follows unit by unit.
     streams = plugin.cpu_ram_efficient_loading
     ignored = get_parameters_from_modules(
         plugin.ignored_modules, model, None if streams else accelerator.device
     )
     warn_about_ignored(model, ignored)
-    units = split_by_dtype(model, choose_units(plugin, model), ignored)
+    chosen = choose_units(plugin, model)
+    exact = kept_in_float32(model, chosen) if computes_low(plugin) else []
+    units = split_by_dtype(model, [*exact, *chosen], ignored)
     kept = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = Weights(model) if streams else None
     split_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
-    _shard(accelerator, model, units, {parameters[name] for name in kept})
+    _shard(accelerator, model, units, {parameters[name] for name in kept}, set(exact))
     if weights is not None:
         fsdp2_load_full_state_dict(
             accelerator, model, weights.state, isinstance(plugin.cpu_offload, CPUOffloadPolicy)
@@ -83,7 +90,11 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module
 
 
 def _shard(
-    accelerator: ShardingRun, model: nn.Module, units: Iterable[nn.Module], ignored: set[nn.Parameter]
+    accelerator: ShardingRun,
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    ignored: set[nn.Parameter],
+    exact: set[nn.Module],
 ) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -99,7 +110,7 @@ def _shard(
     for unit in units:
         fully_shard(
             outside.get(unit, unit),
-            mp_policy=policy,
+            mp_policy=in_float32(policy) if unit in exact else policy,
             reshard_after_forward=plugin.reshard_after_forward,
             **shared,
         )
@@ -108,6 +119,19 @@ def _shard(
     # Freeing the outermost unit after forward is of no use: backward begins with it. None lets torch see.
     reshard = None if plugin.reshard_after_forward else False
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, **shared)
+
+
+def computes_low(plugin: Any) -> bool:
+    """Whether sharded parameters compute in a lower precision than float32."""
+    policy = plugin.mixed_precision_policy
+    return policy is not None and policy.param_dtype not in (None, torch.float32)
+
+
+def in_float32(policy: Any) -> Any:
+    """Return the policy of a unit that computes in float32 among others that compute by another one."""
+    return dataclasses.replace(
+        policy, param_dtype=torch.float32, output_dtype=policy.param_dtype, cast_forward_inputs=True
+    )
 
 
 def sharding_mesh(accelerator: ShardingRun) -> DeviceMesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,37 @@ def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
             "takes the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
         )
     return [unit for unit in found if id(unit) not in torn]
+
+
+def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a model that compute in float32 whatever the number format of the run.
+
+    Args:
+        model: names them, or parts of their names, in `_keep_in_fp32_modules` or
+            `_keep_in_fp32_modules_strict`, as transformers' models do.
+        units: the modules that are units already.
+
+    Raises:
+        PreparationError: one holds a unit, or shares a parameter with the rest of the model.
+    """
+    wanted = {
+        name
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for name in getattr(model, attribute, None) or ()
+    }
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if wanted & set(name.split(".")) and not inside and next(module.parameters(), None) is not None:
+            found[name] = module
+    tied, borders = _tied_places(model), set(units)
+    torn = [name for name, each in found.items() if _tears(each, tied) or borders & set(each.modules())]
+    if torn:
+        raise PreparationError(
+            f"{type(model).__name__} keeps {listed(torn)} in float32, which hold units or share parameters "
+            "with the rest of the model. Name single layers, such as norms."
+        )
+    return list(found.values())
 
 
 def holdings(

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
 from accelerate.checkpointing.sharded import ShardOwner
+from accelerate.nested import recursively_apply
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
 from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards
@@ -34,9 +36,19 @@ from accelerate.strategies.fsdp.flat_states import (
     whole_states,
 )
 from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
-from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
-from accelerate.strategies.fsdp.sharding import keep_master_weights, recompute, warn_about_ignored
-from accelerate.strategies.fsdp.units import choose_units, holdings
+from accelerate.strategies.fsdp.parameters import (
+    check_ignored,
+    clean_name,
+    get_parameters_from_modules,
+    named_parameters,
+)
+from accelerate.strategies.fsdp.sharding import (
+    computes_low,
+    keep_master_weights,
+    recompute,
+    warn_about_ignored,
+)
+from accelerate.strategies.fsdp.units import choose_units, holdings, kept_in_float32
 from accelerate.strategies.request import Context
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -70,17 +82,22 @@ class FullySharded(Sharded):
         plugin = self.plugin
         if self.context.mixed_precision != "no":
             keep_master_weights(model)
+        check_ignored(plugin.ignored_modules, model)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, None)
         warn_about_ignored(model, ignored)
-        units = choose_units(plugin, model)
+        chosen = choose_units(plugin, model)
+        exact = kept_in_float32(model, chosen) if computes_low(plugin) else []
+        for module in exact:
+            module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
+        units = [*exact, *chosen]
         for held in holdings(model, units, ignored):
             self._check_unit(model, [(h.name, h.parameter) for h in held])
-        sharded = self.follow(model, partial(self._shard, model, units), joined_parameters)
+        sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for parameter, group in sharded_parameters(sharded):
             self._groups[parameter] = (group,)
         self._roots.add(sharded)  # type: ignore[arg-type]
         if plugin.activation_checkpointing:
-            recompute(sharded, units)
+            recompute(sharded, chosen)
         return sharded
 
     def _check_unit(self, model: nn.Module, held: list[tuple[str, nn.Parameter]]) -> None:
@@ -102,9 +119,11 @@ class FullySharded(Sharded):
                 "Set use_orig_params=True, or fsdp_version=2",
             )
 
-    def _shard(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+    def _shard(self, model: nn.Module, units: list[nn.Module], exact: list[nn.Module]) -> nn.Module:
         plugin, device = self.plugin, self.context.device
-        chosen = {id(unit) for unit in units}
+        chosen: dict[int, Any] = dict.fromkeys(map(id, units), True)
+        for module in exact:
+            chosen[id(module)] = {"mixed_precision": _in_float32(plugin.mixed_precision_policy)}
         arguments = {name: getattr(plugin, name) for name in PASSED_ON}
         if device.type == "cpu" and arguments.pop("sync_module_states"):
             send_from_main(model, device)  # torch itself sends between accelerators only
@@ -114,7 +133,7 @@ class FullySharded(Sharded):
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         return FSDP(
             model,
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in chosen) if units else None,
+            auto_wrap_policy=CustomPolicy(lambda module: chosen.get(id(module), False)) if units else None,
             mixed_precision=plugin.mixed_precision_policy,
             cpu_offload=None if device.type == "cpu" else plugin.cpu_offload,
             ignored_states=list(ignored) or None,
@@ -278,6 +297,17 @@ def _names_of(optimizer: Any, root: FSDP) -> Names:
     return [
         [name for p in group["params"] for name in names[id(p)][shown]] for group in optimizer.param_groups
     ]
+
+
+def _in_float32(policy: Any) -> Any:
+    """Return the policy of a unit that computes in float32 among others that compute by another one."""
+    exact = {"param_dtype": torch.float32, "buffer_dtype": torch.float32, "cast_forward_inputs": True}
+    return dataclasses.replace(policy, **exact)
+
+
+def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Give what computed in float32 back in the number format of what follows."""
+    return recursively_apply(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, output)
 
 
 def _to_empty(module: nn.Module, device: torch.device) -> None:

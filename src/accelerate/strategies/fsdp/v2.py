@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from accelerate.strategies.base import Prepared
+from accelerate.strategies.bundle import Bundle, is_prepared
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model
 from accelerate.strategies.fsdp.tensors import DistributedTensors
@@ -31,6 +33,22 @@ class FullyShard(DistributedTensors):
     def split(self, model: nn.Module) -> nn.Module:
         """Return the very model, with distributed tensors as parameters."""
         return self.follow(model, lambda: self.shard(model), named_parameters)
+
+    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+        """Let optimizers that were built on gathered parameters step the shards; then check as all do."""
+        if any(not is_prepared(optimizer) for optimizer in bundle.optimizers):
+            for model in prepared.models:
+                self._free(model)
+        super().check(bundle, prepared)
+
+    def _free(self, model: nn.Module) -> None:
+        """Free units that a forward has left gathered, and note which parameters stood for which."""
+        gathered = named_parameters(model)
+        for unit in units_of(model):
+            unit.reshard()
+        for name, parameter in named_parameters(model).items():
+            if gathered[name] is not parameter:
+                self.moved[gathered[name]] = parameter
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
