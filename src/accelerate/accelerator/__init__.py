@@ -77,6 +77,7 @@ from accelerate.plugins.handlers import DistributedDataParallelKwargs as Distrib
 from accelerate.plugins.handlers import GradScalerKwargs as GradScalerKwargs
 from accelerate.plugins.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accelerate.plugins.handlers import KwargsHandler as KwargsHandler
+from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
 from accelerate.plugins.parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
@@ -88,6 +89,8 @@ from accelerate.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.precision.torchao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accelerate.precision.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.precision.transformer_engine import convert_model as convert_model
 from accelerate.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.state.partial import wait_for_everyone as wait_for_everyone
@@ -99,6 +102,10 @@ from accelerate.strategies.deepspeed.optimizers import (
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.strategies.fsdp.checkpoint import load_fsdp_model as load_fsdp_model
+from accelerate.strategies.fsdp.checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.strategies.fsdp.checkpoint import save_fsdp_model as save_fsdp_model
+from accelerate.strategies.fsdp.checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.strategies.fsdp.loading import ensure_weights_retied as ensure_weights_retied
 from accelerate.strategies.fsdp.parameters import fsdp2_canonicalize_names as fsdp2_canonicalize_names
 from accelerate.strategies.fsdp.parameters import (
@@ -112,6 +119,8 @@ from accelerate.tracking.registry import filter_trackers as filter_trackers
 from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from accelerate.weights.files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accelerate.weights.files import save as save
+from accelerate.weights.modules import get_model_tp_size as get_model_tp_size
+from accelerate.weights.modules import model_has_dtensor as model_has_dtensor
 
 __all__ = [
     "Accelerator",

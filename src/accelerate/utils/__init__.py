@@ -359,3 +359,15 @@ from accelerate.weights.tied import (
     find_tied_parameters as find_tied_parameters,
     retie_parameters as retie_parameters,
 )
+from accelerate.strategies.megatron.reductions import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accelerate.strategies.megatron.steps.base import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategies.megatron.steps.bert import BertTrainStep as BertTrainStep
+from accelerate.strategies.megatron.steps.gpt import GPTTrainStep as GPTTrainStep
+from accelerate.strategies.megatron.steps.t5 import T5TrainStep as T5TrainStep
+from accelerate.weights.gathered import GatheredParameters as GatheredParameters
+from accelerate.weights.modules import get_model_tp_size as get_model_tp_size
+from accelerate.weights.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accelerate.weights.modules import model_has_dtensor as model_has_dtensor
+from accelerate.weights.tied import check_tied_parameters_in_config as check_tied_parameters_in_config

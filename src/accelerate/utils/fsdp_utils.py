@@ -32,3 +32,14 @@ from accelerate.strategies.fsdp.sharding import (
     fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
     fsdp2_prepare_model as fsdp2_prepare_model,
 )
+from accelerate.base.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accelerate.base.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accelerate.base.constants import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accelerate.base.constants import WEIGHTS_NAME as WEIGHTS_NAME
+from accelerate.base.versions import is_torch_version as is_torch_version
+from accelerate.compilation import is_compiled_module as is_compiled_module
+from accelerate.logging import get_logger as get_logger
+from accelerate.unwrapping import is_peft_model as is_peft_model
+from accelerate.weights.files import save as save
+from accelerate.weights.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accelerate.weights.modules import get_non_persistent_buffers as get_non_persistent_buffers

@@ -82,3 +82,4 @@ from accelerate.weights.tied import (
     find_tied_parameters as find_tied_parameters,
     retie_parameters as retie_parameters,
 )
+from accelerate.weights.tied import check_tied_parameters_in_config as check_tied_parameters_in_config

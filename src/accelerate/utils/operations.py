@@ -55,3 +55,4 @@ from accelerate.ops.verify import (
 )
 from accelerate.state.accelerator_state import AcceleratorState as AcceleratorState
 from accelerate.state.partial import PartialState as PartialState
+from accelerate.weights.gathered import GatheredParameters as GatheredParameters

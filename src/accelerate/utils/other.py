@@ -46,3 +46,7 @@ from accelerate.weights.files import (
     save as save,
 )
 from accelerate.weights.placement import id_tensor_storage as id_tensor_storage
+from accelerate.precision.transformer_engine import convert_model as convert_model
+from accelerate.weights.modules import get_model_tp_size as get_model_tp_size
+from accelerate.weights.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accelerate.weights.modules import model_has_dtensor as model_has_dtensor

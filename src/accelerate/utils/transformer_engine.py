@@ -10,3 +10,4 @@ from accelerate.precision.transformer_engine import (
     convert_model as convert_model,
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
+from accelerate.weights.gathered import GatheredParameters as GatheredParameters

@@ -57,6 +57,46 @@ def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
     return [name for name in module_sizes if name not in inner]
 
 
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[nn.Module] | list[tuple[str, nn.Module]]:
+    """Return the modules of a model, each after those inside it; the model itself is the last.
+
+    Args:
+        model: any module.
+        return_fqns: whether they come with their dotted names; that of the model is "".
+    """
+    named = list(_bottom_up("", model))
+    return named if return_fqns else [module for _, module in named]
+
+
+def _bottom_up(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(f"{name}.{child_name}" if name else child_name, child)
+    yield name, module
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Return whether a parameter of a model is a distributed tensor of torch.
+
+    Args:
+        model: any module.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return how many processes share each layer, as a model says in `tp_size`; None: it does not.
+
+    Args:
+        model: any module; models of transformers have it.
+    """
+    size: int | None = getattr(model, "tp_size", None)
+    return size
+
+
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of a module by name; one with several names is there several times.
 

@@ -28,6 +28,24 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return whether the configuration of a model says that it has tied parameters.
+
+    Args:
+        model: one of transformers says so by `tie_word_embeddings`, where it has output embeddings, or by
+            `tie_encoder_decoder`; others say nothing.
+    """
+    config = getattr(model, "config", None)
+    embeddings = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    if config is None or not all(map(callable, embeddings)):
+        return False
+    ties_words = getattr(config, "tie_word_embeddings", False) and embeddings[1]() is not None  # type: ignore[misc]
+    ties_halves = getattr(config, "is_encoder_decoder", False) and getattr(
+        config, "tie_encoder_decoder", False
+    )
+    return bool(ties_words or ties_halves)
+
+
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
     """Let each group of names stand for one parameter again: the first of them that has a value.
 

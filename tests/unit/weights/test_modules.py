@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from accelerate.utils.modeling import get_non_persistent_buffers, named_module_tensors
+from accelerate.utils.other import get_model_tp_size, get_module_children_bottom_up, model_has_dtensor
 from accelerate.weights.modules import all_tensors
 
 
@@ -46,3 +47,18 @@ def test_a_shared_tensor_is_there_under_each_name() -> None:
     found = all_tensors(Outer())
     assert sorted(found) == ["inner.hidden", "inner.shown", "inner.weight", "own", "twin.weight"]
     assert found["inner.weight"] is found["twin.weight"]
+
+
+def test_modules_come_after_those_inside() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
+    names = ["0", "1.0", "1.1", "1", ""]
+    assert [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)] == names  # type: ignore[misc]
+    assert get_module_children_bottom_up(model) == [model.get_submodule(name) for name in names]
+
+
+def test_what_a_model_says_about_its_layers() -> None:
+    model = nn.Linear(1, 1)
+    assert get_model_tp_size(model) is None
+    model.tp_size = 3
+    assert get_model_tp_size(model) == 3
+    assert not model_has_dtensor(model)

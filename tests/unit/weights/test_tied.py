@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from accelerate.utils.modeling import (
+    check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
@@ -53,3 +55,16 @@ def test_a_map_that_parts_them_is_named(caplog: pytest.LogCaptureFixture) -> Non
         assert not caplog.messages
         check_tied_parameters_on_same_device(group, {"": "cpu", "b": "disk"})
     assert "{'a.weight': 'cpu', 'b.weight': 'disk'}" in caplog.text
+
+
+def test_a_configuration_says_that_words_are_tied() -> None:
+    model = nn.Module()
+    assert not check_tied_parameters_in_config(model)
+    model.config = SimpleNamespace(tie_word_embeddings=True)
+    assert not check_tied_parameters_in_config(model)
+    model.get_input_embeddings = model.get_output_embeddings = lambda: nn.Linear(1, 1)
+    assert check_tied_parameters_in_config(model)
+    model.get_output_embeddings = lambda: None
+    assert not check_tied_parameters_in_config(model)
+    model.config = SimpleNamespace(is_encoder_decoder=True, tie_encoder_decoder=True)
+    assert check_tied_parameters_in_config(model)
