@@ -24,6 +24,7 @@ from accelerate.base.enums import LoggerType as LoggerType
 from accelerate.base.enums import PrecisionType as PrecisionType
 from accelerate.base.enums import RNGType as RNGType
 from accelerate.base.environ import parse_choice_from_env as parse_choice_from_env
+from accelerate.base.lazy import attach
 from accelerate.base.packages import (
     is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
 )
@@ -102,10 +103,6 @@ from accelerate.strategies.deepspeed.optimizers import (
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.strategies.fsdp.checkpoint import load_fsdp_model as load_fsdp_model
-from accelerate.strategies.fsdp.checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
-from accelerate.strategies.fsdp.checkpoint import save_fsdp_model as save_fsdp_model
-from accelerate.strategies.fsdp.checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.strategies.fsdp.loading import ensure_weights_retied as ensure_weights_retied
 from accelerate.strategies.fsdp.parameters import fsdp2_canonicalize_names as fsdp2_canonicalize_names
 from accelerate.strategies.fsdp.parameters import (
@@ -131,3 +128,7 @@ __all__ = [
     "prepare_data_loader",
     "skip_first_batches",
 ]
+
+# What these need of torch takes half a second to import.
+_LATER = ("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer")
+__getattr__ = attach(__name__, dict.fromkeys(_LATER, "accelerate.strategies.fsdp.checkpoint"))[0]

@@ -11,23 +11,21 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from accelerate.base.errors import AccelerateError, CheckpointError
 from accelerate.base.text import describe, listed
 from accelerate.checkpointing.spread import Shape
+
+if TYPE_CHECKING:  # torch's part of it takes most of a second to import
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
 
 NAME = ".metadata"
 
@@ -91,6 +89,9 @@ def write(folder: Path, reports: Iterable[bytes]) -> None:
     Raises:
         CheckpointError: a tensor is not there as a whole, or twice.
     """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
     stored: dict[str, Any] = {}
     places: dict[str, Place] = {}
     files: dict[MetadataIndex, Any] = {}
@@ -108,6 +109,14 @@ def write(folder: Path, reports: Iterable[bytes]) -> None:
 
 def _index(key: str, entry: Entry, stored: dict[str, Any]) -> MetadataIndex:
     """Note an entry; the index by which torch finds its bytes."""
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     if entry.shape is None:
         stored[key] = BytesStorageMetadata()
         return MetadataIndex(key)
@@ -123,7 +132,7 @@ def _check_whole(stored: Mapping[str, Any]) -> None:
     wrong = [
         key
         for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if hasattr(entry, "chunks")
         and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
     ]
     if wrong:
@@ -153,8 +162,8 @@ class Catalogue:
 
     def shape(self, place: Place) -> Shape | None:
         """Return the shape of a tensor; None for another value."""
-        entry = self.entry(place)
-        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        size: Shape | None = getattr(self.entry(place), "size", None)
+        return None if size is None else tuple(size)
 
     def needed(self, keys: Iterable[str]) -> dict[str, int]:
         """Return the files in which some keys lie, each with the bytes that it must have at least."""

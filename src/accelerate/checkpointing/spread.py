@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from accelerate.ops.dtensors import is_dtensor
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from torch.distributed.tensor import DTensor
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -83,7 +87,7 @@ def spread(value: Any, turn: int, rank: int) -> Spread | Value:
     """
     if isinstance(value, (Spread, Value)):
         return value
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return _of_distributed(value, turn)
     if isinstance(value, Tensor):
         return whole(value.detach(), rank == 0)
@@ -122,10 +126,12 @@ def rejoin(found: Spread, like: Any) -> Tensor:
         found: boxes of the same places as those of `like`.
         like: a distributed tensor, or anything else where the boxes are one whole tensor.
     """
-    if not isinstance(like, DTensor) or tuple(like.shape) != found.shape:
+    if not is_dtensor(like) or tuple(like.shape) != found.shape:
         return found.slabs[0].tensor
     local = local_part(like)
     own = found.slabs[0].tensor if found.slabs else torch.empty(local.shape, dtype=found.dtype)
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         own.to(local.device),
         like.device_mesh,
