@@ -7,7 +7,6 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.packages import is_pippy_available as is_pippy_available
 from accelerate.base.text import convert_bytes as convert_bytes
-from accelerate.big_modeling.budget import Memory, fill, get_max_memory, smallest_share
+from accelerate.big_modeling.budget import Memory, ends_of, fill, get_max_memory, smallest_share, total
 from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
 from accelerate.big_modeling.units import Unit, find_units
 from accelerate.nested import (
@@ -68,7 +67,7 @@ def generate_device_map(
         )
     limits = _limits(units, num_processes, max_memory)
     share = smallest_share(units, limits)
-    edges = fill([0, *accumulate(unit.size for unit in units)], [min(limit, share) for limit in limits])
+    edges = fill(ends_of(units), [min(limit, share) for limit in limits])
     if edges[-1] < len(units):
         raise wrong_value(
             "max_memory", max_memory, f"{units[edges[-1]].names[0]} has no place", "raise the limits"
@@ -82,7 +81,7 @@ def generate_device_map(
 
 def _limits(units: Sequence[Unit], count: int, max_memory: Memory | None) -> list[int]:
     if max_memory is None:
-        return [math.ceil(sum(unit.size for unit in units))] * count
+        return [total(units)] * count
     memory = get_max_memory(max_memory)
     return [memory.get(rank, 0) for rank in range(count)]
 

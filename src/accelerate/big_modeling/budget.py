@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,6 +22,8 @@ Memory = Mapping[Place, float | str]
 
 LAST = ("mps", "cpu", "disk")
 """Places without a number, in the order in which they are filled after those that have one."""
+ELSEWHERE = ("cpu", "disk")
+"""Places that keep weights for the accelerators and do not work with them."""
 ROOM = 0.1
 """Part of the free memory that is left to activations where the user gives no numbers."""
 
@@ -60,8 +64,9 @@ def get_balanced_memory(
 ) -> dict[Place, int]:
     """Return limits under which a model that fits the accelerators is spread evenly over them.
 
-    The largest share is as small as modules that stay whole and in their order allow. The last accelerator
-    keeps all of its memory.
+    Modules that stay whole keep their order. The largest share is as small as that allows, then the largest
+    on the devices behind it, and so on. The last accelerator keeps all of its memory; where the model does
+    not fit, all keep theirs, as nothing can be spared.
 
     Args:
         model: the module; it may lie on the meta device.
@@ -72,17 +77,78 @@ def get_balanced_memory(
         low_zero: whether accelerator 0 takes as little as possible, as it is used for other things.
     """
     memory = plan_memory(max_memory)
-    numbered = [place for place, bytes_ in memory.items() if place not in LAST and bytes_ > 0]
+    workers = [place for place in memory if place not in ELSEWHERE]
+    limits = [memory[place] for place in workers]
     units = find_units(model, no_split_module_classes, dtype, special_dtypes)
-    limits = [memory[place] for place in numbered]
-    if len(numbered) < 2 or not fits(units, limits):
+    if not fits(units, limits):
         return memory
-    if low_zero:
-        first = next(k for k in range(len(units) + 1) if fits(units[k:], limits[1:]))
-        memory[numbered[0]] = int(sum(unit.size for unit in units[:first]))
-        numbered, limits, units = numbered[1:], limits[1:], units[first:]
-    share = smallest_share(units, limits)
-    return {**memory, **{place: min(memory[place], share) for place in numbered[:-1]}}
+    kept = least_for_first(units, limits) if low_zero else 0
+    shares = [total(units[:kept])] if low_zero else []
+    shares += even_shares(units[kept:], limits[len(shares) :])
+    return {**memory, **dict(zip(workers[:-1], shares, strict=False))}
+
+
+def even_shares(units: Sequence[Unit], limits: Sequence[int]) -> list[int]:
+    """Return the bytes of units that each device gets, in their order, so that the largest share is least.
+
+    A device takes what the smallest share lets it take; those behind it divide the rest in the same way.
+
+    Args:
+        units: in their order; they fit.
+        limits: bytes of each device.
+    """
+    shares = []
+    for index, limit in enumerate(limits):
+        share = min(limit, smallest_share(units, limits[index:]))
+        (taken,) = fill(ends_of(units), [share])
+        shares.append(total(units[:taken]))
+        units = units[taken:]
+    return shares
+
+
+def least_for_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Return how many units the first device must take for the rest to fit the others.
+
+    Args:
+        units: in their order; they fit.
+        limits: bytes of each device.
+    """
+    return bisect_left(range(len(units)), True, key=lambda count: fits(units[count:], limits[1:]))
+
+
+def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Return the smallest limit that lets units fit, where devices have limits of their own, too.
+
+    Args:
+        units: in their order.
+        limits: bytes of each device.
+
+    Returns:
+        Bytes; more than all units take when they do not fit under any limit.
+    """
+
+    def is_enough(share: int) -> bool:
+        return fits(units, [min(limit, share) for limit in limits])
+
+    return bisect_left(range(total(units) + 1), True, key=is_enough)
+
+
+def total(units: Sequence[Unit]) -> int:
+    """Return the bytes of units, rounded up: packed formats take parts of one.
+
+    Args:
+        units: of a model.
+    """
+    return math.ceil(sum(unit.size for unit in units))
+
+
+def ends_of(units: Sequence[Unit]) -> list[float]:
+    """Return the bytes before each unit, and those of all at the end.
+
+    Args:
+        units: in their order.
+    """
+    return [0, *accumulate(unit.size for unit in units)]
 
 
 def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
@@ -92,7 +158,7 @@ def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
         units: in their order.
         limits: bytes of each device.
     """
-    return fill([0, *accumulate(unit.size for unit in units)], limits)[-1:] == [len(units)] or not units
+    return fill(ends_of(units), limits)[-1:] == [len(units)] or not units
 
 
 def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list[int]:
@@ -105,30 +171,11 @@ def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list
         limits: bytes of each device.
         first: the unit with which the first device begins.
     """
-    from bisect import bisect_right
-
     found = []
     for limit in limits:
         first = max(first, bisect_right(ends, ends[first] + limit) - 1)
         found.append(first)
     return found
-
-
-def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return the smallest limit that lets units fit, where devices have limits of their own, too.
-
-    Args:
-        units: in their order.
-        limits: bytes of each device.
-    """
-    low, high = 0, max(limits)
-    while low < high:
-        middle = (low + high) // 2
-        if fits(units, [min(limit, middle) for limit in limits]):
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _free_memory() -> dict[Place, int]:

@@ -6,14 +6,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import convert_bytes, listed
-from accelerate.big_modeling.budget import LAST, Memory, Place, fill, plan_memory
+from accelerate.big_modeling.budget import LAST, Memory, Place, ends_of, fill, plan_memory
 from accelerate.big_modeling.explain import explain_device_map
 from accelerate.big_modeling.fallback import place_in_gaps
 from accelerate.big_modeling.units import Unit, find_units
@@ -150,7 +149,7 @@ class _Plan:
 
     def fill_one(self, limits: Mapping[Place, float]) -> list[Place | None]:
         """Fill devices that keep units and do not work with them."""
-        return self._spread(limits, fill(self._ends(), list(limits.values())))
+        return self._spread(limits, fill(ends_of(self.units), list(limits.values())))
 
     def reserve(self, count: int) -> float:
         """Return the bytes that must stay free when only the first units lie on the devices that work."""
@@ -165,10 +164,7 @@ class _Plan:
         first = next((index for index, limit in enumerate(sizes) if limit >= needed), len(sizes))
         if first == len(sizes):
             return [0] * first
-        return [0] * first + fill(self._ends(), [sizes[first] - room, *sizes[first + 1 :]])
-
-    def _ends(self) -> list[float]:
-        return [0, *accumulate(unit.size for unit in self.units)]
+        return [0] * first + fill(ends_of(self.units), [sizes[first] - room, *sizes[first + 1 :]])
 
     def _spread(self, limits: Mapping[Place, float], edges: Sequence[int]) -> list[Place | None]:
         """Return the place of each unit, from the unit behind which each device is full."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base.enums import CustomDtype
+from accelerate.base.errors import wrong_value
+from accelerate.base.text import listed
 from accelerate.weights.placement import read_dtype
 
 Dtype = str | torch.dtype | CustomDtype
@@ -149,12 +151,23 @@ def get_module_size_with_ties(
         modules_to_treat: where the others are looked for.
 
     Returns:
-        Bytes of all together, and names and modules of the others.
+        Bytes of all together, and names and modules of the others, each once.
+
+    Raises:
+        ConfigurationError: a parameter is in none of the modules.
     """
-    found = {
-        name: module
-        for tied in tied_params
-        for name, module in modules_to_treat
-        if f"{tied}.".startswith(f"{name}.")
-    }
-    return module_size + sum(module_sizes.get(name, 0) for name in found), list(found), list(found.values())
+    owners = {name: _owner_of(name, modules_to_treat) for name in tied_params}
+    joined = dict(owners.values())
+    return module_size + sum(module_sizes[name] for name in joined), list(joined), list(joined.values())
+
+
+def _owner_of(tensor: str, modules: Sequence[NamedModule]) -> NamedModule:
+    for name, module in modules:
+        if tensor == name or tensor.startswith(f"{name}."):
+            return name, module
+    raise wrong_value(
+        "tied_params",
+        tensor,
+        f"it is in none of {listed([name for name, _ in modules])}",
+        "pass the module that has it in modules_to_treat",
+    )

@@ -1,14 +1,29 @@
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, pairwise
+from operator import le
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from accelerate.base.enums import CustomDtype
 from accelerate.base.errors import ConfigurationError
 from accelerate.big_modeling import budget
-from accelerate.big_modeling.budget import get_balanced_memory, get_max_memory, plan_memory
+from accelerate.big_modeling.budget import (
+    even_shares,
+    fits,
+    get_balanced_memory,
+    get_max_memory,
+    least_for_first,
+    plan_memory,
+    smallest_share,
+    total,
+)
+from accelerate.big_modeling.units import Unit
 from accelerate.devices import catalogue
 
 LAYER = 20 * 20 * 4
@@ -54,7 +69,7 @@ def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shares_are_as_even_as_layers_allow() -> None:
     found = get_balanced_memory(chain(7), {0: 10**6, 1: 10**6, 2: 10**6, "cpu": 5})
-    assert found == {0: 3 * LAYER, 1: 3 * LAYER, 2: 10**6, "cpu": 5}
+    assert found == {0: 3 * LAYER, 1: 2 * LAYER, 2: 10**6, "cpu": 5}
     assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6})[0] == 3 * LAYER
     assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6}, dtype=torch.float16)[0] == 3 * LAYER // 2
     whole = get_balanced_memory(nn.Sequential(chain(2), chain(1)), {0: 10**6, 1: 10**6}, ["Sequential"])
@@ -64,6 +79,39 @@ def test_shares_are_as_even_as_layers_allow() -> None:
 def test_a_small_device_leaves_more_to_the_others() -> None:
     found = get_balanced_memory(chain(7), {0: LAYER, 1: 10**6, 2: 10**6})
     assert found == {0: LAYER, 1: 3 * LAYER, 2: 10**6}
+    found = get_balanced_memory(chain(9), dict.fromkeys(range(4), 10**6))
+    assert list(found.values())[:3] == [3 * LAYER, 2 * LAYER, 2 * LAYER]
+
+
+def test_packed_formats_are_counted_in_whole_bytes() -> None:
+    odd = nn.Sequential(*(nn.Linear(3, 1, bias=False) for _ in range(2)))
+    packed = dict.fromkeys(("0.weight", "1.weight"), CustomDtype.INT4)
+    assert get_balanced_memory(odd, {0: 10, 1: 10}, special_dtypes=packed) == {0: 2, 1: 10}
+
+
+@pytest.mark.parametrize(("count", "room"), [(0, 10), (1, 10**6)])
+def test_devices_that_nothing_is_left_for(count: int, room: int) -> None:
+    found = get_balanced_memory(chain(count), {0: room, 1: room, "disk": 7}, low_zero=True)
+    assert found == {0: 0, 1: room, "disk": 7}
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    limits=st.lists(st.integers(10, 120), min_size=1, max_size=4),
+)
+def test_no_other_way_has_a_smaller_largest_share(sizes: list[int], limits: list[int]) -> None:
+    units = [Unit((str(index),), size, 0, size) for index, size in enumerate(sizes)]
+    cuts = combinations_with_replacement(range(len(sizes) + 1), len(limits) - 1)
+    ways = [[sum(sizes[start:end]) for start, end in pairwise([0, *cut, len(sizes)])] for cut in cuts]
+    possible = [way for way in ways if all(map(le, way, limits))]
+    assert fits(units, limits) == bool(possible)
+    if possible:
+        shares = even_shares(units, limits)
+        assert shares in possible
+        assert max(shares) == min(map(max, possible)) == smallest_share(units, limits)
+        least = min(sum(sizes[:count]) for count in range(len(sizes) + 1) if fits(units[count:], limits[1:]))
+        assert total(units[: least_for_first(units, limits)]) == least
 
 
 def test_little_for_the_first() -> None:

@@ -129,3 +129,9 @@ def test_a_module_with_those_that_share_its_parameters() -> None:
     found = get_module_size_with_ties(["head.weight"], sizes["embed"], sizes, children)
     assert found == (160 + 40, ["head"], [net.head])
     assert get_module_size_with_ties([], 7, sizes, children) == (7, [], [])
+    both = get_module_size_with_ties(["head.weight", "head.bias"], 160, sizes, children)
+    assert both == (160 + 40, ["head"], [net.head])
+    alone = get_module_size_with_ties(["scale"], 7, sizes, [("scale", net.scale)])
+    assert alone == (7 + sizes["scale"], ["scale"], [net.scale])
+    with pytest.raises(ConfigurationError, match=r"tied_params='heads\.weight': it is in none of embed"):
+        get_module_size_with_ties(["heads.weight"], 160, sizes, children)
