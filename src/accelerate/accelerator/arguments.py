@@ -332,7 +332,8 @@ def _deepspeed(
             "deepspeed_plugin",
             ", ".join(type(plugin).__name__ for plugin in plugins) or "{}",
             "it is neither a DeepSpeedPlugin nor a dictionary of them",
-            "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}",
+            "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}; what DeepSpeed itself is "
+            "configured by is DeepSpeedPlugin(hf_ds_config=...)",
         )
     return given
 

@@ -10,6 +10,7 @@ from accelerate.base.duration import read_seconds
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.catalogue import CPU
 from accelerate.launch.backends.base import Launcher, launcher_named
+from accelerate.launch.engines import check_engine
 from accelerate.launch.environment import device_ids, environment
 from accelerate.launch.layout import CHOSEN as CHOSEN
 from accelerate.launch.layout import (
@@ -54,6 +55,7 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
     if starter is not None and launcher_named(starter).counts_elsewhere:
         return _plan_elsewhere(starter, settings, machine, target), settings
     machine = _hardware(settings, machine)
+    check_engine(settings, machine)
     settings, shares = choose_shares(settings)
     settings, notes = choose_processes(settings, machine)
     check_layout(settings, machine, shares)

@@ -12,8 +12,10 @@ from accelerate.base import environ
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.plugins import deepspeed_choices as choices
-from accelerate.plugins.deepspeed_config import AUTO, Filled, Filling, HfDeepSpeedConfig, refuse_all
+from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
 from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
+from accelerate.settings import deepspeed_checks as checks
+from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, refuse_all
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,11 +95,11 @@ class DeepSpeedPlugin:
         source = self.hf_ds_config
         if source is None:
             source = found.get("deepspeed_config_file")
-        given = {name: getattr(self, name) for name in choices.KEYS if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         problems = (
             self._take_fields(given, found) if source is None else self._take_config(source, given, found)
         )
-        problems += choices.problems_of(self)
+        problems += checks.problems_of_fields(self)
         refuse_all(problems, "Correct them; 'auto' in the configuration takes over what is told elsewhere")
         self.zero_stage = int(self.zero_stage)
         self.hf_ds_config.set_stage_and_offload()
@@ -107,7 +109,7 @@ class DeepSpeedPlugin:
 
     def _take_fields(self, given: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         """Make a configuration of the fields."""
-        for name, usual in choices.USUAL.items():
+        for name, usual in USUAL.items():
             setattr(self, name, given.get(name, found.get(name, usual)))
         self.hf_ds_config = HfDeepSpeedConfig(choices.config_of(self))
         return []
@@ -117,16 +119,16 @@ class DeepSpeedPlugin:
         kept = isinstance(source, HfDeepSpeedConfig)
         self.hf_ds_config = source if kept else HfDeepSpeedConfig(source)
         config = self.hf_ds_config.config
-        if not isinstance(config.get("zero_optimization"), dict):
-            mend = "Add {'stage': 0}, or another stage"
-            raise wrong_value("zero_optimization", config.get("zero_optimization"), "it is missing", mend)
+        checks.straighten(config)
+        refuse_all(checks.problems_of_config(config), "Correct the configuration")
+        choices.tell_typos(config)
         filling = choices.filling_of(given, found)
         choices.add_missing(config, filling.values)
         filling.fill(config)
         choices.tell_overruled(filling.overruled)
         config.setdefault("gradient_accumulation_steps", AUTO)
-        for name, key in choices.KEYS.items():
-            usual = choices.USUAL[name] if name != "zero_stage" else 0
+        for name, key in KEYS.items():
+            usual = USUAL[name] if name != "zero_stage" else 0
             setattr(self, name, self.hf_ds_config.get_value(key, usual))
         return filling.mismatches
 

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base.environ import FALSE_WORDS, TRUE_WORDS
 from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.plugins.deepspeed_config import AUTO, STAGE, Filling
+from accelerate.plugins.deepspeed_config import Filling
 from accelerate.plugins.fsdp_wrapping import get_module_class_from_name
-from accelerate.settings.sections.deepspeed import DEVICES, DeepSpeedSection
+from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, likely_typos
+from accelerate.settings.sections.deepspeed import DeepSpeedSection
 from accelerate.settings.sections.precision import Fp8Section
 from accelerate.settings.variables import read
 
 if TYPE_CHECKING:
     from torch import nn
-
-KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": STAGE,
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-"""Fields that DeepSpeed's configuration has too -> their dotted names in it."""
-
-USUAL: dict[str, Any] = {
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-    "zero_stage": 2,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": "none",
-    "offload_param_nvme_path": "none",
-    "zero3_save_16bit_model": False,
-}
-"""Their values where nobody gives one."""
 
 _OTHER_OPTIONS = {
     "deepspeed_config_file": "deepspeed_config_file",
@@ -50,21 +27,8 @@ _VARIABLES = {row.name: row.variables[0] for row in DeepSpeedSection.options() i
 FIELDS_OF_FILE = "ACCELERATE_CONFIG_DS_FIELDS"
 """The variable that names the fields which the user's configuration file sets beside DeepSpeed's own."""
 
-STAGES = (0, 1, 2, 3)
 FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """Number formats -> the section of DeepSpeed's configuration that trains in them."""
-
-
-class Fields(Protocol):
-    """The fields that are checked together."""
-
-    zero_stage: Any
-    offload_optimizer_device: Any
-    offload_param_device: Any
-    offload_optimizer_nvme_path: Any
-    offload_param_nvme_path: Any
-    gradient_accumulation_steps: Any
-    gradient_clipping: Any
 
 
 def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -137,47 +101,6 @@ def tell_overruled(lines: Sequence[str]) -> None:
         warnings.warn(f"DeepSpeed's configuration counts: {'; '.join(lines)}.", stacklevel=5)
 
 
-def problems_of(fields: Fields) -> list[str]:
-    """Return one line for each value that cannot be, or does not go with another."""
-    problems = []
-    stage = fields.zero_stage
-    if str(stage) not in map(str, STAGES):
-        problems.append(f"zero_stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
-    for name in ("optimizer", "param"):
-        problems += _problems_of_place(fields, name)
-    if str(stage) in "012" and str(fields.offload_param_device).lower() in DEVICES[1:]:
-        problems.append(
-            f"offload_param_device={fields.offload_param_device!r}: parameters are kept elsewhere with ZeRO "
-            f"stage 3 only, and zero_stage is {stage}"
-        )
-    problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
-    problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
-    return problems
-
-
-def _problems_of_place(fields: Fields, name: str) -> list[str]:
-    device = getattr(fields, f"offload_{name}_device")
-    path = getattr(fields, f"offload_{name}_nvme_path")
-    if device is None or str(device).lower() in (*DEVICES[:2], AUTO):
-        return []
-    if str(device).lower() not in DEVICES:
-        return [f"offload_{name}_device={device!r}: it is none of {', '.join(DEVICES)}"]
-    if path in (None, "none", ""):
-        return [f"offload_{name}_device='nvme' needs offload_{name}_nvme_path, a folder on that disk"]
-    return []
-
-
-def _problem_of_number(name: str, value: Any, least: int) -> list[str]:
-    if value in (AUTO, None):
-        return []
-    try:
-        if not isinstance(value, bool) and float(value) >= least:
-            return []
-    except (TypeError, ValueError):
-        pass
-    return [f"{name}={value!r}: it is no number of at least {least}"]
-
-
 def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Add to a configuration what is not in it and is not as usual.
 
@@ -193,6 +116,13 @@ def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
         for node in nodes:
             place = place.setdefault(node, {})
         place.setdefault(last, values[key])
+
+
+def tell_typos(config: Mapping[str, Any]) -> None:
+    """Warn of keys that look like others, misspelt: DeepSpeed passes over those that it does not know."""
+    if found := likely_typos(config):
+        told = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in found.items())
+        warnings.warn(f"DeepSpeed's configuration has {told}.", stacklevel=5)
 
 
 def read_init_flag(asked: Any, stage: Any) -> bool:

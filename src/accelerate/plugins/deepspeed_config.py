@@ -5,20 +5,15 @@ Source: https://www.deepspeed.ai/docs/config-json/
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import wrong_value
+from accelerate.settings.deepspeed_checks import AUTO, STAGE, read_config, refuse_all
 
-AUTO = "auto"
 OFFLOADING = ("cpu", "nvme")
-STAGE = "zero_optimization.stage"
 OFFLOAD_DEVICES = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param.device",
@@ -122,6 +117,7 @@ class Filling:
         values: Dotted name -> value; `None` lets DeepSpeed choose.
         sources: Dotted name -> where the value comes from, as the user knows it.
         usual: Values for "auto" where `values` has none; nothing is compared with them.
+        hints: Dotted name, or the beginning of one -> who would say a value that is missing.
         yielding: Names of values that a configuration which says something else wins over.
         missing: Names that are "auto" and have no value.
         mismatches: One line for each value that is another one.
@@ -131,6 +127,7 @@ class Filling:
     values: Mapping[str, Any]
     sources: Mapping[str, str] = field(default_factory=dict)
     usual: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
     yielding: Collection[str] = ()
     missing: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -180,6 +177,9 @@ class Filling:
         source = self.sources.get(name, "an argument")
         return f"{name} is {found!r} in the DeepSpeed configuration, and {self.values[name]!r} by {source}"
 
+    def _hint(self, name: str) -> str:
+        return next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
+
     def settle(self) -> None:
         """Raise if anything is missing or does not fit.
 
@@ -188,7 +188,7 @@ class Filling:
         """
         lines = [
             *self.mismatches,
-            *(f"{name} is 'auto', and nothing says its value" for name in self.missing),
+            *(f"{name} is 'auto', and nothing says its value{self._hint(name)}" for name in self.missing),
         ]
         refuse_all(lines, "Correct the configuration; where a value is told elsewhere, 'auto' takes it over")
 
@@ -223,55 +223,6 @@ class Filled:
             if key in place and place[key] == value:
                 place[key] = AUTO
         self._values = {}
-
-
-def refuse_all(problems: list[str], mend: str) -> None:
-    """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
-
-    Args:
-        problems: One line each, without full stops.
-        mend: What to do, without a full stop.
-
-    Raises:
-        ConfigurationError: There are problems.
-    """
-    if problems:
-        lines = "".join(f"\n- {line}" for line in problems)
-        raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{mend}.")
-
-
-def read_config(source: Any) -> dict[str, Any]:
-    """Return a configuration from a dictionary, a JSON file, or JSON in base64.
-
-    Raises:
-        ConfigurationError: It is neither, or not JSON.
-    """
-    if isinstance(source, dict):
-        return deepcopy(source)
-    text = _text_of(source)
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise wrong_value("hf_ds_config", source, f"it is not JSON ({error})", "Correct the file") from error
-    if not isinstance(config, dict):
-        raise wrong_value(
-            "hf_ds_config", source, "it is JSON, but no object", "Write {...} with DeepSpeed's settings"
-        )
-    return config
-
-
-def _text_of(source: Any) -> str:
-    mend = "Give the path of a JSON file, a dictionary, or JSON in base64"
-    if not hasattr(source, "__fspath__") and not isinstance(source, str):
-        raise wrong_value("hf_ds_config", source, f"it is a {type(source).__name__}", mend)
-    if len(str(source)) < 4096 and Path(source).is_file():
-        return Path(source).read_text(encoding="utf-8")
-    try:
-        return base64.urlsafe_b64decode(str(source)).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        raise wrong_value(
-            "hf_ds_config", str(source), "there is no such file, and it is not base64", mend
-        ) from None
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

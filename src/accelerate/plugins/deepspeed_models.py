@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.base import packages
-from accelerate.plugins.deepspeed_config import AUTO, without_auto
+from accelerate.plugins.deepspeed_config import without_auto
+from accelerate.settings.deepspeed_checks import AUTO
 
 
 def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,10 +179,12 @@ class AcceleratorState(SharedState, ProcessControl):
         """
         plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
         if name not in plugins:
-            known = ", ".join(plugins) or "none"
-            raise wrong_value(
-                "name", name, f"the DeepSpeed plugins with a name are: {known}", "choose one of them"
+            known = ", ".join(map(str, plugins))
+            reason = f"the DeepSpeed plugins are {known}" if known else "no DeepSpeed plugin has a name"
+            mend = (
+                "Choose one of them" if known else "Pass Accelerator(deepspeed_plugins={name: plugin, ...})"
             )
+            raise wrong_value("name", name, reason, mend)
         return plugins[name]
 
     @staticmethod

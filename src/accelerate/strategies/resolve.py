@@ -29,7 +29,7 @@ def resolve(request: RunRequest, topology: Topology, hardware: str = "cpu") -> t
 
         return MegatronLM
     if request.deepspeed is not None:
-        _check_with_engine(request)
+        _check_with_engine(request, hardware)
         from accelerate.strategies.deepspeed.strategy import DeepSpeed
 
         return DeepSpeed
@@ -53,8 +53,13 @@ def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
     return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 
 
-def _check_with_engine(request: RunRequest) -> None:
+def _check_with_engine(request: RunRequest, hardware: str) -> None:
     """Refuse what DeepSpeed's engine does not go together with."""
+    if hardware == "xla":
+        raise ConfigurationError(
+            "deepspeed_plugin on XLA devices, for which DeepSpeed has no engine. Pass fsdp_plugin, which "
+            "shards parameters there, or none of them; Accelerator(cpu=True) trains by DeepSpeed on the CPU."
+        )
     if request.fsdp is not None:
         raise ConfigurationError(
             "deepspeed_plugin and fsdp_plugin both share parameters between processes. Pass one of them; "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from accelerate.plugins import deepspeed_choices as choices
@@ -37,14 +35,7 @@ def test_names_are_split(names, found):
     assert choices.split_names(names) == found
 
 
-def test_values_that_are_auto_are_no_problem():
-    fields = SimpleNamespace(
-        zero_stage="3",
-        offload_optimizer_device="auto",
-        offload_param_device=None,
-        offload_optimizer_nvme_path=None,
-        offload_param_nvme_path=None,
-        gradient_accumulation_steps="auto",
-        gradient_clipping="1.0",
-    )
-    assert choices.problems_of(fields) == []
+def test_keys_that_look_misspelt_are_told():
+    with pytest.warns(UserWarning, match="'gradient_cliping', which may mean 'gradient_clipping'"):
+        choices.tell_typos({"gradient_cliping": 1.0, "zero_optimization": {}})
+    choices.tell_typos({"steps_per_print": 1, "zero_allow_untested_optimizer": True, "amp": {}})

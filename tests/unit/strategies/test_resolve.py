@@ -92,3 +92,8 @@ def test_xla_devices_have_ways_of_their_own(asked: RunRequest, size: int, expect
 def test_xla_devices_have_one_axis() -> None:
     with pytest.raises(ConfigurationError, match="parallelism_config=.*fsdp_version=2"):
         resolve(request(2, {"dp_shard_size": 2}), Topology(), "xla")
+
+
+def test_deepspeed_has_no_engine_for_xla() -> None:
+    with pytest.raises(ConfigurationError, match="deepspeed_plugin on XLA devices"):
+        resolve(with_engine(), Topology(), "xla")

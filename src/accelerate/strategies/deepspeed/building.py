@@ -6,21 +6,25 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.base import environ, packages
+from accelerate.base.errors import PreparationError
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.settings.deepspeed_checks import AUTO, problems_of_counts, refuse_all, straighten
 from accelerate.state import process_group
 from accelerate.state.topology import Topology
+from accelerate.strategies.deepspeed.abilities import check_abilities, computes_in_fp8
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
-from accelerate.strategies.deepspeed.values import Given, filling_of
+from accelerate.strategies.deepspeed.values import MICRO, TOTAL, Given, filling_of
 from accelerate.strategies.request import Context
 
 logger = get_logger(__name__)
@@ -47,6 +51,9 @@ def begin(context: Context) -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+    given: Any = context.request.deepspeed
+    plugins = given.values() if isinstance(given, dict) else [given]
+    check_abilities([plugin.deepspeed_config for plugin in plugins], context.device)
 
 
 def _place_of(topology: Topology) -> dict[str, str]:
@@ -76,6 +83,10 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     """
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
+    straighten(config)
+    refuse_all(problems_of_counts(config), "Correct the configuration")
+    if TOTAL not in config:
+        config.setdefault(MICRO, AUTO)
     if given.optimizer is None:
         config = without_training(config)
     filling = filling_of(given, config)
@@ -135,10 +146,19 @@ def build_engine(
         arguments.update(optimizer=optimizer)
     if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
-    engine, built, _, steps_rate = deepspeed.initialize(**arguments)
+    try:
+        engine, built, _, steps_rate = _initializer(config)(**arguments)
+    except (deepspeed.DeepSpeedConfigError, AssertionError, ValueError) as error:
+        raise PreparationError(f"DeepSpeed builds no engine from its configuration: {error}") from error
     if config.get("bf16", {}).get("enabled") is True:
         engine.module.register_forward_pre_hook(_in_bfloat16, with_kwargs=True, prepend=True)
     return engine, built, steps_rate
+
+
+def _initializer(config: dict[str, Any]) -> Any:
+    """Return what builds an engine: DeepSpeed's function, or MS-AMP's in its place."""
+    package = "msamp.deepspeed" if computes_in_fp8(config) else "deepspeed"
+    return import_module(package).initialize
 
 
 def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:

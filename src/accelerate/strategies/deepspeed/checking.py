@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.optimizer import steps_in_backward
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 
@@ -35,6 +36,8 @@ def problems_of(
         )
     for optimizer in optimizers:
         problems += _problems_of_optimizer(optimizer, config)
+    if len(models) == len(optimizers) == 1:
+        problems += _problems_of_parameters(models[0], optimizers[0], config)
     for scheduler in schedulers:
         problems += _problems_of_scheduler(scheduler, optimizers, config)
     return problems
@@ -43,6 +46,11 @@ def problems_of(
 def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[str]:
     name = type(optimizer).__name__
     configured = (config.get("optimizer") or {}).get("type")
+    if steps_in_backward(optimizer):
+        return [
+            f"{name} updates parameters in the backward pass, and an engine keeps gradients until its step. "
+            "Take an optimizer that steps, or train without DeepSpeed: FSDP shards parameters too"
+        ]
     if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
         return [
             f"{name} stands for the optimizer of DeepSpeed's configuration, which has none. Add an "
@@ -52,6 +60,32 @@ def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[st
         return [
             f"{name}, and DeepSpeed's configuration has the optimizer {configured}. Take one of them away: "
             "DummyOptim(parameters) stands for that of the configuration"
+        ]
+    return []
+
+
+def _problems_of_parameters(model: Any, optimizer: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return reasons why an engine of a model cannot step what an optimizer steps."""
+    if not any(each.requires_grad for each in model.parameters()):
+        return [
+            f"{type(model).__name__} has no parameter that is trained (requires_grad). Prepare it without an "
+            "optimizer"
+        ]
+    groups = [] if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    name, own = type(optimizer).__name__, {id(each) for each in model.parameters()}
+    foreign = sum(id(each) not in own for group in groups for each in group["params"])
+    if foreign:
+        return [
+            f"{name} has {foreign} tensors that are no parameters of {type(model).__name__}, whose "
+            "gradients alone an engine averages. Build it from model.parameters() of that model"
+        ]
+    stage = (config.get("zero_optimization") or {}).get("stage")
+    frozen = [n for n, group in enumerate(groups) if not any(each.requires_grad for each in group["params"])]
+    if frozen and stage in (1, 2):
+        numbers = ", ".join(map(str, frozen))
+        return [
+            f"{name} has groups without a parameter that is trained ({numbers}), which ZeRO stage {stage} "
+            "cannot share. Leave them out of the optimizer"
         ]
     return []
 

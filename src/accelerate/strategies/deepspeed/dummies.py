@@ -26,6 +26,13 @@ class DummyOptim:
         self.weight_decay = weight_decay
         self.kwargs = kwargs
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where this is taken for an optimizer, by torch's schedulers for example."""
+        raise AttributeError(
+            f"DummyOptim has no {name}: DeepSpeed builds the optimizer in `prepare`. For a scheduler of "
+            "torch pass DummyScheduler(optimizer, lr_scheduler_callable=...) to it, which builds one then."
+        )
+
 
 class DummyScheduler:
     """Stands for the scheduler of DeepSpeed's configuration in `prepare`.

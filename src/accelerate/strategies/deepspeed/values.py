@@ -7,12 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.plugins.deepspeed_config import AUTO, Filling
+from accelerate.plugins.deepspeed_config import Filling
+from accelerate.settings.deepspeed_checks import AUTO
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 TOTAL = "train_batch_size"
+HINTS = {
+    MICRO: "give the loader to prepare, with a batch_size, or write a number into "
+    "accelerator.deepspeed_plugin.deepspeed_config",
+    TOTAL: f"it follows from {MICRO}",
+    "optimizer.params.": "DummyOptim(parameters, name=...) tells it",
+    "scheduler.params.": "DummyScheduler(optimizer, name=...) tells it",
+}
+"""Names, or how they begin -> who says such a value where it is "auto"."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
         sources[MICRO] = "the loader (its batch on one process)"
     usual.update(_of_optimizer(given.optimizer))
     usual.update(_of_scheduler(given.scheduler, given.optimizer, given.pace))
-    return Filling(values, sources, usual=usual)
+    return Filling(values, sources, usual=usual, hints=HINTS)
 
 
 def _micro_batch(given: Given, config: Mapping[str, Any]) -> int | None:
@@ -76,7 +85,9 @@ def _micro_batch(given: Given, config: Mapping[str, Any]) -> int | None:
         return _chosen(sizes, given.smallest)
     whole: int | None = _number(config.get(TOTAL), None)
     share: int = _number(config.get(STEPS), given.accumulation) * given.replicas
-    return None if whole is None or whole % share else whole // share
+    if whole is not None and whole % share == 0:
+        return whole // share
+    return 1 if given.optimizer is None else None  # a model that is only run has no batches to count
 
 
 def _chosen(sizes: Sequence[int], smallest: bool) -> int:

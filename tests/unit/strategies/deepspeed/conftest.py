@@ -63,6 +63,7 @@ class Package(ModuleType):
     """`deepspeed` with one entry point."""
 
     DeepSpeedEngine = Engine
+    DeepSpeedConfigError = type("DeepSpeedConfigError", (Exception,), {})
 
     def __init__(self) -> None:
         super().__init__("deepspeed")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from accelerate import DeepSpeedPlugin
 from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError, PreparationError
 from accelerate.state.topology import Topology
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.values import Given
@@ -60,6 +61,39 @@ def test_a_configuration_is_completed_again_from_other_objects():
     assert plugin.deepspeed_config["train_batch_size"] == 16
     building.complete(plugin, Given(None, optimizer, batch_sizes=[4], replicas=2))
     assert plugin.deepspeed_config["train_batch_size"] == 8
+
+
+def test_a_configuration_that_says_nothing_of_batches_takes_those_of_the_loader():
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
+    config = building.complete(plugin, Given(None, object(), batch_sizes=[8]))
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = "4"  # by hand, later
+    assert (
+        building.complete(plugin, Given(None, object(), batch_sizes=[4]))["train_micro_batch_size_per_gpu"]
+        == 4
+    )
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = "many"
+    with pytest.raises(ConfigurationError, match="train_micro_batch_size_per_gpu is 'many'"):
+        building.complete(plugin, Given(None, object(), batch_sizes=[4]))
+
+
+def test_what_deepspeed_refuses_is_an_error_of_the_preparation(package, monkeypatch):
+    def refuse(**arguments):
+        raise AssertionError("Foo is not a supported DeepSpeed Optimizer")
+
+    monkeypatch.setattr(package, "initialize", refuse)
+    with pytest.raises(PreparationError, match="Foo is not a supported"):
+        building.build_engine(torch.nn.Linear(1, 1), None, None, {})
+
+
+def test_ms_amp_builds_the_engine_where_it_is_asked_for(package, monkeypatch):
+    inner = ModuleType("msamp.deepspeed")
+    inner.initialize = lambda **arguments: ("engine", "optimizer", None, "rate")
+    monkeypatch.setitem(sys.modules, "msamp", ModuleType("msamp"))
+    monkeypatch.setitem(sys.modules, "msamp.deepspeed", inner)
+    config = {"msamp": {"enabled": True, "opt_level": "O1"}}
+    built = building.build_engine(torch.nn.Linear(1, 1), None, None, config)
+    assert built == ("engine", "optimizer", "rate")
 
 
 def test_a_model_that_is_not_trained_leaves_the_configuration_open():
@@ -116,8 +150,17 @@ def test_deepspeed_takes_the_group_of_the_run(kind, variable, monkeypatch, packa
     monkeypatch.setattr(building.torch.distributed, "get_backend", lambda: "gloo")
     assigned: dict[str, str] = {}
     monkeypatch.setattr(building.environ, "assign", assigned.update)
+    seen = []
+    monkeypatch.setattr(building, "check_abilities", lambda configs, device: seen.append(configs))
+    first, second = DeepSpeedPlugin(), DeepSpeedPlugin()
+    request = SimpleNamespace(deepspeed={"a": first, "b": second})
     with patch_environment(RANK="7"):
-        building.begin(SimpleNamespace(device=SimpleNamespace(type=kind), topology=Topology(), backend=None))
+        building.begin(
+            SimpleNamespace(
+                device=SimpleNamespace(type=kind), topology=Topology(), backend=None, request=request
+            )
+        )
+    assert seen == [[first.deepspeed_config, second.deepspeed_config]]
     assert opened == [{"dist_backend": "gloo"}]
     assert variable in assigned
     assert "RANK" not in assigned

@@ -12,6 +12,18 @@ MODEL = torch.nn.Linear(1, 1)
 OWN = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 RATE = torch.optim.lr_scheduler.ConstantLR(OWN)
 STAND_IN = DummyOptim([])
+OTHER, FROZEN = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).requires_grad_(False)
+PARTLY = torch.nn.Sequential(torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1))
+GROUPS = torch.optim.SGD([{"params": each.parameters()} for each in PARTLY], lr=0.1)
+
+
+class Lomo(torch.optim.SGD):
+    """Updates parameters while gradients appear."""
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        """Never called."""
+
+
 OPTIMIZER, SCHEDULER = {"optimizer": {"type": "AdamW"}}, {"scheduler": {"type": "WarmupLR"}}
 
 TABLE = [
@@ -27,6 +39,12 @@ TABLE = [
     ([MODEL], [OWN], [RATE], SCHEDULER, ["has the scheduler WarmupLR"]),
     ([MODEL], [], [DummyScheduler(OWN)], SCHEDULER, ["without its optimizer"]),
     ([MODEL], [OWN], [DummyScheduler(OWN)], {}, ["pass lr_scheduler_callable"]),
+    ([OTHER], [OWN], [], {}, ["SGD has 2 tensors that are no parameters of Linear"]),
+    ([FROZEN], [torch.optim.SGD(FROZEN.parameters())], [], {}, ["no parameter that is trained"]),
+    ([FROZEN], [STAND_IN], [], OPTIMIZER, ["no parameter that is trained"]),
+    ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 2}}, ["(0), which ZeRO stage 2 cannot share"]),
+    ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 3}}, []),
+    ([MODEL], [Lomo(MODEL.parameters())], [], {}, ["Lomo updates parameters in the backward pass"]),
 ]
 
 

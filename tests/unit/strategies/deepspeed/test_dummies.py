@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
@@ -21,3 +24,10 @@ def test_they_keep_what_they_are_given():
 def test_they_count_as_what_they_stand_for():
     assert kind_of(DummyOptim([])) is Kind.OPTIMIZER
     assert kind_of(DummyScheduler(None)) is Kind.SCHEDULER
+
+
+def test_torchs_schedulers_are_told_what_takes_their_place():
+    stand_in = DummyOptim([])
+    assert not hasattr(stand_in, "param_groups")
+    with pytest.raises(AttributeError, match="lr_scheduler_callable"):
+        torch.optim.lr_scheduler.LambdaLR(stand_in, lambda step: 1.0)

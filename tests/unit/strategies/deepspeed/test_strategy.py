@@ -136,7 +136,7 @@ def test_stand_ins_become_what_the_engine_has(start, parts, package):
     accelerator, given = start(plugin), parts()
     stand_in = DummyOptim(given.model.parameters(), lr=0.5)
     schedule = DummyScheduler(stand_in, warmup_num_steps=10)
-    model, optimizer, scheduler = accelerator.prepare(given.model, stand_in, schedule)
+    model, optimizer, scheduler, _ = accelerator.prepare(given.model, stand_in, schedule, given.loader)
     assert "optimizer" not in package.asked[0]
     assert package.asked[0]["config"]["optimizer"]["params"] == {"lr": 0.5, "weight_decay": 0}
     assert package.asked[0]["config"]["scheduler"]["params"] == {"warmup_num_steps": 10}
@@ -154,7 +154,7 @@ def test_a_scheduler_may_be_built_for_the_engines_optimizer(start, parts):
     schedule = DummyScheduler(
         stand_in, lr_scheduler_callable=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner)
     )
-    _, _, scheduler = accelerator.prepare(given.model, stand_in, schedule)
+    _, _, scheduler, _ = accelerator.prepare(given.model, stand_in, schedule, given.loader)
     assert isinstance(scheduler.scheduler, torch.optim.lr_scheduler.ConstantLR)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accelerate.base.errors import ConfigurationError
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accelerate.strategies.deepspeed.values import Given, batch_sizes_of, filling_of
 
@@ -42,7 +43,9 @@ def test_a_batch_of_all_processes_gives_the_one_of_each():
         {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto"}, accumulation=2, replicas=4
     )
     assert config["train_micro_batch_size_per_gpu"] == 4
-    _, filling = filled({"train_batch_size": 33, "train_micro_batch_size_per_gpu": "auto"}, replicas=4)
+    _, filling = filled(
+        {"train_batch_size": 33, "train_micro_batch_size_per_gpu": "auto"}, replicas=4, optimizer=object()
+    )
     assert filling.missing == ["train_micro_batch_size_per_gpu"]
 
 
@@ -54,8 +57,17 @@ def test_a_size_that_one_of_the_loaders_has_fits():
 
 
 def test_a_batch_that_nobody_knows_is_missing():
-    _, filling = filled({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})
+    written = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+    _, filling = filled(written, optimizer=object())
     assert filling.missing == ["train_micro_batch_size_per_gpu", "train_batch_size"]
+    with pytest.raises(ConfigurationError, match="give the loader to prepare, with a batch_size"):
+        filling.settle()
+
+
+def test_a_model_that_is_only_run_has_no_batches_to_count():
+    config, filling = filled({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})
+    assert config == {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1}
+    assert filling.missing == []
 
 
 def test_optimizers_say_their_rates_and_leave_the_rest_to_deepspeed():

@@ -1,0 +1,281 @@
+"""DeepSpeed's settings, its own JSON among them, before anything runs: read, brought to one form, checked.
+
+Launcher and workers do this alike, so that the launcher refuses what its workers would.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.settings.sections.deepspeed import DEVICES
+
+AUTO = "auto"
+STAGE = "zero_optimization.stage"
+STAGES = (0, 1, 2, 3)
+
+KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": STAGE,
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Fields that DeepSpeed's configuration has too -> their dotted names in it."""
+
+USUAL: dict[str, Any] = {
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": "none",
+    "offload_param_nvme_path": "none",
+    "zero3_save_16bit_model": False,
+}
+"""Their values where nobody gives one."""
+
+COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Values of the configuration that are whole numbers of at least 1."""
+
+SHAPES = {
+    "optimizer": '{"type": ..., "params": {...}}',
+    "optimizer.params": "{...}",
+    "scheduler": '{"type": ..., "params": {...}}',
+    "scheduler.params": "{...}",
+    "fp16": '{"enabled": true}',
+    "bf16": '{"enabled": true}',
+    "zero_optimization": '{"stage": 2}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
+}
+"""Parts of the configuration that are objects themselves -> what is written there."""
+
+_NUMBERS: dict[str, Callable[[str], int | float]] = {
+    **dict.fromkeys((*COUNTS, STAGE), int),
+    "gradient_clipping": float,
+}
+_READ_HERE = (*COUNTS, "gradient_clipping", *(name for name in SHAPES if "." not in name))
+_WHAT_IT_IS = "Give the path of a JSON file, a dictionary, or JSON in base64"
+
+
+class Fields(Protocol):
+    """The fields that are checked together."""
+
+    zero_stage: Any
+    offload_optimizer_device: Any
+    offload_param_device: Any
+    offload_optimizer_nvme_path: Any
+    offload_param_nvme_path: Any
+    gradient_accumulation_steps: Any
+    gradient_clipping: Any
+
+
+def refuse_all(problems: list[str], mend: str) -> None:
+    """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
+
+    Args:
+        problems: One line each, without full stops.
+        mend: What to do, without a full stop.
+
+    Raises:
+        ConfigurationError: There are problems.
+    """
+    if problems:
+        lines = "".join(f"\n- {line}" for line in problems)
+        raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{mend}.")
+
+
+# Read
+
+
+def read_text(path: str) -> str | None:
+    """Return the text of a file; None where there is none."""
+    found = len(path) < 4096 and Path(path).is_file()
+    return Path(path).read_text(encoding="utf-8") if found else None
+
+
+def read_config(
+    source: Any, name: str = "hf_ds_config", text_of: Callable[[str], str | None] = read_text
+) -> dict[str, Any]:
+    """Return a configuration from a dictionary, a JSON file, or JSON in base64.
+
+    Args:
+        source: one of them.
+        name: what the user gave it by.
+        text_of: reads a file.
+
+    Raises:
+        ConfigurationError: It is neither, or not JSON.
+    """
+    if isinstance(source, dict):
+        return deepcopy(source)
+    if not hasattr(source, "__fspath__") and not isinstance(source, str):
+        raise wrong_value(name, source, f"it is a {type(source).__name__}", _WHAT_IT_IS)
+    text = text_of(str(source))
+    try:
+        config = json.loads(_decoded(str(source), name) if text is None else text)
+    except ValueError as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise wrong_value(name, str(source), f"it is not JSON ({error})", "Correct the file") from error
+    if not isinstance(config, dict):
+        raise wrong_value(
+            name, str(source), "it is JSON, but no object", "Write {...} with DeepSpeed's settings"
+        )
+    return config
+
+
+def _decoded(source: str, name: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(source).decode("utf-8")
+    except (binascii.Error, ValueError):
+        reason = "there is no such file, and it is not base64"
+        raise wrong_value(name, source, reason, _WHAT_IT_IS) from None
+
+
+# One form
+
+
+def straighten(config: dict[str, Any]) -> None:
+    """Bring a configuration to one form: numbers are no text, and null is as good as nothing.
+
+    Args:
+        config: changed in place; what cannot be is left to `problems_of_config`.
+    """
+    for name in SHAPES:
+        place, key = _place_of(config, name)
+        if place is not None and key in place and place[key] is None:
+            del place[key]
+    for name, form in _NUMBERS.items():
+        place, key = _place_of(config, name)
+        if place is not None and key in place:
+            place[key] = AUTO if place[key] is None else _as_number(place[key], form)
+
+
+def _place_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any] | None, str]:
+    *nodes, key = name.split(".")
+    place: Any = config
+    for node in nodes:
+        place = place.get(node) if isinstance(place, dict) else None
+    return (place if isinstance(place, dict) else None), key
+
+
+def _as_number(value: Any, form: Callable[[str], int | float]) -> Any:
+    if isinstance(value, float) and value.is_integer() and form is int:
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return form(value)
+    except ValueError:
+        return value
+
+
+def look_up(config: dict[str, Any], name: str, otherwise: Any = None) -> Any:
+    """Return a value of a configuration by its dotted name.
+
+    Args:
+        config: a whole configuration.
+        name: of the value.
+        otherwise: returned where there is none.
+    """
+    place, key = _place_of(config, name)
+    return otherwise if place is None else place.get(key, otherwise)
+
+
+# Check
+
+
+def problems_of_config(config: dict[str, Any]) -> list[str]:
+    """Return one line for each part of a configuration that has not the form it needs.
+
+    Args:
+        config: straightened.
+    """
+    problems = []
+    if "zero_optimization" not in config:
+        near = difflib.get_close_matches("zero_optimization", config, 1, 0.8)
+        hint = f"{near[0]} may be meant; " if near else ""
+        problems.append(f"zero_optimization is missing: {hint}write {{'stage': 0}}, or another stage")
+    for name, sample in SHAPES.items():
+        value = look_up(config, name, {})
+        if not isinstance(value, dict):
+            problems.append(f"{name} is {value!r}, and it is an object: write {sample}")
+        elif name in ("optimizer", "scheduler") and name in config and "type" not in value:
+            problems.append(f"{name} has no type, which names it: write {sample}")
+    problems += problems_of_counts(config)
+    enabled = [name for name in ("fp16", "bf16") if look_up(config, f"{name}.enabled") is True]
+    if len(enabled) == 2:
+        problems.append("fp16.enabled and bf16.enabled are both true: set one of them to false")
+    return problems
+
+
+def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each count of a configuration that is none."""
+    told = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
+    return [
+        f"{name} is {value!r}: it is no whole number of at least 1"
+        for name, value in told.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+    ]
+
+
+def likely_typos(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return keys that DeepSpeed would pass over in silence -> what each seems to mean."""
+    unknown = [key for key in config if key not in _READ_HERE]
+    near = {key: difflib.get_close_matches(str(key), _READ_HERE, 1, 0.9) for key in unknown}
+    return {str(key): names[0] for key, names in near.items() if names}
+
+
+def problems_of_fields(fields: Fields) -> list[str]:
+    """Return one line for each value that cannot be, or does not go with another."""
+    problems = []
+    stage = fields.zero_stage
+    if str(stage) not in map(str, STAGES):
+        problems.append(f"zero_stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+    for name in ("optimizer", "param"):
+        problems += _problems_of_place(fields, name)
+    if str(stage) in "012" and str(fields.offload_param_device).lower() in DEVICES[1:]:
+        problems.append(
+            f"offload_param_device={fields.offload_param_device!r}: parameters are kept elsewhere with ZeRO "
+            f"stage 3 only, and zero_stage is {stage}"
+        )
+    problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
+    problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
+    return problems
+
+
+def _problems_of_place(fields: Fields, name: str) -> list[str]:
+    device = getattr(fields, f"offload_{name}_device")
+    path = getattr(fields, f"offload_{name}_nvme_path")
+    if device is None or str(device).lower() in (*DEVICES[:2], AUTO):
+        return []
+    if str(device).lower() not in DEVICES:
+        return [f"offload_{name}_device={device!r}: it is none of {', '.join(DEVICES)}"]
+    if path in (None, "none", ""):
+        return [f"offload_{name}_device='nvme' needs offload_{name}_nvme_path, a folder on that disk"]
+    return []
+
+
+def _problem_of_number(name: str, value: Any, least: int) -> list[str]:
+    if value in (AUTO, None):
+        return []
+    try:
+        if not isinstance(value, bool) and float(value) >= least:
+            return []
+    except (TypeError, ValueError):
+        pass
+    return [f"{name}={value!r}: it is no number of at least {least}"]

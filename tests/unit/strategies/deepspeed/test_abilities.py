@@ -1,0 +1,72 @@
+"""Tests of what DeepSpeed can do on a machine."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.strategies.deepspeed import abilities
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    """What DeepSpeed computes on: a CPU with bfloat16, and no NVMe."""
+    found = SimpleNamespace(
+        device_name=lambda: "cpu", is_fp16_supported=lambda: False, is_bf16_supported=lambda: True
+    )
+    package, inner = ModuleType("deepspeed"), ModuleType("deepspeed.accelerator")
+    inner.get_accelerator = lambda: found
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", inner)
+    monkeypatch.setattr(abilities, "reaches_nvme", lambda: False)
+    return found
+
+
+def test_what_it_can_do_passes(hardware):
+    plain = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": False},
+    }
+    abilities.check_abilities([plain, {**plain, "bf16": {"enabled": True}}], CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled=True: DeepSpeed does not compute in this format on cpu"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "Install libaio"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param_device='nvme'"),
+    ],
+)
+def test_what_it_cannot_is_refused_for_each_plugin(hardware, config, said):
+    with pytest.raises(ConfigurationError, match=said):
+        abilities.check_abilities([{}, config], CPU)
+
+
+def test_other_hardware_than_that_of_the_run_is_refused(hardware):
+    with pytest.raises(ConfigurationError, match="DS_ACCELERATOR='cpu'.* computes on cuda"):
+        abilities.check_abilities([{}], torch.device("cuda"))
+
+
+def test_fp8_needs_ms_amp(hardware, monkeypatch):
+    config = {"msamp": {"enabled": True, "opt_level": "O1"}}
+    assert abilities.computes_in_fp8(config)
+    assert not abilities.computes_in_fp8({"msamp": None})
+    with pytest.raises(MissingPackageError, match="ms-amp"):
+        abilities.check_abilities([config], CPU)
+
+
+@pytest.mark.parametrize(("installed", "compatible", "reaches"), [(1, 0, True), (0, 1, True), (0, 0, False)])
+def test_nvme_is_reached_by_an_extension(monkeypatch, installed, compatible, reaches):
+    version, builder = ModuleType("deepspeed.git_version_info"), ModuleType("deepspeed.ops.op_builder")
+    version.installed_ops = {"async_io": bool(installed)}
+    builder.AsyncIOBuilder = lambda: SimpleNamespace(is_compatible=lambda verbose: bool(compatible))
+    for module in (ModuleType("deepspeed"), version, ModuleType("deepspeed.ops"), builder):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert abilities.reaches_nvme() is reaches
