@@ -5,7 +5,7 @@ from accelerate.base.packages import is_bnb_available as is_bnb_available
 from accelerate.base.text import recursive_getattr as recursive_getattr
 from accelerate.big_modeling.budget import get_balanced_memory as get_balanced_memory
 from accelerate.big_modeling.budget import get_max_memory as get_max_memory
-from accelerate.big_modeling.device_map import check_device_map as check_device_map
+from accelerate.big_modeling.checking import check_device_map as check_device_map
 from accelerate.big_modeling.device_map import clean_device_map as clean_device_map
 from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
 from accelerate.big_modeling.dispatch import cpu_offload as cpu_offload

@@ -39,9 +39,11 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
             "cpu" or "disk".
     """
     found: Memory = _free_memory() if max_memory is None else max_memory
+    if not isinstance(found, Mapping):
+        raise wrong_value("max_memory", found, "sizes by device are needed", 'pass a dict, like {0: "5GB"}')
     for place in found:
         _check_place(place)
-    return {place: _read_size(found[place]) for place in sorted(found, key=_rank)}
+    return {place: _read_size(place, found[place]) for place in sorted(found, key=_rank)}
 
 
 def plan_memory(max_memory: Memory | None) -> dict[Place, int]:
@@ -188,7 +190,9 @@ def _free_memory() -> dict[Place, int]:
     return {**{index: backend.free_memory(index) for index in range(backend.count())}, **cpu}
 
 
-def _read_size(size: float | str) -> int:
+def _read_size(place: Place, size: float | str) -> int:
+    if not isinstance(size, (int, float, str)) or size != size or size == math.inf:
+        raise wrong_value(f"max_memory[{place!r}]", size, "not a size", 'write bytes, or a text like "5GB"')
     return convert_file_size_to_int(size if isinstance(size, str) else int(size))
 
 

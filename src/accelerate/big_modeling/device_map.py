@@ -1,4 +1,4 @@
-"""Which module of a model goes where: plan it, check it, shorten it."""
+"""Which module of a model goes where: plan it, shorten it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from accelerate.big_modeling.budget import LAST, Memory, Place, ends_of, fill, p
 from accelerate.big_modeling.explain import explain_device_map
 from accelerate.big_modeling.fallback import place_in_gaps
 from accelerate.big_modeling.units import Unit, find_units
-from accelerate.weights.modules import all_tensors
-from accelerate.weights.placement import place_of
 from accelerate.weights.sizes import Dtype
-from accelerate.weights.tied import find_tied_parameters
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -72,7 +69,7 @@ def infer_auto_device_map(
     units = find_units(model, no_split_module_classes, dtype, special_dtypes)
     places = place_units(units, memory, offload_buffers, fallback_allocation)
     by_name = {name: place for unit, place in zip(units, places, strict=True) for name in unit.names}
-    in_order = OrderedDict((name, by_name[name]) for name in _ordered(all_tensors(model), by_name))
+    in_order = OrderedDict((name, by_name[name]) for name in _ordered(_names_in_order(model), by_name))
     found = clean_device_map(in_order) if clean_result else in_order
     if verbose:
         print(explain_device_map(model, found, memory, dtype, special_dtypes))
@@ -111,7 +108,7 @@ def place_units(
     for index, place in zip(left, on_cpu, strict=True):
         places[index] = place or DISK
     found = [place for place in places if place is not None]
-    _check_result(units, found, memory)
+    _check_result(units, found, memory, fallback)
     return found
 
 
@@ -174,7 +171,9 @@ class _Plan:
         ]
 
 
-def _check_result(units: Sequence[Unit], places: Sequence[Place], memory: Mapping[Place, int]) -> None:
+def _check_result(
+    units: Sequence[Unit], places: Sequence[Place], memory: Mapping[Place, int], fallback: bool
+) -> None:
     on_disk = [unit for unit, place in zip(units, places, strict=True) if place == DISK]
     needed = sum(unit.size for unit in on_disk)
     if DISK in memory and needed > memory[DISK]:
@@ -185,11 +184,19 @@ def _check_result(units: Sequence[Unit], places: Sequence[Place], memory: Mappin
         )
     unused = [place for place in memory if place not in LAST and memory[place] and place not in places]
     if unused and on_disk + [unit for unit, place in zip(units, places, strict=True) if place == CPU]:
+        further = "" if fallback else ", or pass fallback_allocation=True"
         logger.warning(
             f"No module goes to device {listed([str(place) for place in unused])}: what comes next does not "
-            "fit, with the room that modules elsewhere need to come in. Raise its limit, name smaller "
-            "modules in no_split_module_classes, or pass fallback_allocation=True."
+            "fit, with the room that modules elsewhere need to come in. Raise its limit, or name smaller "
+            f"modules in no_split_module_classes{further}."
         )
+
+
+def _names_in_order(model: nn.Module) -> Iterable[str]:
+    """Yield the names of a model's tensors module by module, buffers with the parameters beside them."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in (*module._parameters, *module._buffers):
+            yield f"{path}.{name}" if path else name
 
 
 def _ordered(tensors: Iterable[str], names: Mapping[str, Any]) -> list[str]:
@@ -230,52 +237,3 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
         if f"{prefix}{child}" not in device_map:
             clean_device_map(device_map, f"{prefix}{child}")
     return device_map
-
-
-# Checking
-
-
-def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a map that does not fit a model, before anything is moved.
-
-    Args:
-        model: the module.
-        device_map: devices by module, or by tensor.
-
-    Raises:
-        ConfigurationError: with the names that the model does not have, the parameters and buffers that have
-            no device, and the tied parameters that are apart.
-    """
-    tensors = all_tensors(model)
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    unknown = [name for name in device_map if name not in modules and name not in tensors]
-    left = [name for name in tensors if place_of(name, device_map) is None]
-    apart = _find_apart(model, device_map)
-    found = {
-        f"it names {listed(unknown)}, which the model does not have": unknown,
-        f"it gives no device to {listed(left)}: add their modules, or '' for all that is left": left,
-        f"it parts tied parameters, which are one: {listed(apart)}; give them one device": apart,
-    }
-    problems = [text for text, names in found.items() if names]
-    if problems:
-        kind = type(model).__name__
-        raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
-
-
-def _find_apart(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
-    found = []
-    for group in find_tied_parameters(model):
-        places = {name: place_of(name, device_map) for name in group}
-        if len({spell_place(place) for place in places.values() if place is not None}) > 1:
-            found.append(" and ".join(f"{name} ({place})" for name, place in places.items()))
-    return found
-
-
-def spell_place(place: Any) -> str:
-    """Return one text for each way of writing a place: 0, "cuda:0" and `torch.device("cuda", 0)` are "0".
-
-    Args:
-        place: as it stands in a device map.
-    """
-    kind, _, index = str(place).partition(":")
-    return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

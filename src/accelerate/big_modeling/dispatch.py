@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from accelerate.base.errors import wrong_value
 from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
-from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map, spell_place
+from accelerate.big_modeling.checking import check_places, spell_place
+from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
 from accelerate.big_modeling.elsewhere import find_elsewhere, keep_in_memory, keep_on_disk
-from accelerate.big_modeling.load import Source, fill_model
+from accelerate.big_modeling.load import Source, fill_model, read_floating
 from accelerate.big_modeling.moves import Wishes
 from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 from accelerate.hooks.offload import UserCpuOffloadHook, offload_with_hook
-from accelerate.weights.placement import Device, read_dtype
-from accelerate.weights.store import Folder, Index, OffloadedWeightsLoader, save_offload_index
+from accelerate.weights.index import Folder, Index, save_offload_index
+from accelerate.weights.placement import Device
+from accelerate.weights.store import OffloadedWeightsLoader
 from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
 
 METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -64,6 +66,7 @@ def dispatch_model(
     Raises:
         ConfigurationError: the map does not fit the model, or weights have no values or no folder.
     """
+    check_places(device_map)
     # Clients replace the function in the package, so it is looked up there.
     sys.modules["accelerate.big_modeling"].check_device_map(model, device_map)
     remove_old_hooks(model)
@@ -207,8 +210,8 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: names of classes whose weights come as a whole.
         force_hooks: whether a model that lies on one device gets hooks, too.
         strict: whether missing and unexpected names are an error; otherwise they are a warning.
-        full_state_dict: for a sharded model: whether the files hold whole tensors.
-        broadcast_from_rank0: for a sharded model, called on all ranks: whether rank 0 alone reads the files.
+        full_state_dict: for a sharded model: whether the files hold whole tensors, or parts of this rank.
+        broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
 
     Returns:
         The model.
@@ -218,7 +221,7 @@ def load_checkpoint_and_dispatch(
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
     planned = _plan(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    wishes = Wishes(planned, None if dtype is None else read_dtype(dtype), offload_buffers=offload_buffers)
+    wishes = Wishes(planned, read_floating(dtype), offload_buffers=offload_buffers)
     source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
     written, left = fill_model(model, source, wishes, offload_folder)
     if offload_folder is not None:

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
-from accelerate.big_modeling.device_map import CPU, DISK, spell_place
+from accelerate.big_modeling.checking import spell_place
+from accelerate.big_modeling.device_map import CPU, DISK
+from accelerate.weights.index import INDEX, Folder, Index, read_index
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
 from accelerate.weights.packed import scales_of
 from accelerate.weights.placement import Device, place_of, resolve_device
-from accelerate.weights.store import (
-    INDEX,
-    STATISTICS,
-    Folder,
-    Index,
-    beside,
-    offload_state_dict,
-    read_index,
-)
+from accelerate.weights.store import STATISTICS, beside, offload_state_dict
 
 PINNED_PART = 0.5
 """Part of the free memory that weights on their way to accelerators may lock."""

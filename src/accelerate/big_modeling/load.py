@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import AccelerateError, CheckpointError, ConfigurationError
-from accelerate.base.text import listed
-from accelerate.big_modeling.device_map import check_device_map
-from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, plan_moves, takes_extra
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.big_modeling.checking import check_device_map, check_places
+from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, check_fit, plan_moves, takes_extra
+from accelerate.big_modeling.sent import Opened, receive_weights
+from accelerate.big_modeling.sharded import check_wishes, fill_from_whole, fill_own_parts, is_sharded
 from accelerate.checkpointing.shards import find_shards
+from accelerate.weights.index import Index, make_folder, save_offload_index
 from accelerate.weights.int8 import quantize_and_offload_8bit
 from accelerate.weights.placement import (
     find_home,
@@ -24,10 +25,8 @@ from accelerate.weights.placement import (
     set_module_tensor_to_device,
 )
 from accelerate.weights.reading import Weights
-from accelerate.weights.store import STATISTICS, Index, beside, offload_weight, save_offload_index
+from accelerate.weights.store import STATISTICS, beside, offload_weight
 from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
-
-logger = logging.getLogger(__name__)  # also used where no run is set up
 
 
 def load_checkpoint_in_model(
@@ -63,8 +62,8 @@ def load_checkpoint_in_model(
         offload_8bit_bnb: whether weights on the "disk" that belong to layers in 8 bits are quantized before
             they go there.
         strict: whether missing and unexpected names are an error; otherwise they are a warning.
-        full_state_dict: for a sharded model: whether the files hold whole tensors, not those of this rank.
-        broadcast_from_rank0: for a sharded model, called on all ranks: whether rank 0 alone reads the files.
+        full_state_dict: for a sharded model: whether the files hold whole tensors, or parts of this rank.
+        broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
 
     Raises:
         ConfigurationError: an argument cannot work, or the device map has no place for a tensor.
@@ -72,7 +71,7 @@ def load_checkpoint_in_model(
     """
     wishes = Wishes(
         device_map,
-        None if dtype is None else read_dtype(dtype),
+        read_floating(dtype),
         tuple(keep_in_fp32_modules or ()),
         offload_buffers,
         offload_8bit_bnb,
@@ -83,6 +82,23 @@ def load_checkpoint_in_model(
         save_offload_index(index, offload_folder)
 
 
+def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that floating-point tensors are converted to; None keeps theirs.
+
+    Args:
+        dtype: of torch, also by its name.
+
+    Raises:
+        ConfigurationError: there is none of that name, or it is one of integers.
+    """
+    found = None if dtype is None else read_dtype(dtype)
+    if found is not None and not (found.is_floating_point or found.is_complex):
+        raise wrong_value(
+            "dtype", dtype, "parameters are floating-point numbers", "pass one, such as torch.bfloat16"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Source:
     """The files that a model is filled from, and how they are taken.
@@ -90,8 +106,8 @@ class Source:
     Attributes:
         path: a file of weights, an index, or a folder with either.
         strict: whether missing and unexpected names are an error.
-        full: for a sharded model: whether the files hold whole tensors.
-        broadcast: for a sharded model: whether rank 0 alone reads them.
+        full: for a sharded model: whether the files hold whole tensors, or parts of this rank.
+        broadcast: whether rank 0 alone reads them.
         leave: whether weights that go to the disk stay in the files of safetensors that they are in.
     """
 
@@ -120,20 +136,25 @@ def fill_model(
         ConfigurationError: the device map does not fit the model, or there is no folder.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    if source.broadcast or is_sharded(model):
-        _load_sharded(model, source)
+    if is_sharded(model):
+        check_wishes(model, wishes)
+        _fill_sharded(model, source)
         return {}, {}
     tied = find_tied_parameters(model)
     if wishes.device_map is not None:
+        check_places(wishes.device_map)
         check_device_map(model, wishes.device_map)
-    weights = Weights.open(find_shards(source.path))
+    opened = _open_or_receive(source)
+    weights = opened.weights
     plan = plan_moves(model, weights, wishes, tied)
-    _report(plan, source.path, type(model).__name__, source.strict)
+    check_fit(plan, opened.path, type(model).__name__, source.strict)
     left = _leave_in_files(plan, weights) if source.leave else {}
-    if folder is None and any(move.on_disk and move.name not in left for move in plan.moves):
-        raise ConfigurationError(
-            'device_map puts modules on the "disk", and there is no folder for them. Pass offload_folder.'
-        )
+    if any(move.on_disk and move.name not in left for move in plan.moves):
+        if folder is None:
+            raise ConfigurationError(
+                'device_map puts modules on the "disk", and there is no folder for them. Pass offload_folder.'
+            )
+        make_folder(folder)
     written: Index = {}
     for move in plan.moves:
         _carry_out(model, move, weights, None if move.name in left else folder, written)
@@ -142,6 +163,24 @@ def fill_model(
         if takes_extra(model, name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
     return written, left
+
+
+def _fill_sharded(model: nn.Module, source: Source) -> None:
+    if not source.full:
+        fill_own_parts(model, source.path, _open(source.path), source.strict)
+        return
+    fill_from_whole(model, _open_or_receive(source), source.strict)
+
+
+def _open_or_receive(source: Source) -> Opened:
+    if source.broadcast:
+        return receive_weights(source.path, _open)
+    weights = _open(source.path)
+    return Opened(source.path, weights, weights)
+
+
+def _open(path: Path) -> Weights:
+    return Weights.open(find_shards(path))
 
 
 def _leave_in_files(plan: Plan, weights: Weights) -> Index:
@@ -155,25 +194,6 @@ def _leave_in_files(plan: Plan, weights: Weights) -> Index:
             if move.dtype is not None:
                 found[move.name]["dtype"] = str(move.dtype).removeprefix("torch.")
     return found
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether parameters of a model are spread over processes."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _report(plan: Plan, path: Path, kind: str, strict: bool) -> None:
-    lines = [
-        *([f"it lacks {listed(plan.missing)}"] if plan.missing else []),
-        *([f"the model does not have {listed(plan.unexpected)}"] if plan.unexpected else []),
-    ]
-    if plan.misshapen or (strict and lines):
-        problems = [*([listed(plan.misshapen)] if plan.misshapen else []), *lines]
-        raise CheckpointError(f"{path} does not fit this {kind}: {'; '.join(problems)}. Nothing was changed.")
-    if lines:
-        logger.warning(f"{path} does not fit this {kind} exactly: {'; '.join(lines)}. The rest is loaded.")
 
 
 def _carry_out(
@@ -202,32 +222,3 @@ def _factors_of(name: str, weights: Weights, device: torch.device) -> Tensor | N
     factors = beside(name, STATISTICS)
     is_wanted = name == beside(name, "weight") and factors in weights.files and device != META
     return weights.read(factors, device) if is_wanted else None
-
-
-def _load_sharded(model: nn.Module, source: Source) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    state: dict[str, Any] = {}
-    fault: AccelerateError | None = None
-    if not source.broadcast or torch.distributed.get_rank() == 0:
-        try:
-            state = _read_all(model, source.path, source.strict)
-        except AccelerateError as error:
-            fault = error
-    if source.broadcast:  # the other ranks must not wait for tensors that never come
-        said: list[Any] = [fault]
-        torch.distributed.broadcast_object_list(said, src=0)
-        fault = said[0]
-    if fault is not None:
-        raise fault
-    options = StateDictOptions(
-        full_state_dict=source.full, broadcast_from_rank0=source.broadcast, strict=False
-    )
-    set_model_state_dict(model, state, options=options)
-
-
-def _read_all(model: nn.Module, path: Path, strict: bool) -> dict[str, Any]:
-    weights = Weights.open(find_shards(path))
-    plan = plan_moves(model, weights, Wishes(), find_tied_parameters(model))
-    _report(plan, path, type(model).__name__, strict)
-    return {move.name: weights.read(move.source, CPU) for move in plan.moves}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accelerate.base.errors import CheckpointError
+from accelerate.base.text import listed
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
 from accelerate.weights.packed import INT8
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.reading import Weights
 from accelerate.weights.store import STATISTICS, beside
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -80,7 +86,13 @@ class Wishes:
     in_8_bits: bool = False
 
 
-def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequence[Sequence[str]]) -> Plan:
+def plan_moves(
+    model: nn.Module,
+    weights: Weights,
+    wishes: Wishes,
+    tied: Sequence[Sequence[str]],
+    part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Plan:
     """Decide what is done with each tensor; nothing is changed.
 
     Args:
@@ -88,6 +100,7 @@ def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequenc
         weights: the opened files.
         wishes: of the user.
         tied: groups of names in the model that stand for one parameter each.
+        part_of: what of a tensor the files hold; by default the whole of it.
     """
     own = all_tensors(model)
     sources = _find_sources(own, weights.files, tied)
@@ -102,11 +115,34 @@ def plan_moves(model: nn.Module, weights: Weights, wishes: Wishes, tied: Sequenc
             ]
         ),
         misshapen=[
-            f"{name} is {tuple(weights.shape(source))} and not {tuple(own[name].shape)}"
+            f"{name} is {tuple(weights.shape(source))} and not {tuple(part_of(own[name]).shape)}"
             for name, source in sources.items()
-            if weights.shape(source) != own[name].shape
+            if weights.shape(source) != part_of(own[name]).shape
         ],
     )
+
+
+def check_fit(plan: Plan, path: Path, kind: str, strict: bool) -> None:
+    """Refuse files that do not fit a model, or warn where names are the only difference.
+
+    Args:
+        plan: what would be done.
+        path: of the files.
+        kind: what the model is called in the message.
+        strict: whether missing and unexpected names are an error.
+
+    Raises:
+        CheckpointError: with all differences.
+    """
+    lines = [
+        *([f"it lacks {listed(plan.missing)}"] if plan.missing else []),
+        *([f"the model does not have {listed(plan.unexpected)}"] if plan.unexpected else []),
+    ]
+    if plan.misshapen or (strict and lines):
+        problems = [*([listed(plan.misshapen)] if plan.misshapen else []), *lines]
+        raise CheckpointError(f"{path} does not fit this {kind}: {'; '.join(problems)}. Nothing was changed.")
+    if lines:
+        logger.warning(f"{path} does not fit this {kind} exactly: {'; '.join(lines)}. The rest is loaded.")
 
 
 def _find_sources(

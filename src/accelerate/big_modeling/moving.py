@@ -17,7 +17,7 @@ from accelerate.weights.placement import resolve_device
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+MOVES = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 """Methods of a module that would move it."""
 
 
@@ -35,7 +35,8 @@ def move_whole(model: nn.Module, place: Any) -> None:
     if empty and device.type != "meta":
         raise ConfigurationError(
             f"{listed(empty)} have no values to bring to {place}: they are on the meta device. Load the "
-            "model first, or use load_checkpoint_and_dispatch()."
+            "model first, as load_checkpoint_and_dispatch() does; build it with include_buffers=False where "
+            "they are buffers that no checkpoint holds."
         )
     if any(tensor.device != device for tensor in tensors.values()):
         model.to(device)

@@ -156,8 +156,9 @@ def find_shards(checkpoint: Path) -> list[Path]:
 def _read_index(path: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [path.parent / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of weights, or damaged: {describe(error)}") from error
-    if missing := [name for name in names if not (path.parent / name).is_file()]:
+    if missing := [each.name for each in paths if not each.is_file()]:
         raise CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
-    return [path.parent / name for name in names]
+    return paths

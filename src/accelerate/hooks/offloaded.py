@@ -61,16 +61,16 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.post_forward(module, ())
             hook.execution_device = before
         return
-    homes = {name: tensor.device for name, tensor in named_module_tensors(module)}
-    if execution_device is None:
-        homes = {}
+    homes = {} if execution_device is None else dict(named_module_tensors(module))
     try:
         for name in homes:
             set_module_tensor_to_device(module, name, execution_device or "cpu")
         yield
     finally:
-        for name, home in homes.items():
-            set_module_tensor_to_device(module, name, home)
+        now = dict(named_module_tensors(module))
+        for name, before in homes.items():
+            lost = before if now[name].is_meta else None  # on the meta device the values are left behind
+            set_module_tensor_to_device(module, name, before.device, lost)
 
 
 def get_state_dict_from_offload(

@@ -10,7 +10,7 @@ from torch import nn
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.budget import Memory
-from accelerate.big_modeling.device_map import check_device_map
+from accelerate.big_modeling.checking import check_device_map
 from accelerate.big_modeling.dispatch import dispatch_model
 from accelerate.big_modeling.load import load_checkpoint_in_model
 from accelerate.plugins.quantization import BnbQuantizationConfig
@@ -25,9 +25,9 @@ from accelerate.quantization.layers import (
     replace_with_bnb_layers,
     require_bitsandbytes,
 )
+from accelerate.weights.index import Folder
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
 from accelerate.weights.placement import place_of, resolve_device, set_module_tensor_to_device
-from accelerate.weights.store import Folder
 from accelerate.weights.tied import find_tied_parameters, retie_parameters
 
 

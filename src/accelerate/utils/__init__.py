@@ -116,8 +116,8 @@ from accelerate.big_modeling.budget import (
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
 )
+from accelerate.big_modeling.checking import check_device_map as check_device_map
 from accelerate.big_modeling.device_map import (
-    check_device_map as check_device_map,
     infer_auto_device_map as infer_auto_device_map,
 )
 from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
@@ -344,6 +344,7 @@ from accelerate.weights.sizes import (
     dtype_byte_size as dtype_byte_size,
     get_max_layer_size as get_max_layer_size,
 )
+from accelerate.weights.index import save_offload_index as save_offload_index
 from accelerate.weights.store import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
@@ -352,7 +353,6 @@ from accelerate.weights.store import (
     load_offloaded_weights as load_offloaded_weights,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,
-    save_offload_index as save_offload_index,
 )
 from accelerate.weights.tied import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,

@@ -19,8 +19,8 @@ from accelerate.big_modeling.budget import (
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
 )
+from accelerate.big_modeling.checking import check_device_map as check_device_map
 from accelerate.big_modeling.device_map import (
-    check_device_map as check_device_map,
     clean_device_map as clean_device_map,
     infer_auto_device_map as infer_auto_device_map,
 )
@@ -71,11 +71,11 @@ from accelerate.weights.sizes import (
     get_max_layer_size as get_max_layer_size,
     get_module_size_with_ties as get_module_size_with_ties,
 )
+from accelerate.weights.index import save_offload_index as save_offload_index
 from accelerate.weights.store import (
     load_offloaded_weight as load_offloaded_weight,
     load_offloaded_weights as load_offloaded_weights,
     offload_weight as offload_weight,
-    save_offload_index as save_offload_index,
 )
 from accelerate.weights.tied import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -147,6 +148,20 @@ def write_torch(obj: Any, path: Path) -> None:
         raise OSError(f"{path} could not be written: {error}") from error
 
 
+DAMAGES = (
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    LookupError,
+    ValueError,
+    struct.error,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+"""What torch raises when the bytes of a file are not those that were written."""
+
+
 def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
     """Read what `torch.save` wrote; only tensors, numbers, text and plain containers unless told otherwise.
 
@@ -168,7 +183,7 @@ def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
         if error.filename is not None:  # the system's own words name the file
             raise
         raise _unreadable(path, error) from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
+    except DAMAGES as error:
         raise _unreadable(path, error) from error
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base.packages import require
+from accelerate.weights.index import Folder, Index
 from accelerate.weights.placement import find_home, read_dtype, set_module_tensor_to_device
-from accelerate.weights.store import STATISTICS, Folder, Index, beside, offload_weight
+from accelerate.weights.store import STATISTICS, beside, offload_weight
 
 
 def quantize_and_offload_8bit(

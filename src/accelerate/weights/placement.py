@@ -123,16 +123,40 @@ def resolve_device(device: Device) -> torch.device:
         device: as users write it.
 
     Raises:
-        ConfigurationError: it is a number, and there is no accelerator.
+        ConfigurationError: it is a number, and there is no accelerator; or torch knows no such device.
     """
     if not isinstance(device, int):
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise wrong_value(
+                "device", device, "torch knows no such device", 'pass one, like "cpu", "cuda:0" or 0'
+            ) from error
     backend = catalogue.detect()
     if backend is catalogue.CPU:
         raise wrong_value(
             "device", device, "numbers are those of accelerators, and there is none here", 'pass "cpu"'
         )
     return backend.device(device)
+
+
+def check_here(device: torch.device) -> None:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        device: of any kind; kinds that other packages bring to torch are left to them.
+
+    Raises:
+        ConfigurationError: there is none, or there are fewer.
+    """
+    backend = next((each for each in catalogue.BACKENDS if each.name == device.type), None)
+    if backend is None or device.type == "cpu":
+        return
+    count = backend.count() if backend.available() else 0
+    if (device.index or 0) >= count:
+        raise wrong_value(
+            "device", str(device), f"this machine has {count} of that kind", 'pass another, or "cpu"'
+        )
 
 
 def read_dtype(dtype: str | torch.dtype) -> torch.dtype:

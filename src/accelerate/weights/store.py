@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
 
-INDEX = "index.json"
 STATISTICS = "SCB"
 """End of the name under which the factors of a weight in 8 bits lie beside it."""
-
-Folder = str | os.PathLike[str]
-Index = dict[str, dict[str, Any]]
-"""Weight by name -> `dtype` and `shape` of its raw file, or `safetensors_file` and `weight_name`."""
-
 
 # Raw files
 
@@ -42,8 +35,12 @@ def offload_weight(
         The index; None if none was given.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: the file cannot be written, or there are no values.
     """
+    if weight.is_meta:
+        raise CheckpointError(
+            f"{weight_name} has no values to write: it is on the meta device. Load it first."
+        )
     tensor = weight.detach().cpu().contiguous()
     path = Path(offload_folder) / f"{weight_name}.dat"
     content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"\0"
@@ -82,43 +79,17 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def save_offload_index(index: Index, offload_folder: Folder) -> None:
-    """Write the index of a folder; entries that were there stay, unless there are new ones of their names.
-
-    Args:
-        index: entries; without any, nothing is written.
-        offload_folder: the folder.
-    """
-    if not index:
-        return
-    path = Path(offload_folder) / INDEX
-    entries = {**(read_index(path) if path.is_file() else {}), **index}
-    beside = path.with_name(f".{INDEX}.{os.getpid()}")
-    beside.write_text(json.dumps(entries, indent=2), encoding="utf-8")
-    os.replace(beside, path)
-
-
-def read_index(path: Path) -> Index:
-    """Read the index of a folder.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    try:
-        content: Index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as an index of weights: {error}") from error
-    return content
-
-
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
     """Write tensors to a file each, and their index.
 
     Args:
         save_dir: made where it does not exist.
         state_dict: tensors by name.
+
+    Raises:
+        CheckpointError: something cannot be written.
     """
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    make_folder(save_dir)
     index: Index = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)

@@ -44,6 +44,17 @@ def test_other_devices_are_refused(place: Any) -> None:
         get_max_memory({place: 7})
 
 
+@pytest.mark.parametrize("size", [None, [5], float("nan"), float("inf"), "12GBB", -3])
+def test_what_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="size"):
+        get_max_memory({"cpu": size})
+
+
+def test_sizes_without_devices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="sizes by device are needed"):
+        get_max_memory(["5GB"])  # type: ignore[arg-type]
+
+
 class FakeBackend:
     name = "cuda"
 

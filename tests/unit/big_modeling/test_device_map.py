@@ -16,7 +16,7 @@ from torch import nn
 from accelerate import infer_auto_device_map
 from accelerate.base.errors import ConfigurationError
 from accelerate.big_modeling import check_device_map
-from accelerate.big_modeling.device_map import clean_device_map, place_units, spell_place
+from accelerate.big_modeling.device_map import clean_device_map, place_units
 from accelerate.big_modeling.units import Unit
 
 LAYER = 20 * 20 * 4
@@ -182,31 +182,3 @@ def test_an_empty_model() -> None:
 def test_modules_of_one_device_take_the_name_around_them(before: Any, after: Any) -> None:
     assert clean_device_map(before) is before
     assert list(before.items()) == list(after.items())
-
-
-# Checking
-
-
-def test_every_tensor_needs_a_place() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    check_device_map(model, {"": "cpu"})
-    check_device_map(model, {"0": 0, "1": "disk"})
-    check_device_map(model, {"0.weight": 0, "0.bias": "cpu", "1": "disk"})
-    with pytest.raises(ConfigurationError, match="no device to 1.weight, 1.bias, 1.running_mean"):
-        check_device_map(model, {"0": 0})
-
-
-def test_one_error_names_all_that_is_wrong() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_device_map(Tied(), {"embed": 0, "head": "cpu", "layer": 0})
-    text = str(caught.value)
-    assert "it names layer, which the model does not have" in text
-    assert "no device to layers.0.weight" in text
-    assert "embed.weight (0) and head.weight (cpu)" in text
-
-
-def test_one_device_in_two_spellings() -> None:
-    check_device_map(Tied(), {"": 0, "head": "cuda:0"})
-    check_device_map(Tied(), {"": "cuda", "head": torch.device("cuda", 0)})
-    places = [0, "0", "cuda", "cuda:1", "cpu", "mps:0", "meta", torch.device("cpu")]
-    assert [spell_place(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]

@@ -345,3 +345,24 @@ def test_what_modules_keep_beside_tensors_goes_with_them(tmp_path: Path, size: A
         load_checkpoint_in_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path, strict=True)
     with pytest.raises(ConfigurationError, match=r"0\._extra_state='dict': safetensors holds tensors only"):
         save_sharded(model.state_dict(), tmp_path)
+
+
+def test_integers_are_no_dtype_of_parameters(files: Path) -> None:
+    with pytest.raises(ConfigurationError, match="dtype=torch.int8: parameters are floating-point"):
+        load_checkpoint_in_model(empty(), files / "safe", dtype=torch.int8)
+
+
+def test_the_folder_is_made_before_anything_is_loaded(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = empty()
+    with pytest.raises(CheckpointError, match="cannot be a folder for weights"):
+        load_checkpoint_in_model(model, files / "safe", {"": "cpu", "body": "disk"}, tmp_path / "file")
+    assert model.embed.weight.is_meta
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "dsik"}, {"": "xpu"}])
+def test_places_are_checked_before_anything_is_loaded(files: Path, device_map: Any) -> None:
+    model = empty()
+    with pytest.raises(ConfigurationError, match="device"):
+        load_checkpoint_in_model(model, files / "safe", device_map)
+    assert model.embed.weight.is_meta

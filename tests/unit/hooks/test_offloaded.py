@@ -110,3 +110,11 @@ def test_an_accelerator_saves_what_is_offloaded(tmp_path: Path) -> None:
     load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
     remove_hook_from_submodules(model)
+
+
+def test_a_module_comes_back_from_the_meta_device_with_its_values() -> None:
+    module = nn.Linear(2, 2)
+    before = module.weight.tolist()
+    with align_module_device(module, "meta"):
+        assert module.weight.is_meta
+    assert module.weight.tolist() == before

@@ -179,3 +179,17 @@ def test_views_of_one_memory_keep_their_values(tmp_path: Path) -> None:
 
 def test_clean_state_dict_needs_no_run() -> None:
     assert sorted(clean_state_dict_for_safetensors(tied())) == ["a", "c", "empty", "half"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_torn_files_of_torch_are_named(tmp_path: Path, seed: int) -> None:
+    """Whatever its bytes make torch raise, the error says which file it is."""
+    import random
+
+    chance, path = random.Random(seed), tmp_path / "torn.bin"
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for content in (b"torn", whole[: chance.randrange(len(whole))], chance.randbytes(40)):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"torn\.bin"):
+            read_torch(path)

@@ -75,6 +75,12 @@ def test_a_cut_off_or_missing_file_is_named(tmp_path: Path) -> None:
         load_offloaded_weight(tmp_path / "b.dat", index["a"])
 
 
+def test_what_has_no_values_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="w has no values to write"):
+        offload_weight(torch.ones(2, device="meta"), "w", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_loader_joins_memory_and_files(tmp_path: Path) -> None:
     offload_state_dict(tmp_path / "raw", {"x.y": torch.ones(2), "z": torch.zeros(1)})
     save_file({"other": torch.full((2,), 3.0)}, tmp_path / "m.safetensors")

@@ -1,0 +1,81 @@
+"""Refuse a device map that does not fit a model or this machine, before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.text import listed
+from accelerate.big_modeling.budget import LAST
+from accelerate.weights.modules import all_tensors
+from accelerate.weights.placement import check_here, place_of, resolve_device
+from accelerate.weights.tied import find_tied_parameters
+
+
+def check_places(device_map: Mapping[str, Any]) -> None:
+    """Refuse places that are not here, before anything is moved.
+
+    Args:
+        device_map: devices by module, or by tensor.
+
+    Raises:
+        ConfigurationError: it is no map, or names something that is no device, or one that is not here.
+    """
+    if not isinstance(device_map, Mapping):
+        raise wrong_value(
+            "device_map",
+            device_map,
+            "devices by module are needed",
+            "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one",
+        )
+    for place in set(device_map.values()) - {"disk", None}:
+        check_here(resolve_device(place))
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Refuse a map that does not fit a model, before anything is moved.
+
+    Args:
+        model: the module.
+        device_map: devices by module, or by tensor.
+
+    Raises:
+        ConfigurationError: with the names that the model does not have, the parameters and buffers that have
+            no device, and the tied parameters that are apart.
+    """
+    tensors = all_tensors(model)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [name for name in device_map if name not in modules and name not in tensors]
+    left = [name for name in tensors if place_of(name, device_map) is None]
+    apart = _find_apart(model, device_map)
+    found = {
+        f"it names {listed(unknown)}, which the model does not have": unknown,
+        f"it gives no device to {listed(left)}: add their modules, or '' for all that is left": left,
+        f"it parts tied parameters, which are one: {listed(apart)}; give them one device": apart,
+    }
+    problems = [text for text, names in found.items() if names]
+    if problems:
+        kind = type(model).__name__
+        raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
+
+
+def _find_apart(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
+    found = []
+    for group in find_tied_parameters(model):
+        places = {name: place_of(name, device_map) for name in group}
+        if len({spell_place(place) for place in places.values() if place is not None}) > 1:
+            found.append(" and ".join(f"{name} ({place})" for name, place in places.items()))
+    return found
+
+
+def spell_place(place: Any) -> str:
+    """Return one text for each way of writing a place: 0, "cuda:0" and `torch.device("cuda", 0)` are "0".
+
+    Args:
+        place: as it stands in a device map.
+    """
+    kind, _, index = str(place).partition(":")
+    return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

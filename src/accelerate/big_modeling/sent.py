@@ -1,0 +1,108 @@
+"""Weights that rank 0 alone reads: it sends each to the other ranks when they all ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate.base.errors import AccelerateError
+from accelerate.ops.transport import Transport, current_transport
+from accelerate.weights.reading import Weights
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The files of a model, as a rank knows of them.
+
+    Attributes:
+        path: of the files, on the rank that reads them.
+        weights: that can be read; by all ranks together, where rank 0 sends them.
+        own: the same, where this rank has opened the files; None: rank 0 sends.
+    """
+
+    path: Path
+    weights: Weights
+    own: Weights | None
+
+
+@dataclass
+class SentFile:
+    """All files of a model as one, whose tensors come from rank 0: see `WeightFile`.
+
+    Attributes:
+        path: on rank 0.
+        shapes: of all tensors, by name.
+        dtypes: theirs.
+        extra: names of what modules keep beside their tensors.
+        wire: to the other ranks.
+        own: the opened files, on rank 0.
+    """
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, torch.dtype]
+    extra: Collection[str]
+    wire: Transport
+    own: Weights | None = None
+
+    def read(self, name: str, device: torch.device) -> Any:
+        """Return one tensor, or what a module keeps beside its tensors; called on all ranks in one order."""
+        value = _tried_on_first(
+            self.wire, lambda: None if self.own is None else self._read_here(self.own, name)
+        )
+        if name in self.extra:
+            return self.wire.broadcast_object(value)
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name]) if value is None else value
+        return (self.wire.broadcast(tensor) if tensor.numel() else tensor).to(device)
+
+    def locate(self, name: str) -> None:
+        """Say that no rank maps tensors from the files: most do not have them."""
+
+    def _read_here(self, own: Weights, name: str) -> Any:
+        value = (own.extra if name in self.extra else own.files)[name].read(name, CPU)
+        return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def receive_weights(path: Path, open_files: Callable[[Path], Weights]) -> Opened:
+    """Return the weights of files that rank 0 alone reads; called on all ranks.
+
+    Args:
+        path: of the files, on rank 0.
+        open_files: opens them.
+
+    Raises:
+        AccelerateError: rank 0 cannot open them; raised on all ranks.
+    """
+    wire = current_transport()
+    own = _tried_on_first(wire, lambda: open_files(path) if wire.rank == 0 else None)
+    described = None if own is None else (path, *_describe(own))
+    first, shapes, dtypes, extra = wire.broadcast_object(described)
+    sent = SentFile(first, shapes, dtypes, extra, wire, own)
+    known = Weights(dict.fromkeys(sent.shapes, sent), dict.fromkeys(sent.extra, sent))
+    return Opened(first, known, own)
+
+
+def _describe(own: Weights) -> tuple[dict[str, torch.Size], dict[str, torch.dtype], list[str]]:
+    """Return shapes and dtypes of all tensors, which are mapped from the files, and other names."""
+    shapes = {name: own.shape(name) for name in own.files}
+    return shapes, {name: own.read(name, CPU).dtype for name in own.files}, list(own.extra)
+
+
+def _tried_on_first(wire: Transport, work: Callable[[], Any]) -> Any:
+    """Return what work returns, or raise on all ranks what it raises on rank 0: none waits for the others."""
+    found, fault = None, None
+    try:
+        found = work()
+    except AccelerateError as error:
+        fault = error
+    fault = wire.broadcast_object(fault)
+    if fault is not None:
+        raise fault
+    return found

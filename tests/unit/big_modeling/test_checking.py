@@ -1,0 +1,67 @@
+"""Device maps that cannot work are refused with all that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.big_modeling import check_device_map
+from accelerate.big_modeling.checking import check_places, spell_place
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_every_tensor_needs_a_place() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    check_device_map(model, {"": "cpu"})
+    check_device_map(model, {"0": 0, "1": "disk"})
+    check_device_map(model, {"0.weight": 0, "0.bias": "cpu", "1": "disk"})
+    with pytest.raises(ConfigurationError, match="no device to 1.weight, 1.bias, 1.running_mean"):
+        check_device_map(model, {"0": 0})
+
+
+def test_one_error_names_all_that_is_wrong() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_device_map(Tied(), {"embed": 0, "head": "cpu", "layer": 0})
+    text = str(caught.value)
+    assert "it names layer, which the model does not have" in text
+    assert "no device to layers.0.weight" in text
+    assert "embed.weight (0) and head.weight (cpu)" in text
+
+
+def test_one_device_in_two_spellings() -> None:
+    check_device_map(Tied(), {"": 0, "head": "cuda:0"})
+    check_device_map(Tied(), {"": "cuda", "head": torch.device("cuda", 0)})
+    places = [0, "0", "cuda", "cuda:1", "cpu", "mps:0", "meta", torch.device("cpu")]
+    assert [spell_place(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        (None, "device_map=None: devices by module are needed"),
+        ("auto", "device_map='auto': devices by module are needed"),
+        ({"": "dsik"}, "device='dsik': torch knows no such device"),
+        ({"": 1.5}, "device=1.5: torch knows no such device"),
+        ({"": 0}, "there is none here"),
+        ({"0": "cpu", "1": "xpu:3"}, "device='xpu:3': this machine has 0 of that kind"),
+    ],
+)
+def test_places_that_are_not_here(device_map: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_places(device_map)
+
+
+def test_places_that_are_here() -> None:
+    check_places({"a": "cpu", "b": "disk", "c": torch.device("cpu"), "d": "meta", "e": None})

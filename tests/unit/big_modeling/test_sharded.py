@@ -1,0 +1,36 @@
+"""What a model that is spread over processes refuses; how it is filled is tested with processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.big_modeling.moves import Wishes
+from accelerate.big_modeling.sharded import check_wishes, is_sharded, own_part
+
+
+def test_a_plain_model_is_not_sharded() -> None:
+    model = nn.Linear(2, 2)
+    assert not is_sharded(model)
+    assert own_part(model.weight) is model.weight
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        (Wishes({"": "disk"}), "device_map=.*stay where they are"),
+        (Wishes({"": "cpu", "weight": "meta"}), "device_map=.*stay where they are"),
+        (Wishes(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
+    ],
+)
+def test_what_cannot_be_done(wishes: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_wishes(nn.Linear(2, 2), wishes)
+
+
+def test_what_changes_nothing_is_allowed() -> None:
+    check_wishes(nn.Linear(2, 2), Wishes({"": "cpu"}, torch.float32))
