@@ -31,7 +31,20 @@ def environment(settings: Settings, machine: Machine, launcher: str) -> dict[str
     ids = device_ids(settings.values["gpu_ids"])
     if ids and machine.hardware.visible_env:
         added[machine.hardware.visible_env] = ",".join(ids)
-    if launcher == "local" and settings.values["cpu"]:
-        present = machine.environ or {}
-        added.update({name: text for name, text in INTEL_OPENMP.items() if name not in present})
-    return added
+    present = machine.environ or {}
+    usual = {**_openmp(settings, launcher), **_queues(settings)}
+    return {**added, **{name: text for name, text in usual.items() if name not in present}}
+
+
+def _openmp(settings: Settings, launcher: str) -> dict[str, str]:
+    return INTEL_OPENMP if launcher == "local" and settings.values["cpu"] else {}
+
+
+def _queues(settings: Settings) -> dict[str, str]:
+    """One queue of kernels where Megatron-LM shares layers or sequences; its own FSDP wants several."""
+    values = settings.values
+    shares = (values["megatron_lm_tp_degree"] or 1) > 1 or (
+        values["megatron_lm_context_parallel_size"] or 1
+    ) > 1
+    wanted = values["use_megatron_lm"] and shares and not values["megatron_lm_use_custom_fsdp"]
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if wanted else {}

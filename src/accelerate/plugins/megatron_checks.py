@@ -159,6 +159,11 @@ def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
             "use_precision_aware_optimizer=True: only the distributed optimizer knows it. Set "
             "use_distributed_optimizer=True"
         )
+    if plugin.optimizer_cpu_offload and not plugin.use_precision_aware_optimizer:
+        yield (
+            "optimizer_cpu_offload=True: only the precision-aware optimizer works on the CPU. Set "
+            "use_precision_aware_optimizer=True and use_distributed_optimizer=True"
+        )
     if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
         yield (
             f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
@@ -195,6 +200,11 @@ def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Itera
             f"{layers} layers cannot be shared out between {pp} stages in parts of "
             f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
         )
+    if virtual is not None and last is not None:
+        yield (
+            f"decoder_last_pipeline_num_layers={last}: the stages of an interleaved schedule have equally "
+            "many layers. Leave it out, or num_layers_per_virtual_pipeline_stage"
+        )
     micro = plugin.num_micro_batches or 1
     if virtual is not None and micro % pp:
         yield (
@@ -214,6 +224,11 @@ def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterat
     if groups is not None and groups % tp and tp % groups:
         yield f"{groups} groups of queries cannot be shared out between tp_degree={tp} processes. Change it"
     experts, ep = network.get("num_experts"), plugin.expert_model_parallel_size or 1
+    if experts and tp > 1 and not plugin.sequence_parallelism:
+        yield (
+            f"tp_degree={tp}: experts are trained with shared layers only where sequences are split too. Set "
+            "sequence_parallelism=True, or tp_degree=1"
+        )
     if ep > 1 and (experts is None or experts % ep):
         yield (
             f"{experts or 'no'} experts cannot be shared out between expert_model_parallel_size={ep} "

@@ -28,6 +28,9 @@ options_to_group = {
 }
 """Flag -> heading of the flags that only matter with it."""
 
+_WRONG = object()
+"""Stands for the value of a flag that could not be read."""
+
 _SPELLING = re.compile(r"--[a-z0-9]+(_[a-z0-9]+)+$")
 
 
@@ -55,6 +58,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
     # Newer versions of argparse would colour too: whatever they set, it stays off.
     color = property(lambda self: False, lambda self, value: None)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._wrong: list[str] = []
+
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
         return super().add_argument(*_both_spellings(args), **kwargs)
@@ -64,6 +71,28 @@ class CustomArgumentParser(argparse.ArgumentParser):
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, with all wrong values in one message and not the first alone."""
+        self._wrong.clear()
+        found = super().parse_known_args(args, namespace)
+        if self._wrong:
+            self.error(_listed(self._wrong))
+        return found
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self._wrong.append(str(error))
+            return _WRONG
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            if value is not _WRONG:
+                super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self._wrong.append(str(error))
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, with colours where it is read on a terminal."""
@@ -81,6 +110,13 @@ class CustomArgumentParser(argparse.ArgumentParser):
         unknown = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
         close = difflib.get_close_matches(unknown, _all_flags(self), n=1)
         return f" (did you mean {close[0]}?)" if close else f" (see {self.prog} --help)"
+
+
+def _listed(problems: list[str]) -> str:
+    """One problem as it is, and several below each other."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} flags are wrong:", *(f"  - {problem}" for problem in problems)])
 
 
 def _all_flags(parser: argparse.ArgumentParser) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -279,6 +280,14 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         secret=declared["secret"],
         foreign=declared["foreign"],
     )
+
+
+def true_or_false(text: str) -> bool:
+    """Read the word of a flag that takes true or false; raise what argparse shows otherwise."""
+    try:
+        return bool(str_to_bool(text))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} must be true or false") from None
 
 
 def refuse_all(problems: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,20 +62,24 @@ def install() -> None:
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.is_available = lambda: True
+    torch.distributed.is_nccl_available = lambda: False
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: CPU
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_capability = lambda *args: (8, 0)
+    cuda.get_device_properties = lambda *args: SimpleNamespace(major=8, minor=0, multi_processor_count=1)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.default_generators = Generators()
     cuda.Stream = cuda.Event = Stream
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
+    torch.accelerator.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]
     cuda.stream = lambda stream: nullcontext()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
     for name in ("FloatTensor", "IntTensor", "LongTensor", "ByteTensor", "HalfTensor", "BFloat16Tensor"):
         setattr(cuda, name, getattr(torch, name))
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
     torch._dynamo.config.disable = True
     OnCpu().__enter__()
     import_module("megatron.core.jit").disable_jit_fuser()

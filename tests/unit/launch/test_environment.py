@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from accelerate.devices.catalogue import NPU
+from typing import Any
+
+import pytest
+
+from accelerate.devices.catalogue import CUDA, NPU
 from accelerate.launch.environment import device_ids, environment
 from accelerate.launch.machine import Machine
 from accelerate.settings.merge import FLAG, Layer, merge
@@ -14,3 +18,21 @@ def test_device_ids_are_split() -> None:
 def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> None:
     settings = merge(Layer(FLAG, {"gpu_ids": "0,2"}))
     assert environment(settings, Machine(NPU, 4), "elastic")["ASCEND_RT_VISIBLE_DEVICES"] == "0,2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "present", "queues"),
+    [
+        ({"megatron_lm_tp_degree": 2}, {}, "1"),
+        ({"megatron_lm_context_parallel_size": 2}, {}, "1"),
+        ({"megatron_lm_tp_degree": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
+        ({"megatron_lm_tp_degree": 2, "megatron_lm_use_custom_fsdp": True}, {}, None),
+        ({"megatron_lm_pp_degree": 2}, {}, None),
+    ],
+)
+def test_kernels_of_megatron_come_in_one_queue(
+    fields: dict[str, Any], present: dict[str, str], queues: str | None
+) -> None:
+    settings = merge(Layer(FLAG, {"use_megatron_lm": True, **fields}))
+    added = environment(settings, Machine(CUDA, 4, environ=present), "elastic")
+    assert added.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues

@@ -52,6 +52,17 @@ NETWORK = {"num_layers": 6, "num_attention_heads": 8, "max_position_embeddings":
             {},
             "multiple of pp_degree=2",
         ),
+        (
+            {
+                "pp_degree": 3,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "decoder_last_pipeline_num_layers": 2,
+                "num_micro_batches": 3,
+            },
+            {},
+            "decoder_last_pipeline_num_layers=2: the stages of an interleaved schedule",
+        ),
+        ({"tp_degree": 2}, {"num_experts": 4}, "sequence_parallelism=True, or tp_degree=1"),
         ({"tp_degree": 3}, {}, "8 attention heads"),
         ({"tp_degree": 4}, {"num_query_groups": 6}, "6 groups of queries"),
         ({"expert_model_parallel_size": 4}, {"num_experts": 6}, "6 experts"),

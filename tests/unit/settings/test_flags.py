@@ -76,6 +76,46 @@ def test_wrong_values_of_flags_are_all_named() -> None:
     assert "--parallelism_config_sp_seq_length='long'" in str(caught.value)
 
 
+def complaint(parser: CustomArgumentParser, words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words.split())
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_all_wrong_flags_come_in_one_message(
+    parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = complaint(
+        parser,
+        "--megatron_lm_tp_degree two --megatron_lm_use_custom_fsdp maybe --mixed_precision fp7",
+        capsys,
+    )
+    first, tp, fsdp, precision = told.splitlines()
+    assert first == "accelerate launch: error: 3 flags are wrong:"
+    assert tp.endswith("invalid int value: 'two'")
+    assert fsdp.endswith("'maybe' must be true or false")
+    assert "invalid choice: 'fp7'" in precision
+    assert "--help" in precision
+    one = complaint(parser, "--num_processes x", capsys)  # what was wrong before is forgotten
+    assert one.count("\n") == 1
+    assert parser.parse_args(["--num_processes", "2"]).num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--fp8_pad_inner_dim x", "'x' must be true or false"),
+        ("--fp8_override_linear_precision true,x,true", "'true,x,true' must be three words"),
+        ("--parallelism_config_sp_seq_length_is_variable x", "'x' must be true or false"),
+    ],
+)
+def test_wrong_words_are_told_in_words(
+    parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
+    assert told in complaint(parser, words, capsys)
+
+
 def test_a_misspelt_flag_gets_a_suggestion(
     parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base.environ import str_to_bool
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, true_or_false
 from accelerate.settings.spelling import unless_empty
-
-
-def _yes_or_no(text: str) -> bool:
-    return bool(str_to_bool(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,43 +25,43 @@ class MegatronSection(Section):
     megatron_lm_use_custom_fsdp: bool = option(
         False,
         "Use Megatron's own FSDP (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_USE_CUSTOM_FSDP",
     )
     megatron_lm_no_load_optim: bool = option(
         False,
         "Do not load the optimizer from a checkpoint (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_NO_LOAD_OPTIM",
     )
     megatron_lm_eod_mask_loss: bool = option(
         False,
         "Leave end-of-document tokens out of the loss (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_EOD_MASK_LOSS",
     )
     megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = option(
         False,
         "Overlap the copies of an optimizer on the CPU with its step (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D",
     )
     megatron_lm_no_save_optim: bool = option(
         False,
         "Do not save the optimizer in checkpoints (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_NO_SAVE_OPTIM",
     )
     megatron_lm_optimizer_cpu_offload: bool = option(
         False,
         "Keep the optimizer on the CPU (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD",
     )
     megatron_lm_use_precision_aware_optimizer: bool = option(
         False,
         "Keep optimizer states in low precision (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER",
     )
     megatron_lm_decoder_last_pipeline_num_layers: int | None = option(

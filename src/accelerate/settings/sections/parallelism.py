@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base.environ import str_to_bool
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, true_or_false
 from accelerate.settings.spelling import as_text_or_none
 
 TITLE = "ParallelismConfig Arguments"
 FILE_KEY = "parallelism_config"
-
-
-def _yes_or_no(text: str) -> bool:
-    return bool(str_to_bool(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +104,7 @@ class SequenceParallelSection(Section):
     parallelism_config_sp_seq_length_is_variable: bool = option(
         True,
         "Sequences have different lengths (true or false).",
-        flag_type=_yes_or_no,
+        flag_type=true_or_false,
         env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
     )
     parallelism_config_sp_attn_implementation: str = option(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.base.environ import str_to_bool
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, true_or_false
 from accelerate.settings.sections.launch import RESOURCES
 from accelerate.settings.spelling import as_bit, upper
 
@@ -16,7 +17,10 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 def _three_choices(text: str) -> tuple[bool, bool, bool]:
     """Read ``true,false,true``: forward product, gradient of the data, gradient of the weights."""
-    fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
+    try:
+        fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} must be three words like true,false,true") from None
     return fprop, dgrad, wgrad
 
 
@@ -128,7 +132,7 @@ class Fp8Section(Section):
         "torchao: gather FSDP2 parameters in FP8.",
         key="enable_fsdp_float8_all_gather",
         flag_default="true",
-        flag_type=str_to_bool,
+        flag_type=true_or_false,
         env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
         spell=as_bit,
         ask="Gather FSDP2 parameters in FP8?",
@@ -139,7 +143,7 @@ class Fp8Section(Section):
         "torchao: pad matrices whose inner size is not a multiple of 16.",
         key="pad_inner_dim",
         flag_default="true",
-        flag_type=str_to_bool,
+        flag_type=true_or_false,
         env="ACCELERATE_FP8_PAD_INNER_DIM",
         spell=as_bit,
         ask="Pad matrices whose inner size is not a multiple of 16?",

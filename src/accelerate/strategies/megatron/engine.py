@@ -57,9 +57,11 @@ class MegatronEngine(nn.Module):
         self.shape = Shape.of(self.args)
         self.train_step_handler = _build_step(accelerator, self.args)
         self.optimizer.skipped_iter = False
-        self.iteration = 0
+        # Steps and operations of a checkpoint that Megatron-LM has loaded by its own arguments.
+        self.iteration = self.args.iteration = int(getattr(self.args, "iteration", None) or 0)
         self.grad_norm: float | None = None
-        self.num_floating_point_operations_so_far = 0
+        read = getattr(self.args, "num_floating_point_operations_so_far", None)
+        self.num_floating_point_operations_so_far = read or 0
         self.total_loss_dict: dict[str, Any] = {}
         self.eval_total_loss_dict: dict[str, Any] = {}
         self.report_memory_flag = True

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import StateError
-from accelerate.devices.availability import is_transformer_engine_available
 from accelerate.logging import get_logger
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.models import build_model
@@ -23,6 +22,18 @@ logger = get_logger(__name__)
 
 _RENAMED = {"use_custom_fsdp": "use_megatron_fsdp"}
 """Arguments that have another name in newer versions."""
+
+_KERNELS: tuple[tuple[str, str, Any], ...] = (
+    ("transformer_engine", "transformer_impl", "local"),
+    ("transformer_engine", "apply_rope_fusion", False),
+    ("apex", "no_persist_layer_norm", True),
+    ("fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion", False),
+    ("scaled_masked_softmax_cuda", "masked_softmax_fusion", False),
+)
+"""Modules that may be missing, and the values of the arguments by which Megatron-LM does without them."""
+
+_COMPANIONS: dict[Any, dict[str, Any]] = {"local": {"spec": ["local"], "transformer_impl": "local"}}
+"""Attention kernels -> further arguments without which Megatron-LM refuses them."""
 
 _SET_LATER = frozenset(
     {
@@ -162,16 +173,20 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module]
         The parts of the model that lie on this process, its optimizer and its scheduler.
     """
     plugin, training = accelerator.state.megatron_lm_plugin, library.training("training")
-    provider = plugin.custom_model_provider_function or model_provider_func
+    given = {
+        "model_provider_func": plugin.custom_model_provider_function or model_provider_func,
+        "model_type": library.core("enums").ModelType.encoder_or_decoder,
+    }  # by name: versions differ in their order
     if plugin.custom_prepare_model_function is not None:
         parts = plugin.custom_prepare_model_function()
         model = list(parts) if isinstance(parts, (list, tuple)) else [parts]
-        optimizer = prepare_optimizer(accelerator, model)
-        return model, optimizer, training.get_optimizer_param_scheduler(optimizer)
-    model, optimizer, scheduler = training.setup_model_and_optimizer(
-        provider, library.core("enums").ModelType.encoder_or_decoder
-    )
-    return model, optimizer, scheduler
+    elif plugin.no_wd_decay_cond is not None or plugin.scale_lr_cond is not None:
+        model = training.get_model(**given)
+    else:
+        model, optimizer, scheduler = training.setup_model_and_optimizer(**given)
+        return model, optimizer, scheduler
+    optimizer = prepare_optimizer(accelerator, model)
+    return model, optimizer, prepare_scheduler(accelerator, optimizer, None)
 
 
 def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
@@ -184,8 +199,29 @@ def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
     built = library.training("training").get_megatron_optimizer_config(library.get_args())
     # Newer versions return what differs from parameter to parameter apart.
     config, overrides = built if isinstance(built, tuple) else (built, None)
+    overrides = _with_conditions(accelerator.state.megatron_lm_plugin, overrides)
     further = {} if overrides is None else {"config_overrides": overrides}
     return library.core("optimizer").get_megatron_optimizer(config, model, **further)
+
+
+def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    """Return what differs from parameter to parameter, with what the user's own conditions say."""
+    found: dict[Any, Any] = {}
+    if plugin.no_wd_decay_cond is not None:
+        overrides = {key: value for key, value in (overrides or {}).items() if "wd_mult" not in value}
+        found[_key("no_wd_decay_cond", plugin.no_wd_decay_cond)] = {"wd_mult": 0.0}
+    if plugin.scale_lr_cond is not None:
+        args, factor = library.get_args(), plugin.lr_mult
+        rates = {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
+        found[_key("scale_lr_cond", plugin.scale_lr_cond)] = rates
+    return {**(overrides or {}), **found} if found else overrides
+
+
+def _key(name: str, condition: Callable[[str, Any], bool]) -> Any:
+    """Return what finds the parameters of a condition, which takes a name and a parameter."""
+    known = library.core("optimizer.optimizer_config")
+    predicate = known.ParamWithNamePredicate(name=name, fn=lambda parameter, path: condition(path, parameter))
+    return known.ParamKey(with_name_predicate=predicate)
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
@@ -221,8 +257,13 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
     backend = values.get("attention_backend")
     if isinstance(backend, str):
         args.attention_backend = library.core("transformer.enums").AttnBackend[backend]
-    if "transformer_impl" not in values and not is_transformer_engine_available():
-        args.transformer_impl = "local"
+    for name, value in _COMPANIONS.get(backend, {}).items():
+        setattr(args, name, values.get(name, value))
+    if values.get("use_custom_fsdp") and "ckpt_format" not in values:
+        args.ckpt_format = "fsdp_dtensor"  # the only one that Megatron's own FSDP has
+    for module, name, value in _KERNELS:
+        if name not in values and not library.exists(module):
+            setattr(args, name, value)
     if unknown:
         logger.warning(
             f"This Megatron-LM has no arguments {', '.join(unknown)}: they are set, and maybe never read."

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 _MENDS = {
-    "megatron.core": "Install it with `pip install megatron-core`, or clone Megatron-LM",
+    "megatron.core": "Install it with `pip install megatron-core`",
     "megatron.training": (
-        "It is in no package: clone https://github.com/NVIDIA/Megatron-LM and put the clone on PYTHONPATH"
+        "Install megatron-core 0.17 or newer, which has it and wants Python 3.12, or clone "
+        "https://github.com/NVIDIA/Megatron-LM and put the clone on PYTHONPATH"
     ),
 }
 
@@ -46,7 +47,7 @@ def is_running() -> bool:
 
 def find_missing() -> list[str]:
     """Return what Megatron-LM lacks on this machine, one line each."""
-    problems = [f"{name} cannot be imported. {mend}" for name, mend in _MENDS.items() if not _exists(name)]
+    problems = [f"{name} cannot be imported. {mend}" for name, mend in _MENDS.items() if not exists(name)]
     if not torch.cuda.is_available():
         problems.append(
             "Megatron-LM computes on CUDA devices, and there is none. Run it on a machine with one"
@@ -54,7 +55,12 @@ def find_missing() -> list[str]:
     return problems
 
 
-def _exists(name: str) -> bool:
+def exists(name: str) -> bool:
+    """Whether a module can be imported.
+
+    Args:
+        name: with its package.
+    """
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # its parent is missing

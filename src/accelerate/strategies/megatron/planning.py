@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
+from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError
 from accelerate.plugins.megatron import MegatronLMPlugin, optimizer_kind
 from accelerate.plugins.megatron_checks import find_wrong_network, find_wrong_sizes, find_wrong_values
@@ -15,6 +17,10 @@ from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import MegatronLMDummyDataLoader, refuse_batch_sampler
 from accelerate.strategies.megatron.wrappers import MegatronLMDummyScheduler
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLACKWELL = 10
+"""The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
 
 
 def plan(
@@ -29,7 +35,7 @@ def plan(
         mixed_precision: the number format.
         steps: backward passes for each step of the optimizer.
     """
-    problems = [*library.find_missing(), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]
+    problems = [*find_missing(plugin), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]
     if steps > 1:
         problems.append(
             f"gradient_accumulation_steps={steps}: Megatron-LM accumulates by itself. Set num_micro_batches "
@@ -40,6 +46,41 @@ def plan(
     problems += _plan_model(plugin, bundle)
     problems += _plan_optimizer(plugin, bundle)
     return problems
+
+
+def find_missing(plugin: MegatronLMPlugin) -> list[str]:
+    """Return what this machine lacks for Megatron-LM, one line each.
+
+    Args:
+        plugin: the user's.
+    """
+    engine, apex = library.exists("transformer_engine"), library.exists("apex")
+    shares = (plugin.context_parallel_size or 1) > 1
+    problems = library.find_missing()
+    if plugin.sequence_parallelism and not (engine or apex):
+        problems.append(
+            "sequence_parallelism=True: the layers for it are in Transformer Engine and in Apex, and neither "
+            "can be imported. Install Transformer Engine"
+        )
+    if shares and not engine:
+        problems.append(
+            f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
+            "Engine, which cannot be imported. Install it"
+        )
+    if not problems and (shares or (plugin.tp_degree or 1) > 1):
+        problems += _wrong_queues(bool(plugin.use_custom_fsdp))
+    return problems
+
+
+def _wrong_queues(own_fsdp: bool) -> list[str]:
+    """Return what is wrong with the number of queues by which kernels come to a GPU."""
+    number = environ.current().get(QUEUES)
+    if own_fsdp or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+        return []
+    return [
+        f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "
+        "one queue. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
+    ]
 
 
 def dummies(bundle: Bundle, kind: type) -> list[Any]:
@@ -106,7 +147,15 @@ def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
         problems += _told(lambda: optimizer_kind(optimizer))
         if not problems:
             plugin.set_optimizer_type(optimizer)
+            problems += _wrong_rates(plugin)
     return [*problems, *_plan_schedule(plugin, bundle)]
+
+
+def _wrong_rates(plugin: MegatronLMPlugin) -> list[str]:
+    highest = plugin.megatron_lm_default_args["lr"]
+    if plugin.min_lr <= highest:
+        return []
+    return [f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {highest}. Make it smaller"]
 
 
 def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:

@@ -177,9 +177,15 @@ class Fake:
         assert self.args is not None
         return self.args
 
-    def setup_model_and_optimizer(self, provider: Any, model_type: Any) -> tuple[Any, Any, Any]:
-        self.calls.append(("setup_model_and_optimizer", provider, model_type))
+    def setup_model_and_optimizer(
+        self, model_type: Any, model_provider_func: Any = None
+    ) -> tuple[Any, Any, Any]:
+        self.calls.append(("setup_model_and_optimizer", model_provider_func, model_type))
         return self.parts, self.optimizer, self.scheduler
+
+    def get_model(self, model_type: Any, model_provider_func: Any) -> Any:
+        self.calls.append(("get_model", model_provider_func, model_type))
+        return self.parts
 
     def save_checkpoint(
         self, iteration: int, model: Any, optimizer: Any, scheduler: Any, **further: Any
@@ -225,6 +231,25 @@ class Fake:
 class AttnBackend(Enum):
     auto = 1
     flash = 2
+    local = 4
+
+
+class Predicate:
+    """Megatron-LM's: a name, and a function of a parameter and its path."""
+
+    def __init__(self, name: str, fn: Any) -> None:
+        self.name = name
+        self.fn = fn
+
+
+class Key:
+    """Megatron-LM's: which parameters differ."""
+
+    def __init__(self, with_name_predicate: Predicate) -> None:
+        self.predicate = with_name_predicate
+
+    def matches(self, parameter: torch.Tensor, path: str) -> bool:
+        return bool(self.predicate.fn(parameter, path))
 
 
 def modules(fake: Fake) -> dict[str, dict[str, Any]]:
@@ -259,7 +284,6 @@ def modules(fake: Fake) -> dict[str, dict[str, Any]]:
         "megatron.core.parallel_state": groups,
         "megatron.core.utils": {
             "get_model_config": lambda part: part.config,
-            "get_batch_on_this_cp_rank": lambda batch: batch,
         },
         "megatron.core.enums": {"ModelType": SimpleNamespace(encoder_or_decoder="decoder")},
         "megatron.core.distributed": {"finalize_model_grads": "finalize"},
@@ -276,6 +300,10 @@ def modules(fake: Fake) -> dict[str, dict[str, Any]]:
         "megatron.core.optimizer": {
             "get_megatron_optimizer": lambda config, model, **further: (config, model, further)
         },
+        "megatron.core.optimizer.optimizer_config": {
+            "ParamWithNamePredicate": Predicate,
+            "ParamKey": Key,
+        },
         "megatron.training": {},
         "megatron.training.arguments": {"parse_args": fake.parse_args, "validate_args": fake.validate_args},
         "megatron.training.global_vars": {
@@ -285,10 +313,14 @@ def modules(fake: Fake) -> dict[str, dict[str, Any]]:
             "get_tensorboard_writer": lambda: fake.writer,
         },
         "megatron.training.training": {
+            "get_model": fake.get_model,
             "setup_model_and_optimizer": fake.setup_model_and_optimizer,
             "num_floating_point_operations": lambda args, batch_size: 10 * batch_size,
             "get_optimizer_param_scheduler": lambda optimizer: ("scheduler of", optimizer),
-            "get_megatron_optimizer_config": lambda args: ("config", "overrides"),
+            "get_megatron_optimizer_config": lambda args: (
+                "config",
+                {"biases": {"wd_mult": 0.0}, "rates": {"max_lr": 1.0}},
+            ),
         },
         "megatron.training.checkpointing": {
             "save_checkpoint": fake.save_checkpoint,
@@ -317,6 +349,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, states: Any) -> Iterator[Fake]:
     found = Fake()
     install(found, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     yield found
     if torch.distributed.is_initialized():

@@ -11,6 +11,7 @@ import torch
 
 from accelerate.base.errors import StateError
 from accelerate.strategies.megatron import initialize as starting
+from accelerate.utils import MegatronLMPlugin
 from accelerate.utils.megatron_lm import initialize, prepare_model_optimizer_scheduler, prepare_scheduler
 
 from .conftest import AttnBackend, Fake, Start
@@ -105,11 +106,12 @@ def test_further_arguments_and_defaults(fake: Fake) -> None:
 
 def test_the_users_own_model(fake: Fake) -> None:
     fake.args = Namespace()
-    plugin = Namespace(custom_prepare_model_function=lambda: "part", custom_model_provider_function=None)
+    plugin = MegatronLMPlugin(custom_prepare_model_function=lambda: "part")
     accelerator = Namespace(state=Namespace(megatron_lm_plugin=plugin))
     model, optimizer, scheduler = prepare_model_optimizer_scheduler(accelerator)
     assert model == ["part"]
-    assert optimizer == ("config", ["part"], {"config_overrides": "overrides"})
+    own = {"biases": {"wd_mult": 0.0}, "rates": {"max_lr": 1.0}}
+    assert optimizer == ("config", ["part"], {"config_overrides": own})
     assert scheduler == ("scheduler of", optimizer)
     assert prepare_scheduler(accelerator, optimizer, None) == scheduler
 
@@ -119,3 +121,38 @@ def test_the_users_own_provider(start: Start, fake: Fake) -> None:
 
     start(custom_model_provider_function=provider)
     assert fake.called("setup_model_and_optimizer")[0][1] is provider
+
+
+def test_kernels_that_are_missing_are_not_asked_for(start: Start, fake: Fake) -> None:
+    start(other_megatron_args={"masked_softmax_fusion": True})
+    args = fake.get_args()
+    assert args.gradient_accumulation_fusion is False
+    assert args.no_persist_layer_norm is True
+    assert args.masked_softmax_fusion is True  # the user knows better
+
+
+def test_what_megatron_wants_together(start: Start, fake: Fake) -> None:
+    start(attention_backend="local", use_custom_fsdp=True)
+    args = fake.get_args()
+    assert (args.spec, args.transformer_impl, args.ckpt_format) == (["local"], "local", "fsdp_dtensor")
+
+
+def test_conditions_of_the_user(fake: Fake) -> None:
+    fake.args = Namespace(lr=0.5, min_lr=0.1)
+    plugin = MegatronLMPlugin(
+        no_wd_decay_cond=lambda name, parameter: name.endswith("bias"),
+        scale_lr_cond=lambda name, parameter: parameter.ndim == 1,
+        lr_mult=2.0,
+    )
+    accelerator = Namespace(state=Namespace(megatron_lm_plugin=plugin))
+    model, (config, parts, further), scheduler = prepare_model_optimizer_scheduler(accelerator)
+    assert fake.called("get_model") == [("get_model", starting.model_provider_func, "decoder")]
+    assert (model, parts, config) == (fake.parts, fake.parts, "config")
+    assert scheduler[0] == "scheduler of"
+    kept, decay, rate = further["config_overrides"]
+    assert kept == "rates"  # Megatron-LM's own choice of what decays is gone
+    assert further["config_overrides"][decay] == {"wd_mult": 0.0}
+    assert further["config_overrides"][rate] == {"max_lr": 1.0, "min_lr": 0.2}
+    matrix, vector = torch.zeros(1, 1), torch.zeros(1)
+    assert [decay.matches(matrix, name) for name in ("a.bias", "a.weight")] == [True, False]
+    assert [rate.matches(found, "a") for found in (matrix, vector)] == [False, True]

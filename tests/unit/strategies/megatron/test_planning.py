@@ -101,3 +101,48 @@ def test_the_plugin_says_how_long_training_is(fake: Fake) -> None:
     assert plan(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
     (problem,) = plan(MegatronLMPlugin(), bundle, 1, "no", 1)
     assert problem.startswith("train_iters: nothing says how long")
+
+
+def test_rates_that_fall_upwards(fake: Fake) -> None:
+    (problem,) = plan(MegatronLMPlugin(min_lr=0.2), objects(loader(2)), 1, "no", 1)
+    assert problem.startswith("min_lr=0.2: the optimizer's learning rate is lower, 0.1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tp_degree": 2, "sequence_parallelism": True}, "sequence_parallelism=True: the layers for it"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: the layers for it"),
+    ],
+)
+def test_layers_that_only_transformer_engine_has(fake: Fake, fields: dict[str, Any], told: str) -> None:
+    (problem,) = plan(MegatronLMPlugin(seq_length=8, **fields), objects(loader(2)), 2, "no", 1)
+    assert problem.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("generation", "queues", "fields", "number"),
+    [
+        (9, None, {"tp_degree": 2}, 1),
+        (9, "8", {"tp_degree": 2}, 1),
+        (9, "1", {"tp_degree": 2}, 0),
+        (9, None, {"tp_degree": 2, "use_custom_fsdp": True}, 0),
+        (9, None, {"pp_degree": 2}, 0),
+        (10, None, {"tp_degree": 2}, 0),
+    ],
+)
+def test_kernels_come_in_one_queue(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    generation: int,
+    queues: str | None,
+    fields: dict[str, Any],
+    number: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    problems = plan(MegatronLMPlugin(**fields), objects(loader(2)), 2, "no", 1)
+    assert len(problems) == number
+    assert all(f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: " in problem for problem in problems)

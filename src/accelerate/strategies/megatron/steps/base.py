@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -139,5 +140,11 @@ def cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
     Args:
         batch: tensors by name, with the names that Megatron-LM knows.
     """
-    cut: dict[str, Any] = library.core("utils").get_batch_on_this_cp_rank(batch)
+    group = library.core("parallel_state").get_context_parallel_group()
+    if torch.distributed.get_world_size(group) == 1:
+        return batch
+    divide = library.core("utils").get_batch_on_this_cp_rank
+    told = {"cp_group": group, "is_hybrid_cp": False}  # versions differ in what they want to be told
+    known = signature(divide).parameters
+    cut: dict[str, Any] = divide(batch, **{name: value for name, value in told.items() if name in known})
     return cut

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
@@ -49,9 +49,10 @@ def _virtual(model_provider_func: Any, stage: int) -> Any:
     return part
 
 
-def get_megatron_optimizer_config(args: Any) -> OptimizerConfig:
+def get_megatron_optimizer_config(args: Any) -> tuple[OptimizerConfig, Any]:
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    return OptimizerConfig(**{k: v for k, v in vars(args).items() if k in names})
+    config = OptimizerConfig(**{k: v for k, v in vars(args).items() if k in names})
+    return config, get_standard_config_overrides(config)
 
 
 def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
@@ -77,11 +78,10 @@ def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
     )
 
 
-def setup_model_and_optimizer(model_provider_func: Any, model_type: Any) -> tuple[Any, Any, Any]:
+def setup_model_and_optimizer(model_type: Any, model_provider_func: Any = None) -> tuple[Any, Any, Any]:
     model = get_model(model_provider_func, model_type)
-    optimizer = get_megatron_optimizer(
-        get_megatron_optimizer_config(get_args()), model, use_gloo_process_groups=True
-    )
+    config, overrides = get_megatron_optimizer_config(get_args())
+    optimizer = get_megatron_optimizer(config, model, overrides, use_gloo_process_groups=True)
     return model, optimizer, get_optimizer_param_scheduler(optimizer)
 
 

@@ -18,8 +18,8 @@ class Core:
     def __getattr__(self, name: str) -> Any:
         return getattr(self, f"do_{name}")
 
-    def do_get_batch_on_this_cp_rank(self, batch: Any) -> Any:
-        return batch
+    def do_get_context_parallel_group(self) -> str:
+        return "context"
 
     def do_vocab_parallel_cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -31,6 +31,7 @@ class Core:
 @pytest.fixture(autouse=True)
 def core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base.library, "core", lambda name: Core())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     monkeypatch.setattr(base, "is_transformers_available", lambda: False)
 
 
