@@ -58,10 +58,6 @@ class CustomArgumentParser(argparse.ArgumentParser):
     # Newer versions of argparse would colour too: whatever they set, it stays off.
     color = property(lambda self: False, lambda self, value: None)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._wrong: list[str] = []
-
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
         return super().add_argument(*_both_spellings(args), **kwargs)
@@ -74,7 +70,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, with all wrong values in one message and not the first alone."""
-        self._wrong.clear()
+        self._wrong: list[str] = []
         found = super().parse_known_args(args, namespace)
         if self._wrong:
             self.error(_listed(self._wrong))
