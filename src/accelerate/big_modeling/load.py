@@ -19,6 +19,7 @@ from accelerate.big_modeling.sharded import check_wishes, fill_from_whole, fill_
 from accelerate.checkpointing.shards import find_shards
 from accelerate.weights.index import Index, make_folder, save_offload_index
 from accelerate.weights.int8 import quantize_and_offload_8bit
+from accelerate.weights.packed import with_parts
 from accelerate.weights.placement import (
     find_home,
     read_dtype,
@@ -200,10 +201,15 @@ def _carry_out(
     model: nn.Module, move: Move, weights: Weights, folder: str | os.PathLike[str] | None, index: Index
 ) -> None:
     value = weights.read(move.source, CPU if move.in_place or move.device == META else move.device)
-    if move.in_place:
+    if move.in_place and not move.parts:
         with torch.no_grad():
             owner, name = find_home(model, move.name)
             getattr(owner, name).copy_(value)
+        return
+    if move.parts:
+        parts = {part: weights.read(part, move.device) for part in move.parts}
+        owner, name = find_home(model, move.name)
+        owner._parameters[name] = with_parts(getattr(owner, name), value, parts, move.device)
         return
     if move.in_8_bits and folder is not None:
         factors = _factors_of(move.source, weights, CPU)

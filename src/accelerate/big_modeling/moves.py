@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.packed import INT8
+from accelerate.weights.packed import INT4, INT8, OUTLINE, parts_of, shape_of
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.reading import Weights
 from accelerate.weights.store import STATISTICS, beside
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)  # also used where no run is set up
 CPU = torch.device("cpu")
 META = torch.device("meta")
 DISK = "disk"
+LAYOUT = "weight_format"
+"""What bitsandbytes stores beside a weight in 8 bits: there is one layout by now."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Move:
         dtype: it is converted to.
         in_place: whether the tensor that the model has is filled, and not replaced.
         in_8_bits: whether it is quantized before it goes to the disk.
+        parts: names in the files of the scales of a weight that is stored in 4 bits.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Move:
     dtype: torch.dtype | None = None
     in_place: bool = False
     in_8_bits: bool = False
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,22 +108,65 @@ def plan_moves(
     """
     own = all_tensors(model)
     sources = _find_sources(own, weights.files, tied)
+    packed = _find_packed(own, sources, weights)
+    belonging = {part for parts in packed.values() for part in parts}
     needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
     return Plan(
-        moves=[_plan_move(name, source, own[name], wishes) for name, source in sources.items()],
+        moves=[
+            replace(_plan_move(name, source, own[name], wishes), parts=packed.get(name, ()))
+            for name, source in sources.items()
+        ],
         missing=[name for name in own if name in needed and name not in sources],
         unexpected=sorted(
             [
-                *(name for name in weights.files if name not in own and not _is_statistics(name, own)),
+                *(
+                    name
+                    for name in weights.files
+                    if name not in own and name not in belonging and not _is_statistics(name, own)
+                ),
                 *(name for name in weights.extra if not takes_extra(model, name)),
             ]
         ),
         misshapen=[
-            f"{name} is {tuple(weights.shape(source))} and not {tuple(part_of(own[name]).shape)}"
+            told
             for name, source in sources.items()
-            if weights.shape(source) != part_of(own[name]).shape
+            if (told := _difference(name, source, own, weights, part_of(own[name]), packed))
         ],
     )
+
+
+def _find_packed(
+    own: Mapping[str, Tensor], sources: Mapping[str, str], weights: Weights
+) -> dict[str, tuple[str, ...]]:
+    """Return, for each tensor that is stored in 4 bits, the names of its scales."""
+    if not any(OUTLINE in name for name in weights.files):
+        return {}
+    found = {name: parts_of(source, weights.files) for name, source in sources.items()}
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _difference(
+    name: str,
+    source: str,
+    own: Mapping[str, Tensor],
+    weights: Weights,
+    part: Tensor,
+    packed: Mapping[str, tuple[str, ...]],
+) -> str | None:
+    """Return how a tensor of the files does not fit the one of the model; None where it does."""
+    kind, scales = type(own[name]).__name__, beside(name, STATISTICS)
+    in_8_bits = (
+        name == beside(name, "weight") and scales not in own and beside(source, STATISTICS) in weights.files
+    )
+    for bits, is_stored, layer in ((4, name in packed, INT4), (8, in_8_bits, INT8)):
+        if is_stored and kind != layer:
+            wanted = f"load_and_quantize_model, load_in_{bits}bit"
+            return f"{name} is stored in {bits} bits, and its layer is not ({wanted})"
+    stored, shape = tuple(weights.shape(source)), tuple(part.shape)
+    if name in packed:
+        stored = shape_of({each: weights.read(each, CPU) for each in packed[name] if OUTLINE in each})
+        shape = tuple(getattr(getattr(part, "quant_state", None), "shape", None) or shape)
+    return None if stored == shape else f"{name} is {stored} and not {shape}"
 
 
 def check_fit(plan: Plan, path: Path, kind: str, strict: bool) -> None:
@@ -196,4 +243,4 @@ def takes_extra(model: nn.Module, name: str) -> bool:
 
 def _is_statistics(name: str, own: Mapping[str, Tensor]) -> bool:
     """Whether this is what a weight in 8 bits is multiplied by, stored beside it."""
-    return name == beside(name, STATISTICS) and beside(name, "weight") in own
+    return any(name == beside(name, last) for last in (STATISTICS, LAYOUT)) and beside(name, "weight") in own

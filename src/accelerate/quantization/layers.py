@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accelerate.base.packages import require
 from accelerate.plugins.quantization import BnbQuantizationConfig
-from accelerate.weights.packed import quantizes_itself
+from accelerate.weights.packed import quantizes_itself, take_parts
 from accelerate.weights.tied import find_tied_parameters
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
@@ -151,6 +151,7 @@ def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
             quant_type=config.bnb_4bit_quant_type,
             device="meta",
         )
+    made.register_load_state_dict_pre_hook(take_parts)
     made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
     made.bias = layer.bias
     return made.requires_grad_(False).train(layer.training)  # type: ignore[no-any-return]

@@ -7,10 +7,15 @@ scales in `SCB`, one in 4 bits (`Params4bit`) in `quant_state`.
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+OUTLINE = ".quant_state.bitsandbytes__"
+"""Under this name and the kind of 4 bits, shape, dtype and block size are stored, as JSON in bytes."""
 
 INT8 = "Int8Params"
 INT4 = "Params4bit"
@@ -77,6 +82,68 @@ def _remade_elsewhere(
     )
     vars(new).update({name: value for name, value in attributes.items() if name not in vars(new)})
     return new
+
+
+def parts_of(name: str, stored: Iterable[str]) -> tuple[str, ...]:
+    """Return the names under which the scales of a weight in 4 bits are stored; none for any other.
+
+    Args:
+        name: of the weight.
+        stored: names of all that is stored.
+    """
+    found = tuple(each for each in stored if each.startswith(f"{name}."))
+    return found if any(each.startswith(f"{name}{OUTLINE}") for each in found) else ()
+
+
+def shape_of(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return the shape of a weight in 4 bits before it was packed.
+
+    Args:
+        parts: what is stored with it, by name.
+    """
+    outline = next(tensor for name, tensor in parts.items() if OUTLINE in name)
+    return tuple(json.loads(bytes(outline.tolist()))["shape"])
+
+
+def with_parts(
+    old: Tensor, packed: Tensor, parts: Mapping[str, Tensor], target: torch.device
+) -> nn.Parameter:
+    """Return a weight in 4 bits as it was stored.
+
+    Args:
+        old: of the same class.
+        packed: its values.
+        parts: what is stored with them, by name.
+        target: the device.
+    """
+    make = cast("Any", type(old))
+    made: nn.Parameter = make.from_prequantized(
+        packed, dict(parts), requires_grad=old.requires_grad, device=target
+    )
+    return made
+
+
+def take_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Let `load_state_dict` fill a quantized layer, used or not: its weight takes the stored scales, too.
+
+    Args:
+        layer: has the weight.
+        state: changed in place, as torch reads it next.
+        prefix: name of the layer, with a dot.
+        *rest: what else torch passes to such hooks.
+    """
+    name = f"{prefix}weight"
+    parts, scales = parts_of(name, state), state.get(f"{prefix}SCB")
+    if name not in state or not (parts or scales is not None):
+        return
+    old = cast("nn.Parameter", layer._parameters["weight"])
+    target = old.device if old.device.type != "meta" else torch.device("cpu")
+    if scales is None:
+        new = with_parts(old, state[name], {part: state.pop(part) for part in parts}, target)
+    else:
+        new = cast("nn.Parameter", remade(old, state[name], target, torch.int8, scales.to(target)))
+        let_go(layer)
+    layer._parameters["weight"] = state[name] = new
 
 
 def scales_of(owner: nn.Module) -> Tensor | None:

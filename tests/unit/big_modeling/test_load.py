@@ -281,8 +281,16 @@ def test_a_place_without_a_value(files: Path) -> None:
 def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5), "bias": torch.ones(2)}
     save_file(state, tmp_path / "x.safetensors")
+
+    class Int8Params(nn.Parameter):
+        def __new__(cls, data: torch.Tensor, requires_grad: bool = False, **scales: Any) -> Any:
+            made: Any = torch.Tensor._make_subclass(cls, data, requires_grad)
+            vars(made).update(scales)
+            return made
+
     with torch.device("meta"):
         model = nn.Linear(2, 2).requires_grad_(False)
+        model.weight = Int8Params(torch.empty(2, 2))
     load_checkpoint_in_model(model, tmp_path / "x.safetensors", {"": "cpu"}, strict=True)
     weight: Any = model.weight
     assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate import init_empty_weights
+from accelerate.base.errors import CheckpointError
 from accelerate.quantization.layers import has_4bit_bnb_layers, replace_with_bnb_layers
 from accelerate.utils import (
     BnbQuantizationConfig,
@@ -123,3 +124,70 @@ def test_weights_wait_on_the_disk(body: Any, tmp_path: Path) -> None:
             difference = (model(tokens) - expected).abs().max() / expected.abs().max()
             assert 0 < difference < 0.03
     assert model.layers[2].state.CB is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_quantized_model_is_saved_and_loaded_as_it_is(
+    way: str, safe: bool, body: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from accelerate import Accelerator
+
+    config, tokens = BnbQuantizationConfig(torch_dtype="fp32", **WAYS[way][0]), torch.arange(6)
+    model = load_and_quantize_model(body().eval(), config)
+    Accelerator(cpu=True).save_model(model, str(tmp_path), safe_serialization=safe)
+    with torch.no_grad():
+        expected = model(tokens)  # bitsandbytes rounds the scales of a model that has computed on the CPU
+    with init_empty_weights():
+        empty = body().eval()
+    loaded = load_and_quantize_model(empty, config, tmp_path)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens), expected)
+    assert "does not fit" not in caplog.text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_in_other_bits_are_refused(way: str, body: Any, tmp_path: Path) -> None:
+    from accelerate import Accelerator, load_checkpoint_in_model
+
+    config = BnbQuantizationConfig(torch_dtype="fp32", **WAYS[way][0])
+    Accelerator(cpu=True).save_model(load_and_quantize_model(body(), config), str(tmp_path))
+    bits = 8 if config.load_in_8bit else 4
+    with pytest.raises(CheckpointError, match=f"is stored in {bits} bits, and its layer is not"):
+        load_checkpoint_in_model(body(), tmp_path)
+    other = {"load_in_8bit": bits == 4, "load_in_4bit": bits == 8}
+    with init_empty_weights():
+        empty = body()
+    with pytest.raises(CheckpointError, match=f"is stored in {bits} bits, and its layer is not"):
+        load_and_quantize_model(empty, BnbQuantizationConfig(**other), tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_go_on_from_a_checkpoint(way: str, body: Any, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    config = BnbQuantizationConfig(torch_dtype="fp32", **WAYS[way][0])
+    accelerator, model = Accelerator(cpu=True), load_and_quantize_model(body(), config)
+    model.head.weight.requires_grad_(True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([model.head.weight], lr=0.1))
+
+    def steps() -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(torch.arange(6)), torch.arange(6))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    steps()
+    accelerator.save_state(str(tmp_path / "state"))
+    first = steps()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert steps() == first
+    fresh = load_and_quantize_model(body(), config)
+    torch.nn.init.zeros_(fresh.head.weight)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(torch.arange(6)), model(torch.arange(6)))
