@@ -1,12 +1,14 @@
 """Training by real DeepSpeed engines in two processes on the CPU.
 
-Needs the package deepspeed (0.19.8) and, for some tests, transformers. The first run builds two extensions of
-DeepSpeed with g++, which takes minutes.
+Needs the package deepspeed (0.19.8). The first run builds two extensions of DeepSpeed with g++, which takes
+minutes.
 """
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,13 +19,13 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.base.errors import CheckpointError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DummyOptim,
     DummyScheduler,
     is_deepspeed_available,
-    is_transformers_available,
     set_seed,
 )
 
@@ -54,10 +56,10 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
-def loader(samples: int, shuffle: bool = False) -> torch.utils.data.DataLoader[Any]:
+def loader(samples: int, size: int = 4) -> torch.utils.data.DataLoader[Any]:
     x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    return torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
+    return torch.utils.data.DataLoader(data, batch_size=size)
 
 
 def start(plugin: Any, **arguments: Any) -> Accelerator:
@@ -67,12 +69,12 @@ def start(plugin: Any, **arguments: Any) -> Accelerator:
     return Accelerator(deepspeed_plugin=plugin, step_scheduler_with_optimizer="per_update", **arguments)
 
 
-def prepared(plugin: Any, steps: int = 1, **arguments: Any) -> tuple[Accelerator, list[Any]]:
+def prepared(plugin: Any, steps: int = 1, size: int = 4, **arguments: Any) -> tuple[Accelerator, list[Any]]:
     accelerator = start(plugin, gradient_accumulation_steps=steps, **arguments)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return accelerator, list(accelerator.prepare(model, optimizer, loader(80 * steps), schedule))
+    return accelerator, list(accelerator.prepare(model, optimizer, loader(80 * steps, size), schedule))
 
 
 def train(
@@ -201,6 +203,64 @@ def test_a_run_goes_on_and_its_weights_serve_a_plain_model(run: Run, tmp_path: P
     assert set(second[3][2]) == set()
 
 
+def save_as_two(folder: str) -> dict[int, list[float]]:
+    found = {}
+    for stage in (1, 2, 3):
+        accelerator, objects = prepared(plugin_of(stage, "none"))
+        after = partial(save_after_four, accelerator, Path(folder, str(stage)))
+        found[stage] = train(accelerator, objects, after=after)[0][4:]
+    return found
+
+
+def refuse_and_convert(folder: str) -> None:
+    for stage in (1, 2, 3):
+        accelerator, _ = prepared(plugin_of(stage, "none"), size=8)
+        with pytest.raises(CheckpointError, match="saved by 2 processes") as caught:
+            accelerator.load_state(Path(folder, str(stage)))
+        command = str(caught.value).partition("`")[2].partition("`")[0].split()
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        subprocess.run([sys.executable, *command[1:], *workers], check=True, timeout=120)
+
+
+def go_on_alone(folder: str) -> dict[int, list[float]]:
+    found = {}
+    for stage in (1, 2, 3):
+        plugin = plugin_of(stage, "none")
+        plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+        accelerator, (model, optimizer, batches, schedule) = prepared(plugin, size=8)
+        accelerator.load_state(Path(folder, str(stage)))
+        rest = list(batches)[4:]
+        found[stage] = train(accelerator, [model, optimizer, rest, schedule])[0]
+    return found
+
+
+def test_a_universal_checkpoint_goes_on_with_another_number_of_processes(run: Run, tmp_path: Path) -> None:
+    whole = run(save_as_two, str(tmp_path), env=ENVIRONMENT, timeout=300)[0]
+    run(refuse_and_convert, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
+    (alone,) = run(go_on_alone, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
+    for stage, losses in whole.items():
+        assert alone[stage] == pytest.approx(losses, abs=1e-4), stage
+
+
+def share_shards_on_a_machine() -> tuple[list[float], list[float], int]:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "contiguous_gradients": True}
+    config = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",  # DeepSpeed's own is 1
+    }
+    accelerator, objects = prepared(DeepSpeedPlugin(hf_ds_config=config))
+    losses, _ = train(accelerator, objects)
+    size = objects[0].config["zero_optimization"]["zero_hpz_partition_size"]
+    return losses, train(*prepared(plugin_of(3, "none")))[0], size
+
+
+def test_keys_of_zero_plus_plus_reach_the_engine(run: Run) -> None:
+    for losses, plain, size in run(share_shards_on_a_machine, env=ENVIRONMENT, timeout=120):
+        assert size == 2
+        assert losses == pytest.approx(plain, abs=1e-4)
+
+
 def configure_everything() -> tuple[Any, list[float], int]:
     config = {
         "optimizer": {
@@ -297,62 +357,6 @@ def test_one_process_needs_no_launcher(run: Run) -> None:
     ((plain, losses),) = run(train_alone, processes=1, env={**ENVIRONMENT, **without}, timeout=120)
     assert len(losses) == 20
     assert losses == pytest.approx(plain, abs=1e-4)
-
-
-class Texts(torch.utils.data.Dataset[Any]):
-    """Random texts of eight tokens."""
-
-    def __init__(self) -> None:
-        self.tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        text = self.tokens[index]
-        return {"input_ids": text, "labels": text, "position_ids": torch.arange(len(text))}
-
-
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=32, num_key_value_heads=4, attn_implementation="sdpa", **sizes)
-    set_seed(0)
-    return LlamaForCausalLM(config)
-
-
-def share_sequences(size: int) -> tuple[list[float], str]:
-    warnings.simplefilter("ignore")
-    mesh = ParallelismConfig(sp_size=size) if size > 1 else None
-    accelerator = start(DeepSpeedPlugin(zero_stage=2), parallelism_config=mesh)
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = torch.utils.data.DataLoader(Texts(), batch_size=2)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    losses = []
-    for batch in batches:
-        labels = batch.pop("labels", None)
-        shifted = batch.pop("shift_labels", None)
-        if shifted is None:
-            shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        logits = model(**batch).logits
-        total = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
-        items = accelerator.reduce((shifted != -100).sum(), "sum")
-        loss = total / items
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(float(accelerator.reduce(loss.detach(), "sum")))
-    return losses, type(batches).__name__
-
-
-def test_processes_that_share_sequences_have_the_losses_of_one(run: Run) -> None:
-    if not is_transformers_available():
-        pytest.skip("transformers is not installed")
-    ((whole, plain),) = run(share_sequences, 1, processes=1, env=ENVIRONMENT, timeout=120)
-    for losses, name in run(share_sequences, 2, env=ENVIRONMENT, timeout=120):
-        assert losses == pytest.approx(whole, abs=1e-4)
-        assert (plain, name) == ("DataLoaderShard", "SequenceLoader")
 
 
 class Experts(nn.Module):

@@ -110,10 +110,18 @@ class Strategy:
 
     def choose_precision(self) -> Precision:
         """Return the number format; engines that own theirs answer with the null format."""
+        return self.format_named(self.context.mixed_precision)
+
+    def format_named(self, name: str) -> Precision:
+        """Return a number format with what the user says of it.
+
+        Args:
+            name: "no", "fp16", "bf16" or "fp8".
+        """
         context, request = self.context, self.context.request
         return resolve_precision(
             PrecisionRequest(
-                context.mixed_precision,
+                name,
                 context.backend,
                 request.autocast,
                 request.scaler,

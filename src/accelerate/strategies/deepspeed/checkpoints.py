@@ -15,6 +15,12 @@ from accelerate.checkpointing.part import Apply, Load, Payload
 from accelerate.checkpointing.parts import number
 from accelerate.state.topology import Topology
 
+SHARDS = "*zero_pp_rank_*_optim_states.pt"
+"""Files of optimizer states: one for each process that shares them."""
+
+UNIVERSAL = "_universal"
+"""What follows the name of an engine's folder for the same in DeepSpeed's universal layout."""
+
 
 def leave(content: Any, path: Path) -> None:
     """Write nothing: the file lies there already."""
@@ -62,21 +68,52 @@ class EnginePart:
         """Return what lets DeepSpeed load its files, on all ranks together.
 
         Raises:
-            CheckpointError: they are not there.
+            CheckpointError: they are not there, or are shards of another number of processes.
         """
+        if self.engine.load_universal_checkpoint():
+            return partial(self._apply, options, self._universal(options.folder))
         if not (options.folder / self.name).is_dir():
             raise CheckpointError(
                 f"{options.folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
                 "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
                 "weights into the model before `prepare`."
             )
-        return partial(self._apply, options)
+        self._check_shards(options.folder)
+        return partial(self._apply, options, self.name)
 
-    def _apply(self, options: Load) -> None:
-        strict = options.model.get("strict", True)
-        with options.fitting(self.name, "engine"):
-            path, _ = self.engine.load_checkpoint(
-                str(options.folder), tag=self.name, load_module_strict=strict
+    def _universal(self, folder: Path) -> str:
+        """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""
+        tags = (f"{self.name}{UNIVERSAL}", self.name)
+        found = next((tag for tag in tags if (folder / tag / "zero").is_dir()), None)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} holds no universal checkpoint, which checkpoint.load_universal in DeepSpeed's "
+                f"configuration asks for. Make one: {self._conversion(folder)}"
             )
+        return found
+
+    def _conversion(self, folder: Path) -> str:
+        place = folder / self.name
+        return (
+            f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
+            f"--output_folder {place}{UNIVERSAL}"
+        )
+
+    def _check_shards(self, folder: Path) -> None:
+        """Refuse shards of optimizer states of another number of processes, before anything is loaded."""
+        shards = len(list((folder / self.name).glob(SHARDS)))
+        if shards in (0, self.topology.size) or self.engine.zero_elastic_checkpoint():
+            return
+        raise CheckpointError(
+            f"{folder / self.name} was saved by {shards} processes, between which ZeRO shares optimizer "
+            f"states, and this run has {self.topology.size}. Start {shards}; or turn it into a universal "
+            f"checkpoint by `{self._conversion(folder)}`, and set checkpoint.load_universal to true in "
+            "DeepSpeed's configuration."
+        )
+
+    def _apply(self, options: Load, tag: str) -> None:
+        strict = options.model.get("strict", True)
+        with options.fitting(tag, "engine"):
+            path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
             if path is None:
-                raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / self.name}")
+                raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.base.enums import DistributedType
+from accelerate.base.enums import DistributedType, PrecisionType
 from accelerate.base.errors import ConfigurationError, PreparationError, StateError
 from accelerate.checkpointing.part import Part
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,13 +20,14 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
+from accelerate.strategies.deepspeed.abilities import computes_in_fp8
 from accelerate.strategies.deepspeed.checking import problems_of
 from accelerate.strategies.deepspeed.checkpoints import EnginePart
 from accelerate.strategies.deepspeed.dummies import DummyScheduler
 from accelerate.strategies.deepspeed.losses import leaves_of
 from accelerate.strategies.deepspeed.sequences import sequences_of
 from accelerate.strategies.deepspeed.states import gathered, whole_state
-from accelerate.strategies.deepspeed.values import Given, batch_sizes_of
+from accelerate.strategies.deepspeed.values import STEPS, Given, batch_sizes_of
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -68,8 +69,11 @@ class DeepSpeed(Strategy):
         building.begin(context)
 
     def choose_precision(self) -> Precision:
-        """Return the null format: the engine casts."""
-        return Precision(self.context.mixed_precision)
+        """Return the null format, since the engine casts; with FP8 the one that converts layers."""
+        by_engine = computes_in_fp8(self.plugin.deepspeed_config)
+        if self.context.request.mixed_precision != PrecisionType.FP8 or by_engine:
+            return Precision(self.context.mixed_precision)
+        return self.format_named(PrecisionType.FP8)
 
     @property
     def plugin(self) -> Any:
@@ -134,8 +138,17 @@ class DeepSpeed(Strategy):
         plugin, waiting = self.plugin, self._for_model
         if waiting.optimizer is None and plugin.zero_stage != 3:
             return self.compile(building.run_only(model, self.context.device, place, plugin.deepspeed_config))
+        self._adopt_accumulation()
         config = building.complete(plugin, self._given(model, waiting))
         return self._build(model, waiting, config)
+
+    def _adopt_accumulation(self) -> None:
+        """Accumulate as the configuration says where the user does not: a client may have filled it late."""
+        plugin, gradients = self.plugin, self.context.gradients
+        plugin.filled.undo(plugin.deepspeed_config)
+        steps = str(plugin.get_value(STEPS))
+        if gradients.num_steps == 1 and steps.isdecimal():
+            gradients.plugin_kwargs["num_steps"] = int(steps)
 
     def _given(self, model: nn.Module, waiting: Waiting) -> Given:
         request = self.context.request
@@ -156,8 +169,10 @@ class DeepSpeed(Strategy):
 
     def _build(self, model: nn.Module, waiting: Waiting, config: dict[str, Any]) -> nn.Module:
         trains = waiting.optimizer is not None
-        self.plugin.set_moe_leaf_modules(model)
         optimizer = waiting.optimizer
+        self.waiting = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
+        model = self.convert(model)
+        self.plugin.set_moe_leaf_modules(model)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = building.choose_optimizer(optimizer, config)
         mpu = self.sequences.join(model, config)

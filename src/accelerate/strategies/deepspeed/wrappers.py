@@ -112,7 +112,11 @@ class DeepSpeedEngineWrapper:
     def _clip_here(self) -> torch.Tensor:
         parameters = list(self.engine.module.parameters())
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(parameters, self._limit or math.inf)
+        config = self.engine._config
+        usual = config.gradient_clipping
+        config.gradient_clipping = 0.0  # DeepSpeed's own limit is 1 where none is configured
         self.finish_step()
+        config.gradient_clipping = usual
         return norm
 
 

@@ -26,6 +26,7 @@ class Engine(nn.Module):
         self.calls: list[Any] = []
         self.stage = config["zero_optimization"]["stage"]
         self.device = torch.device("cpu")
+        self._config = SimpleNamespace(gradient_clipping=1.0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -15,9 +15,17 @@ from accelerate.strategies.deepspeed.checkpoints import EnginePart, leave
 
 
 class Engine:
-    def __init__(self, found=True):
+    def __init__(self, found=True, universal=False, elastic=False):
         self.loaded = []
         self.found = found
+        self.universal = universal
+        self.elastic = elastic
+
+    def load_universal_checkpoint(self):
+        return self.universal
+
+    def zero_elastic_checkpoint(self):
+        return self.elastic
 
     def save_checkpoint(self, folder, tag, save_latest):
         place = Path(folder)
@@ -80,11 +88,46 @@ def test_an_engine_that_finds_nothing_is_an_error(tmp_path):
         apply()
 
 
+@pytest.fixture
+def of_two(tmp_path):
+    """A checkpoint of two processes."""
+    (tmp_path / "pytorch_model").mkdir()
+    for rank in range(2):
+        (tmp_path / "pytorch_model" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    return tmp_path
+
+
+def test_shards_of_another_number_of_processes_are_refused_before_anything_is_loaded(of_two):
+    engine = Engine()
+    with pytest.raises(CheckpointError, match=r"saved by 2 processes.*this run has 1\. Start 2") as caught:
+        EnginePart(0, engine, Topology()).read(Load(of_two))
+    assert "ds_to_universal --inject_missing_state --input_folder" in str(caught.value)
+    assert engine.loaded == []
+    EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two))()
+    EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two))()
+
+
+def test_a_universal_checkpoint_lies_beside_the_other_or_in_its_place(of_two):
+    engine = Engine(universal=True)
+    part = EnginePart(0, engine, Topology())
+    with pytest.raises(
+        CheckpointError, match="holds no universal checkpoint.* Make one: python -m deepspeed"
+    ):
+        part.read(Load(of_two))
+    (of_two / "pytorch_model" / "zero").mkdir()
+    part.read(Load(of_two))()
+    (of_two / "pytorch_model_universal" / "zero").mkdir(parents=True)
+    part.read(Load(of_two))()
+    assert [tag for _, tag, _ in engine.loaded] == ["pytorch_model", "pytorch_model_universal"]
+
+
 def test_a_run_saves_and_loads_through_its_engine(start, parts, tmp_path):
     accelerator, given = start(), parts()
     model, optimizer, _ = accelerator.prepare(given.model, given.optimizer, given.loader)
     engine = Engine()
     model.save_checkpoint, model.load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+    model.load_universal_checkpoint = engine.load_universal_checkpoint
+    model.zero_elastic_checkpoint = engine.zero_elastic_checkpoint
     folder = accelerator.save_state(tmp_path / "saved")
     assert (folder / "manifest.json").is_file()
     assert (folder / "pytorch_model" / "model.pt").read_text() == "pytorch_model"

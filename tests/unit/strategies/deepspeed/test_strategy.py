@@ -10,7 +10,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, PreparationError, StateError
 from accelerate.state import AcceleratorState
-from accelerate.utils import DummyOptim, DummyScheduler
+from accelerate.utils import AORecipeKwargs, DummyOptim, DummyScheduler
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 
@@ -329,3 +329,28 @@ def test_a_loader_of_windows_trains_as_accumulation_does(start, parts):
             optimizer.step()
             losses.append(loss.item() / 4)
     assert losses == pytest.approx(plain, abs=1e-6)
+
+
+def test_a_client_may_fill_the_accumulation_before_the_model_is_prepared(start, parts):
+    plugin = DeepSpeedPlugin()
+    accelerator, given = start(plugin), parts()
+    plugin.deepspeed_config["gradient_accumulation_steps"] = 3  # transformers does, when it was "auto"
+    accelerator.prepare(given.model, given.optimizer, given.loader)
+    assert accelerator.gradient_accumulation_steps == 3
+    assert plugin.deepspeed_config["train_batch_size"] == 12
+
+
+def test_layers_compute_in_fp8_inside_an_engine(start, parts, monkeypatch):
+    pytest.importorskip("torchao")
+    accelerator = start(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    model = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = accelerator.prepare(model, optimizer, parts().loader)
+    assert [type(layer).__name__ for layer in engine.module] == ["Linear", "Float8Linear", "Linear"]
+    assert engine.config["bf16"] == {"enabled": True}
+    assert accelerator.fp8_backend == "AO"
+
+
+def test_ms_amp_takes_the_place_of_layers_in_fp8(start, parts):
+    accelerator = start(DeepSpeedPlugin(enable_msamp=True), mixed_precision="fp8")
+    assert type(accelerator._runtime.strategy.precision).__name__ == "Precision"
