@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
+from accelerate.checkpointing.shards import save_sharded
+from accelerate.diagnostics.memory import HostMeter
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pairing import Pair, measure, report
 
 MODULES, WIDTH, LAYERS, TOKENS = 50, 768, 4, 256
+SHARD = "50MB"
 
 
 class Noted(nn.Linear):
@@ -36,7 +42,7 @@ def per_module(work: str, plain: nn.Module, hooked: nn.Module) -> Pair:
     )
 
 
-def transformer() -> nn.Module:
+def transformer() -> Any:
     layer = nn.TransformerEncoderLayer(WIDTH, 12, 4 * WIDTH, batch_first=True)
     return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).eval()
 
@@ -47,13 +53,33 @@ def per_forward(work: str, plain: nn.Module, ours: nn.Module, budget: float) -> 
     return measure(work, lambda: plain(x), lambda: ours(x), budget=budget, repetitions=1, rounds=15)
 
 
+def from_shards(plain: nn.Module, folder: str) -> nn.Module:
+    """Leave the weights in files of safetensors."""
+    save_sharded(plain.state_dict(), Path(folder), SHARD)
+    return load_checkpoint_and_dispatch(copy.deepcopy(plain).to("meta"), folder, {"": "disk"}).eval()
+
+
+def peak_of_forward(model: nn.Module, block: int) -> Pair:
+    """Measure the memory that a forward takes, over that of two blocks and what activations take anyway."""
+    x = torch.randn(1, 8, WIDTH)
+    meter, before = HostMeter(), psutil.Process().memory_info().rss
+    meter.start()
+    model(x)
+    model(x)
+    allowed, taken = 2 * block, meter.peak() - before
+    return Pair("peak memory of that, over two blocks", allowed, taken, taken / allowed, 1.3, measured="B")
+
+
 def main() -> int:
     torch.set_num_threads(1)
     placed, plain = chain(), transformer()
     for module in placed:
         add_hook_to_module(module, AlignDevicesHook("cpu"))
     on_cpu, in_memory, on_disk = (copy.deepcopy(plain) for _ in range(3))
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    block = sum(each.nbytes for each in plain.layers[0].parameters())
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as shards, torch.no_grad():
+        left = from_shards(plain, shards)
+        peak = peak_of_forward(left, block)
         pairs = [
             per_module("a hook that brings inputs, per module", chain(), placed),
             per_module("a hook that brings weights from memory, per module", chain(), cpu_offload(chain())),
@@ -61,7 +87,14 @@ def main() -> int:
             per_forward(
                 "weights in memory, each block's put in its place", plain, cpu_offload(in_memory), 1.05
             ),
-            per_forward("weights on the disk, in the page cache", plain, disk_offload(on_disk, folder), 1.2),
+            per_forward(
+                "weights on the disk, a file each, in the page cache",
+                plain,
+                disk_offload(on_disk, folder),
+                1.2,
+            ),
+            per_forward("weights on the disk, in shards of safetensors, in the page cache", plain, left, 1.2),
+            peak,
         ]
     return report(pairs, "Offload: forwards over those of the plain model")
 

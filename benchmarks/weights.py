@@ -7,15 +7,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import load_checkpoint_in_model
 from accelerate.checkpointing.shards import save_sharded
-from pairing import measure, report
+from accelerate.diagnostics.memory import HostMeter
+from pairing import Pair, measure, report
 
 LAYERS, WIDTH, SHARD = 24, 256, "20MB"
+SHARD_BYTES = 20 * 10**6
 
 
 def build() -> nn.Module:
@@ -32,9 +35,29 @@ def fill_by_hand(model: nn.Module, folder: Path) -> None:
     model.load_state_dict(state, assign=True)
 
 
+def peak_of_loading(folder: str) -> Pair:
+    """Measure the memory that filling takes where each tensor is converted, over model and one shard."""
+    with torch.device("meta"):
+        model = build()
+    half = sum(each.nbytes for each in model.state_dict().values()) // 2
+    meter, before = HostMeter(), psutil.Process().memory_info().rss
+    meter.start()
+    load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype=torch.bfloat16)
+    allowed, taken = half + SHARD_BYTES, meter.peak() - before
+    return Pair(
+        "peak memory of filling it in bfloat16, over that model and one shard",
+        allowed,
+        taken,
+        taken / allowed,
+        1.05,
+        measured="B",
+    )
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_sharded(build().state_dict(), Path(folder), SHARD)
+        peak = peak_of_loading(folder)  # first: what was freed before could hide what is taken
         with torch.device("meta"):
             model = build()
         pair = measure(
@@ -45,7 +68,7 @@ def main() -> int:
             repetitions=3,
             rounds=20,
         )
-    return report([pair], "Weights")
+    return report([pair, peak], "Weights")
 
 
 if __name__ == "__main__":

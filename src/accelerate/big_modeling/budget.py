@@ -33,6 +33,7 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
 
     Args:
         max_memory: bytes, or texts such as "10GB", by device; None takes what is free on all devices now.
+            In a dict texts are replaced by their bytes.
 
     Raises:
         ConfigurationError: a size cannot be read, or a device is called otherwise than 0, 1, ..., "mps",
@@ -43,7 +44,10 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
         raise wrong_value("max_memory", found, "sizes by device are needed", 'pass a dict, like {0: "5GB"}')
     for place in found:
         _check_place(place)
-    return {place: _read_size(place, found[place]) for place in sorted(found, key=_rank)}
+    sizes = {place: _read_size(place, found[place]) for place in sorted(found, key=_rank)}
+    if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed texts
+        max_memory.update({place: size for place, size in sizes.items() if isinstance(found[place], str)})
+    return sizes
 
 
 def plan_memory(max_memory: Memory | None) -> dict[Place, int]:

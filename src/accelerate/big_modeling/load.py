@@ -25,7 +25,7 @@ from accelerate.weights.placement import (
     read_dtype,
     set_module_tensor_to_device,
 )
-from accelerate.weights.reading import Weights
+from accelerate.weights.reading import WeightFile, Weights
 from accelerate.weights.store import STATISTICS, beside, offload_weight
 from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
 
@@ -157,8 +157,10 @@ def fill_model(
             )
         make_folder(folder)
     written: Index = {}
-    for move in plan.moves:
-        _carry_out(model, move, weights, None if move.name in left else folder, written)
+    for file, moves in _by_file(plan, weights):
+        for move in moves:
+            _carry_out(model, move, weights, None if move.name in left else folder, written)
+        file.rest()
     retie_on_same_device(model, tied)
     for name, file in weights.extra.items():
         if takes_extra(model, name):
@@ -182,6 +184,15 @@ def _open_or_receive(source: Source) -> Opened:
 
 def _open(path: Path) -> Weights:
     return Weights.open(find_shards(path))
+
+
+def _by_file(plan: Plan, weights: Weights) -> Iterable[tuple[WeightFile, list[Move]]]:
+    """Return the moves file by file: so no more than one is in memory."""
+    found: dict[int, tuple[WeightFile, list[Move]]] = {}
+    for move in plan.moves:
+        file = weights.files[move.source]
+        found.setdefault(id(file), (file, []))[1].append(move)
+    return found.values()
 
 
 def _leave_in_files(plan: Plan, weights: Weights) -> Index:

@@ -65,6 +65,11 @@ class SentFile:
     def locate(self, name: str) -> None:
         """Say that no rank maps tensors from the files: most do not have them."""
 
+    def rest(self) -> None:
+        """Let the files go on the rank that has opened them."""
+        for file in () if self.own is None else {id(file): file for file in self.own.files.values()}.values():
+            file.rest()
+
     def _read_here(self, own: Weights, name: str) -> Any:
         value = (own.extra if name in self.extra else own.files)[name].read(name, CPU)
         return value.contiguous() if isinstance(value, Tensor) else value

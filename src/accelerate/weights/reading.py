@@ -44,6 +44,10 @@ class WeightFile(Protocol):
         """Return from which file, and under which name, a tensor can be mapped; None: it cannot."""
         ...
 
+    def rest(self) -> None:
+        """Let the file go, for as long as nothing else is read: mapped pages count as memory in use."""
+        ...
+
 
 class SafetensorsFile:
     """A file of safetensors: see `WeightFile`.
@@ -78,6 +82,9 @@ class SafetensorsFile:
     def locate(self, name: str) -> tuple[Path, str] | None:
         return self.path, self._first.get(name, name)
 
+    def rest(self) -> None:
+        self._opened.clear()
+
     def _open(self, device: torch.device) -> Any:
         key = str(device)
         if key not in self._opened:
@@ -97,27 +104,34 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        mapped = path.is_file() and zipfile.is_zipfile(
-            path
-        )  # files of old versions of torch cannot be mapped
-        content = read_torch(path, "cpu", mmap=mapped)
-        strange = _find_strange(content)
-        if strange:
-            raise CheckpointError(
-                f"{path} holds {strange}, and not only tensors by name. Pass a state dict alone."
-            )
-        self._state: dict[str, Any] = dict(content)
-        self.extra: Collection[str] = [name for name in self._state if is_extra(name)]
+        self._state: dict[str, Any] = {}
+        state = self._open()
+        self.extra: Collection[str] = [name for name in state if is_extra(name)]
         self.shapes: Mapping[str, torch.Size] = {
-            name: tensor.shape for name, tensor in self._state.items() if not is_extra(name)
+            name: tensor.shape for name, tensor in state.items() if not is_extra(name)
         }
 
     def read(self, name: str, device: torch.device) -> Any:
-        value = self._state[name]
+        value = self._open()[name]
         return value.detach().to(device) if isinstance(value, Tensor) else value
 
     def locate(self, name: str) -> tuple[Path, str] | None:
         return None
+
+    def rest(self) -> None:
+        self._state = {}
+
+    def _open(self) -> dict[str, Any]:
+        if not self._state:
+            # Files of old versions of torch cannot be mapped.
+            content = read_torch(self.path, "cpu", mmap=self.path.is_file() and zipfile.is_zipfile(self.path))
+            strange = _find_strange(content)
+            if strange:
+                raise CheckpointError(
+                    f"{self.path} holds {strange}, and not only tensors by name. Pass a state dict alone."
+                )
+            self._state = dict(content)
+        return self._state
 
 
 def is_extra(name: object) -> bool:

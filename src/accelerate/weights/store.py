@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
+from accelerate.weights.mapping import MappedFile
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
 
 STATISTICS = "SCB"
@@ -164,10 +164,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.index: Index = {} if index is None else index
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
-        self._opened: dict[tuple[str, str], Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # an open file is neither copied nor pickled
+        self._mapped: dict[str, MappedFile] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
@@ -190,16 +187,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
     def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
-        device = "cpu" if self.device is None else str(resolve_device(self.device))
         path = str(entry["safetensors_file"])
-        try:
-            opened = self._opened.get((path, device))
-            if opened is None:
-                opened = self._opened[path, device] = safe_open(path, "pt", device=device)
-            tensor: Tensor = opened.get_tensor(entry.get("weight_name", key))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{key} cannot be read from {path}: {error}") from error
-        return tensor.to(read_dtype(entry["dtype"])) if "dtype" in entry else tensor
+        if path not in self._mapped:
+            self._mapped[path] = MappedFile(Path(path))
+        tensor = self._mapped[path].read(entry.get("weight_name", key))
+        dtype = read_dtype(entry["dtype"]) if "dtype" in entry else tensor.dtype
+        return tensor.to(torch.device("cpu") if self.device is None else resolve_device(self.device), dtype)
 
 
 class PrefixedDataset(Mapping[str, Tensor]):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import combinations_with_replacement, pairwise
 from operator import le
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ def chain(count: int) -> nn.Sequential:
 def test_sizes_are_read_and_sorted() -> None:
     found = get_max_memory({"disk": "1TB", "cpu": "1GB", 1: 7.9, 0: "2MiB"})
     assert list(found.items()) == [(0, 2**21), (1, 7), ("cpu", 10**9), ("disk", 10**12)]
+
+
+def test_texts_become_bytes_in_the_dict_that_was_passed() -> None:
+    """transformers plans with the dict of its user after it has passed it here."""
+    given: dict[Any, Any] = {"cpu": "4kB", 0: "1MB", "disk": 7.5}
+    get_balanced_memory(chain(1), given)
+    assert given == {"cpu": 4000, 0: 10**6, "disk": 7.5}
+    assert list(given) == ["cpu", 0, "disk"]
+    assert get_max_memory(MappingProxyType({"cpu": "4kB"})) == {"cpu": 4000}
 
 
 @pytest.mark.parametrize("place", ["cuda", -1, True, 1.5])

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate import load_checkpoint_in_model
+from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.shards import save_sharded
+from accelerate.diagnostics.memory import CLEAR_REFS, MIB, HostMeter
 from accelerate.utils.offload import OffloadedWeightsLoader
 from accelerate.weights.files import write_safetensors
 
@@ -374,3 +376,41 @@ def test_places_are_checked_before_anything_is_loaded(files: Path, device_map: A
     with pytest.raises(ConfigurationError, match="device"):
         load_checkpoint_in_model(model, files / "safe", device_map)
     assert model.embed.weight.is_meta
+
+
+def wide(count: int = 12) -> nn.Module:
+    """Blocks of 4 MiB in a list."""
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+
+
+@pytest.fixture(scope="module")
+def wide_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("wide")
+    save_sharded(wide().state_dict(), root, 8 * MIB)
+    return root
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="peaks are measured on Linux")
+def test_no_more_than_the_model_and_one_file_is_in_memory(wide_files: Path) -> None:
+    with torch.device("meta"):
+        model = wide()
+    meter, now = HostMeter(), psutil.Process().memory_info
+    before = now().rss
+    meter.start()
+    load_checkpoint_in_model(model, wide_files, {"": "cpu"}, dtype=torch.bfloat16)
+    assert meter.peak() - before < (24 + 8 + 6) * MIB, "the model in bfloat16, a file, and what varies"
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="peaks are measured on Linux")
+def test_no_more_than_two_blocks_of_those_on_the_disk_are_in_memory(wide_files: Path) -> None:
+    with torch.device("meta"):
+        model = wide()
+    load_checkpoint_and_dispatch(model, wide_files, {"": "disk"})
+    x = torch.ones(1, 1024)
+    meter, now = HostMeter(), psutil.Process().memory_info
+    before = now().rss
+    meter.start()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    assert meter.peak() - before < (3 * 4 + 6) * MIB, "of the 48 MiB of the model"

@@ -91,3 +91,14 @@ def test_shared_tensors_stay_shared_where_they_go_together(tmp_path: Path) -> No
     write_safetensors({"a": STATE["a"], "b": STATE["a"]}, tmp_path / "x.safetensors")
     together = load_state_dict(tmp_path / "x.safetensors", {"": "cpu"})
     assert together["a"] is together["b"]
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
+def test_a_file_that_rests_is_not_mapped_and_can_be_read_again(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, {"a": torch.ones(5000)})
+    opened = open_weights(path)
+    assert opened.read("a", CPU).sum() == 5000
+    opened.rest()
+    with open("/proc/self/maps") as maps:
+        assert str(path) not in maps.read()
+    assert opened.read("a", CPU).sum() == 5000

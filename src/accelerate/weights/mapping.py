@@ -1,0 +1,116 @@
+"""Tensors of a file of safetensors, each mapped by itself: its memory goes when the tensor does."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelerate.base.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Names of number formats in headers; source: https://github.com/huggingface/safetensors#format."""
+LENGTH = 8
+"""Bytes of the number with which a file begins: how long its header is."""
+
+
+class Range(NamedTuple):
+    """Where the values of a tensor lie.
+
+    Attributes:
+        start: offset in the file, in bytes.
+        end: behind the last of them.
+        dtype: of the tensor; None: torch has none of that name.
+        shape: of the tensor.
+    """
+
+    start: int
+    end: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+class MappedFile:
+    """A file of safetensors whose tensors are mapped one by one, and unmapped when nobody holds them.
+
+    What opens the whole file keeps all pages that were ever read among those of the process.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: it is none, or not a whole one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._ranges = _read_header(path)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU; changes do not reach the file.
+
+        Raises:
+            CheckpointError: the file does not have it, or is gone.
+        """
+        found = self._ranges.get(name)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no tensor of the name {name}.")
+        start, end, dtype, shape = found
+        if dtype is None:
+            raise CheckpointError(f"{name} of {self.path} has a number format that this torch does not know.")
+        if start == end:
+            return torch.empty(shape, dtype=dtype)
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
+        return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=start - page).reshape(shape)
+
+
+def _read_header(path: Path) -> dict[str, Range]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH), "little")
+        size = os.fstat(file.fileno()).st_size
+        if length > size - LENGTH:
+            raise ValueError("its header is cut off")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: _range_of(name, entry, LENGTH + length, size) for name, entry in header.items()}
+
+
+def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
+    first, last = entry["data_offsets"]
+    found = Range(data + first, data + last, DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
+    if not data <= found.start <= found.end <= size:
+        raise ValueError(f"{name} is cut off")
+    if found.dtype is not None and found.end - found.start != prod(found.shape) * found.dtype.itemsize:
+        raise ValueError(f"{name} has not as many bytes as its shape says")
+    return found

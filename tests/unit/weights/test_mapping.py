@@ -1,0 +1,97 @@
+"""Tensors are mapped one by one; what is torn is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate.base.errors import CheckpointError
+from accelerate.weights.mapping import DTYPES, MappedFile
+
+
+def test_every_format_comes_back(tmp_path: Path) -> None:
+    state = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype) if dtype != torch.bool else torch.eye(2).bool()
+        for dtype in DTYPES.values()
+    }
+    state |= {"none": torch.empty(0, 3), "one": torch.tensor(3.5)}
+    save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    opened = MappedFile(tmp_path / "x.safetensors")
+    for name, tensor in state.items():
+        read = opened.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+        assert read.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def in_use(path: Path) -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(str(path) in line for line in maps)
+
+
+def test_memory_goes_with_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(5000), "b": torch.full((5000,), 2.0)}, path)
+    opened = MappedFile(path)
+    assert in_use(path) == 0
+    a, b = opened.read("a"), opened.read("b")
+    assert in_use(path) == 2
+    a.zero_()
+    assert opened.read("a").sum() == 5000, "changes do not reach the file"
+    assert b.sum() == 10000
+    del a, b
+    assert in_use(path) == 0
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {"a": 3},
+        {"a": {}},
+        entry(shape=[3]),
+        entry(data_offsets=[0, 800]),
+        entry(data_offsets=[8, 0]),
+        entry(data_offsets=[-8, 0]),
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be(tmp_path: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match="x cannot be read as safetensors"):
+        MappedFile(tmp_path / "x")
+
+
+def test_a_format_that_is_not_known_spoils_its_tensor_alone(tmp_path: Path) -> None:
+    text = json.dumps({**entry(), "b": {"dtype": "F4", "shape": [4], "data_offsets": [8, 10]}}).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(10))
+    opened = MappedFile(tmp_path / "x")
+    assert opened.read("a").tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match="b of .*x has a number format that this torch does not know"):
+        opened.read("b")
+
+
+def test_a_file_that_is_gone_or_torn(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content in (None, b"", b"torn", (99).to_bytes(8, "little") + b"{}"):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            MappedFile(path)
+    save_file({"a": torch.ones(2)}, path)
+    opened = MappedFile(path)
+    with pytest.raises(CheckpointError, match="x has no tensor of the name b"):
+        opened.read("b")
+    for spoil in (lambda: path.write_bytes(b"short"), path.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match="a cannot be read from"):
+            opened.read("a")
