@@ -322,6 +322,29 @@ def test_it_learns_and_tells_logits_on_all_ranks(run: Run, precision: str, field
         assert loss == pytest.approx(known, rel=1e-5 if precision == "no" else 1e-2)
 
 
+def rates_of_groups() -> set[tuple[float, float, bool]]:
+    use_stand_ins()
+    _, model, optimizer, *_ = start(
+        GPT,
+        batch=2,
+        no_wd_decay_cond=lambda name, parameter: parameter.ndim == 1,
+        scale_lr_cond=lambda name, parameter: "word_embeddings" in name,
+        lr_mult=0.5,
+    )
+    model.train()
+    for _ in range(2):
+        model(input_ids=torch.arange(1, 2 * LENGTH + 1).reshape(2, LENGTH))
+    return {
+        (round(group["lr"], 6), group["weight_decay"], any(p.ndim == 1 for p in group["params"]))
+        for group in optimizer.param_groups
+    }
+
+
+def test_conditions_for_decay_and_rates(run: Run) -> None:
+    (groups,) = run(rates_of_groups, processes=1, timeout=120)
+    assert groups == {(0.01, 0.1, False), (0.005, 0.1, False), (0.01, 0.0, True)}
+
+
 def draw(samples: list[Any]) -> dict[str, torch.Tensor]:
     """A collator that draws random numbers."""
     tokens = torch.stack([sample["input_ids"] for sample in samples])

@@ -117,6 +117,10 @@ def upload_options() -> dict[str, Any]:
     return {} if mesh is None else {"input_sharding": RowSharding(mesh)}
 
 
+FLOAT16 = ("GPU", "CUDA")
+"""What computes in float16, and what torch_xla has a gradient scaler for."""
+
+
 @dataclass(frozen=True)
 class XlaBackend(DeviceBackend):
     """TPUs and other devices behind torch_xla."""
@@ -175,7 +179,7 @@ class XlaBackend(DeviceBackend):
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
 
-        if dtype == torch.float16 and self.hardware() == "TPU":  # it has no such numbers
+        if dtype == torch.float16 and self.hardware() not in FLOAT16:
             return False
         return str(dtype).removeprefix("torch.") not in self.lacks
 

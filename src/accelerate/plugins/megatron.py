@@ -15,7 +15,7 @@ from accelerate.plugins import megatron_checks as checks
 from accelerate.plugins.megatron_models import parse_network_size
 from accelerate.settings.option import refuse_all
 from accelerate.settings.sections.megatron import MegatronSection
-from accelerate.settings.variables import read
+from accelerate.settings.variables import find
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        found = read(environ.current(), (MegatronSection,))
+        found, problems = find(environ.current(), (MegatronSection,))
         for option, value in found.items():
             field = option.removeprefix(_OPTION_PREFIX)
             if getattr(self, field) is None:
@@ -280,7 +280,7 @@ class MegatronLMPlugin:
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"
         self.attention_backend = checks.read_backend(self.attention_backend)
-        refuse_all(checks.find_wrong_values(self))
+        refuse_all([*problems, *checks.find_wrong_values(self)])
         self.DDP_impl = "local"
         self.micro_batch_size: int | None = None
         self.data_parallel_size: int | None = None

@@ -38,6 +38,21 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
     Raises:
         ConfigurationError: variables hold values that cannot be; all of them are named.
     """
+    found, problems = find(environ, sections)
+    refuse_all(problems)
+    return found
+
+
+def find(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> tuple[dict[str, Any], list[str]]:
+    """Read as `read` does, and return what is wrong instead of raising it.
+
+    Args:
+        environ: variables of this process.
+        sections: which ones.
+
+    Returns:
+        Option name -> value, and a line for each variable whose value cannot be.
+    """
     found: dict[str, Any] = {}
     problems: list[str] = []
     for section in sections:
@@ -46,8 +61,7 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
                 found.update(_find(row, environ))
             except ValueError as error:
                 problems += [] if row.foreign else [str(error)]
-    refuse_all(problems)
-    return found
+    return found, problems
 
 
 def _find(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def resolve(request: RunRequest, topology: Topology, hardware: str = "cpu") -> t
         ConfigurationError: what is asked for does not go together.
     """
     if request.megatron is not None:
-        _check_megatron(request)
+        _check_megatron(request, hardware)
         from accelerate.strategies.megatron.strategy import MegatronLM
 
         return MegatronLM
@@ -108,8 +108,13 @@ def _sharded(version: int) -> type[Strategy]:
     return FullyShard
 
 
-def _check_megatron(request: RunRequest) -> None:
+def _check_megatron(request: RunRequest, hardware: str) -> None:
     """Refuse what shares models between processes in another way than Megatron-LM does."""
+    if hardware == "xla":
+        raise ConfigurationError(
+            "megatron_lm_plugin on XLA devices: Megatron-LM computes on CUDA devices. Leave it out; "
+            "fsdp_plugin with fsdp_version=2 shards parameters and batches over all XLA devices."
+        )
     others = {
         "fsdp_plugin": request.fsdp,
         "deepspeed_plugin": request.deepspeed,

@@ -127,11 +127,16 @@ def test_memory_of_modules_that_cannot_tell(accelerator, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "answer", "hardware"), [(HPU, "get_device_name", "GAUDI"), (XLA, "xla_device_hw", "TPU")]
+    ("backend", "answer", "other", "hardware"),
+    [
+        (HPU, "get_device_name", "GAUDI2", "GAUDI"),
+        (XLA, "xla_device_hw", "CUDA", "TPU"),
+        (XLA, "xla_device_hw", "GPU", "CPU"),
+    ],
 )
-def test_hardware_without_float16(backend, answer, hardware, fake_torch):
+def test_hardware_without_float16(backend, answer, other, hardware, fake_torch):
     float16 = sys.modules["torch"].float16
-    fake_torch.answers[answer] = "another"
+    fake_torch.answers[answer] = other
     assert backend.supports(float16)
     fake_torch.answers[answer] = hardware
     assert not backend.supports(float16)

@@ -73,6 +73,16 @@ def test_the_table_above_knows_every_variable() -> None:
     assert written
 
 
+def test_all_wrong_variables_and_fields_come_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "two")
+    monkeypatch.setenv("MEGATRON_LM_NO_LOAD_OPTIM", "perhaps")
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "0")
+    with pytest.raises(ConfigurationError, match="4 settings are wrong") as caught:
+        MegatronLMPlugin(lr_decay_style="upwards")
+    for told in ("TP_DEGREE='two'", "NO_LOAD_OPTIM='perhaps'", "pp_degree=0", "lr_decay_style='upwards'"):
+        assert told in str(caught.value)
+
+
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "8")
     monkeypatch.setenv("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true")

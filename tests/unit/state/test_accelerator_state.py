@@ -204,9 +204,12 @@ def test_deepspeed_required() -> None:
 
 
 @pytest.mark.parametrize(("downcast", "variables"), [("false", ("1", "0")), ("true", ("0", "1"))])
-def test_bfloat16_on_xla(monkeypatch: pytest.MonkeyPatch, downcast: str, variables: tuple[str, str]) -> None:
+@pytest.mark.parametrize("name", ["ACCELERATE_DOWNCAST_BF16", "XLA_DOWNCAST_BF16"])
+def test_bfloat16_on_xla(
+    monkeypatch: pytest.MonkeyPatch, name: str, downcast: str, variables: tuple[str, str]
+) -> None:
     monkeypatch.setattr(catalogue, "XLA", catalogue.CPU)
-    monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", downcast)
+    monkeypatch.setenv(name, downcast)  # the second one is the launcher's
     published: dict[str, str] = {}
     monkeypatch.setattr(module.environ, "assign", published.update)
     state = build(mixed_precision="bf16")

@@ -8,6 +8,7 @@ import pytest
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base.errors import ConfigurationError
+from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.state.topology import Topology
 from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
 from accelerate.strategies.ddp import DataParallel
@@ -92,6 +93,11 @@ def test_xla_devices_have_ways_of_their_own(asked: RunRequest, size: int, expect
 def test_xla_devices_have_one_axis() -> None:
     with pytest.raises(ConfigurationError, match="parallelism_config=.*fsdp_version=2"):
         resolve(request(2, {"dp_shard_size": 2}), Topology(), "xla")
+
+
+def test_megatron_does_not_compute_on_xla_devices() -> None:
+    with pytest.raises(ConfigurationError, match="megatron_lm_plugin on XLA devices"):
+        resolve(RunRequest(megatron=MegatronLMPlugin()), Topology(), "xla")
 
 
 def test_deepspeed_has_no_engine_for_xla() -> None:

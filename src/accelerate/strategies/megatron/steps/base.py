@@ -49,14 +49,14 @@ class AbstractTrainStep(ABC):
         """
 
     @abstractmethod
-    def get_forward_step_func(self, *options: Any) -> Callable[..., Any]:
+    def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function that runs the model on the next micro-batch.
 
         It takes an iterator and the model, and returns the output and the function of it that gives the loss.
         """
 
     @abstractmethod
-    def get_loss_func(self, accelerator: Any, *options: Any) -> Callable[..., Loss]:
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
         """Return the function that computes the loss of an output on the last stage of the pipeline.
 
         It returns the loss summed over tokens, their number, and tensors to report by name: pairs of sum and

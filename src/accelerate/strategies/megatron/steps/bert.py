@@ -52,8 +52,8 @@ class BertTrainStep(AbstractTrainStep):
         read = _read_megatron if megatron_dataset_flag else _read_labels
         return lambda data_iterator: read(next(data_iterator))
 
-    def get_loss_func(
-        self, accelerator: Any, pretraining_flag: bool = True, num_labels: int = 2, *options: Any
+    def get_loss_func(  # type: ignore[override]  # as scripts call it
+        self, accelerator: Any, pretraining_flag: bool, num_labels: int
     ) -> Callable[..., Loss]:
         """Return the function that gives the loss.
 
@@ -67,8 +67,8 @@ class BertTrainStep(AbstractTrainStep):
             return custom
         return _pretraining_loss if pretraining_flag else partial(_classification_loss, num_labels)
 
-    def get_forward_step_func(
-        self, pretraining_flag: bool = True, bert_binary_head: bool = False, *options: Any
+    def get_forward_step_func(  # type: ignore[override]  # as scripts call it
+        self, pretraining_flag: bool, bert_binary_head: bool
     ) -> Callable[..., Any]:
         """Return the function that runs the model.
 

@@ -62,14 +62,14 @@ class GPTTrainStep(AbstractTrainStep):
 
         return get_batch
 
-    def get_loss_func(self, accelerator: Any, *options: Any) -> Callable[..., Loss]:
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
         """Return the function that gives the loss of a mask and the losses of tokens."""
         custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
         if custom is not None:
             return custom
         return lambda loss_mask, output_tensor: sum_over_tokens(loss_mask, output_tensor, "lm loss")
 
-    def get_forward_step_func(self, *options: Any) -> Callable[..., Any]:
+    def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function that runs the model."""
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
