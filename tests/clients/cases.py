@@ -32,6 +32,16 @@ class Case:
 
 
 TRAINER = ("transformers",)
+WHOLE = ("split_batches=false",)  # the original interface takes the argument, and does not heed it
+BEST = ('eval_strategy="steps"', "eval_steps=4", "load_best_model_at_end=true")
+
+
+def sharded(version: int, **more: Any) -> tuple[str, ...]:
+    """Return the Trainer's arguments for FSDP."""
+    settings = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "fsdp_version": version, **more}
+    return 'fsdp="full_shard auto_wrap"', f"fsdp_config={json.dumps(settings)}"
+
+
 CASES: dict[str, Case] = {
     "Trainer": Case("trainer", TRAINER),
     "Trainer, two processes": Case("trainer", TRAINER, processes=2),
@@ -40,11 +50,33 @@ CASES: dict[str, Case] = {
     "Trainer, accumulating in bf16, two processes": Case(
         "trainer", TRAINER, ("gradient_accumulation_steps=2", "bf16=true"), 2
     ),
+    "Trainer, FSDP2, two processes": Case("trainer", TRAINER, sharded(2), 2),
+    "Trainer, FSDP2, best of its states": Case("trainer", TRAINER, (*sharded(2), *BEST), 2),
+    "Trainer, FSDP2, state in shards": Case(
+        "trainer", TRAINER, sharded(2, state_dict_type="SHARDED_STATE_DICT"), 2
+    ),
+    "Trainer, best of its states, two processes": Case("trainer", TRAINER, BEST, 2),
+    "Trainer, finding its batch size": Case("trainer", TRAINER, ("auto_find_batch_size=true",)),
+    "Trainer, streamed": Case("trainer", (*TRAINER, "datasets"), ("streamed=true",)),
+    "Trainer, device_map": Case("trainer", TRAINER, ('device_map="auto"',)),
+    "Trainer, device_map, two processes": Case("trainer", TRAINER, ('device_map="auto"',), 2),
+    "by hand": Case("by_hand", ("sklearn",)),
+    "by hand, two processes": Case("by_hand", ("sklearn",), WHOLE, 2),
+    "by hand, bf16, two processes": Case("by_hand", ("sklearn",), ("amp=true", *WHOLE), 2),
+    "datasets, streamed": Case("streaming", ("datasets",)),
+    "datasets, streamed, two processes": Case(
+        "streaming", ("datasets",), ('ways=["dealt out", "dealt out and split"]',), 2
+    ),
     "device maps": Case("placed", TRAINER),
     "peft": Case("lora", ("transformers", "peft")),
     "peft, two processes": Case("lora", ("transformers", "peft"), processes=2),
     "trl": Case("fine_tuning", ("transformers", "datasets", "trl")),
     "trl, two processes": Case("fine_tuning", ("transformers", "datasets", "trl"), processes=2),
+    "trl's command line": Case(
+        "commands",
+        ("transformers", "datasets", "trl", "peft"),
+        ("sft", "dpo", "dpo, launched", "sft, two processes", "dpo, two processes"),
+    ),
     "diffusers": Case("pipeline", ("diffusers",)),
     "diffusers, two processes": Case("pipeline", ("diffusers",), processes=2),
     "sentence-transformers": Case("sentences", ("sentence_transformers",)),

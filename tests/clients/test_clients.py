@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cases import CASES, Case, numbers_of, run
+from .cases import BEST, CASES, Case, numbers_of, run, sharded
 
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes")
 FSDP = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
 
 
 def found_by(case: Case, folder: Path, *arguments: str, launcher: bool = False) -> Any:
-    for package in case.packages:
-        pytest.importorskip(package)
+    missing = [package for package in case.packages if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
     prefix = (*LAUNCH, str(case.processes)) if launcher else ()
     wanted = Case(case.program, case.packages, (*case.arguments, *arguments), case.processes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +46,83 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("joined")
     found: dict[str, Any] = found_by(CASES["Trainer"], folder, "per_device_train_batch_size=4")
     return found
+
+
+def test_a_trainer_written_by_hand(tmp_path: Path) -> None:
+    """One process, and what it saved goes on as it had gone on before."""
+    found = found_by(CASES["by hand"], tmp_path)
+    assert found["losses"][-1] < found["losses"][0]
+    assert len(found["again"]) == 2
+    assert all(math.isfinite(number) for number in numbers_of(found))
+
+
+@pytest.mark.slow
+def test_a_trainer_written_by_hand_on_two_processes(tmp_path: Path) -> None:
+    """Its batches are split: numbers are those of one process."""
+    one = found_by(CASES["by hand"], tmp_path / "one")
+    case = Case("by_hand", ("sklearn",), processes=2)
+    two = found_by(case, tmp_path / "two", launcher=True)
+    assert numbers_of(two) == pytest.approx(numbers_of(one), abs=1e-5)
+    low = found_by(case, tmp_path / "low", "amp=true")
+    assert numbers_of(low) == pytest.approx(numbers_of(one), abs=5e-3)
+    assert numbers_of(low) != numbers_of(one)
+
+
+@pytest.mark.slow
+def test_streamed_rows_come_once_however_they_are_read(tmp_path: Path) -> None:
+    case = Case("streaming", ("datasets",), processes=2)
+    one = found_by(CASES["datasets, streamed"], tmp_path / "one")
+    two = found_by(case, tmp_path / "two", launcher=True)
+    whole = list(range(37))
+    counted = [name for name in one if name.endswith(", counted")]
+    assert len(counted) == 6
+    for name in counted:
+        assert sorted(one[name]) == sorted(two[name]) == whole, name
+    for name in ("dealt out", "dealt out and split", "read by each", "read by each and split"):
+        assert two[f"{name}, counted"] == one[f"{name}, counted"], name
+    for process, batches in enumerate(two["skipped"]):
+        assert batches == two["as it comes"][process][2:]
+    assert all(math.isfinite(loss) for loss in two["losses"])
+
+
+@pytest.mark.slow
+def test_the_trainer_reads_streams_on_two_processes(tmp_path: Path) -> None:
+    case = Case("trainer", ("transformers", "datasets"), ("streamed=true",), 2)
+    found = found_by(case, tmp_path, launcher=True)
+    assert found["resumed"] == found["losses"]
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.slow
+def test_the_trainer_in_half_precision_and_with_a_device_map(joined: dict[str, Any], tmp_path: Path) -> None:
+    plain = found_by(CASES["Trainer"], tmp_path / "plain")
+    placed = found_by(CASES["Trainer, device_map"], tmp_path / "placed")
+    assert placed == plain
+    shared = found_by(CASES["Trainer, device_map, two processes"], tmp_path / "shared")
+    check_trainer(shared, joined)
+    half = found_by(CASES["Trainer"], tmp_path / "half", "fp16=true")
+    assert half["resumed"] == half["losses"] != plain["losses"]
+    assert half["losses"] == pytest.approx(plain["losses"], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_trainer_keeps_the_best_of_its_states(joined: dict[str, Any], tmp_path: Path) -> None:
+    """Also shared out by either version of FSDP; an evaluation in between changes nothing."""
+    found = found_by(CASES["Trainer, best of its states, two processes"], tmp_path / "copies")
+    assert found["losses"] == pytest.approx(joined["losses"], abs=1e-5)
+    for version in (1, 2):
+        case = Case("trainer", ("transformers",), (*sharded(version), *BEST), 2)
+        check_trainer(found_by(case, tmp_path / str(version)), found)
+
+
+@pytest.mark.slow
+def test_the_command_line_of_trl(tmp_path: Path) -> None:
+    """Launched by itself, by both launchers, with arguments and with a file of settings."""
+    found = found_by(Case("commands", ("transformers", "datasets", "trl", "peft")), tmp_path)
+    assert found["dpo, launched"] == found["dpo"]
+    assert found["sft, with settings"] == found["sft, two processes"] != found["sft"]
+    assert found["dpo, launched with settings"] == found["dpo, two processes"]
+    assert all(losses[-1] < losses[0] for losses in found.values())
 
 
 def test_the_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from accelerate.accelerator.metrics import gather_samples, mean_over_ranks
+from accelerate.accelerator.metrics import gather_samples, last_samples, mean_over_ranks
 from accelerate.accelerator.runtime import Runtime
 from accelerate.ops.collectives import gather, reduce
 from accelerate.ops.padding import pad_across_processes
@@ -39,10 +39,11 @@ class Communication:
 
         Returns:
             The same structure on every rank; over a whole loader exactly its dataset, in order when not
-            shuffled.
+            shuffled. On one process what was given; but with a short last batch, what is as long as a full
+            one (a loss repeated for each sample) is cut to the samples that there are.
         """
         if not self._runtime.state.use_distributed:
-            return input_data
+            return last_samples(input_data, self._runtime.gradient_state.active_dataloader)
         return gather_samples(input_data, self._runtime.gradient_state.active_dataloader, use_gather_object)
 
     def weighted_mean(self, value: Any, weight: Any) -> Any:

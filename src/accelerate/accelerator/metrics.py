@@ -41,6 +41,26 @@ def gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     return _gather_tensors(whole_tensors(data), counts, loader.batch_rows)
 
 
+def last_samples(data: Any, loader: Any) -> Any:
+    """Cut on one process what is as long as a full batch, where the last batch is shorter.
+
+    Loops of clients repeat the loss for each sample of a full batch, to weigh batches by their samples.
+
+    Args:
+        data: Nested tensors, or a list with one object for each sample.
+        loader: The prepared loader that is being read, or None.
+
+    Returns:
+        What was given, but with the last batch.
+    """
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return data
+    full, real = loader.total_batch_size, loader.remainder
+    if isinstance(data, (list, tuple)) and not contains_tensor(data):
+        return data[:real] if len(data) == full else data
+    return recursively_apply(lambda leaf: leaf[:real] if _has_rows(leaf, full) else leaf, data)
+
+
 def mean_over_ranks(value: Any, weight: Any) -> Any:
     """Average over all ranks, each value as heavy as its weight.
 

@@ -7,11 +7,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.base.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("states")
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_is_repeated_for_a_full_batch_counts_samples_of_the_last_one(drop_last: bool) -> None:
+    """So loops weigh the losses of batches: 4, 4 and 3 times."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_size=4, drop_last=drop_last))  # type: ignore[arg-type]
+    losses, samples, names, whole = [], [], [], []
+    for batch in loader:
+        found = accelerator.gather_for_metrics({"loss": batch.mean().repeat(4), "samples": (batch,)})
+        losses.append(found["loss"])
+        samples.append(found["samples"][0])
+        names += accelerator.gather_for_metrics(["name"] * 4)
+        whole += [accelerator.gather_for_metrics(torch.ones(5)), accelerator.gather_for_metrics(["a", "b"])]
+    count = 8 if drop_last else 11
+    assert torch.cat(samples).tolist() == list(range(count))
+    assert torch.cat(losses).mean().item() == pytest.approx((count - 1) / 2)
+    assert names == ["name"] * count
+    assert [len(each) for each in whole] == [5, 2] * len(loader)
+    assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4  # of no batch any more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
