@@ -253,6 +253,11 @@ def problems_of_fields(fields: Fields) -> list[str]:
             f"offload_param_device={fields.offload_param_device!r}: parameters are kept elsewhere with ZeRO "
             f"stage 3 only, and zero_stage is {stage}"
         )
+    if str(stage) in "012" and str(fields.offload_optimizer_device).lower() == "nvme":
+        problems.append(
+            "offload_optimizer_device='nvme': optimizer states are kept there with ZeRO stage 3 only, and "
+            f"zero_stage is {stage}"
+        )
     problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
     problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
     return problems

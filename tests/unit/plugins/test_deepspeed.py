@@ -219,6 +219,10 @@ def test_fields_of_the_users_file_must_fit():
         ({"zero_stage": 1, "offload_param_device": "cpu"}, ["stage 3 only"]),
         ({"offload_optimizer_device": "disk"}, ["it is none of none, cpu, nvme"]),
         (
+            {"zero_stage": 2, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/disk"},
+            ["stage 3 only, and zero_stage is 2"],
+        ),
+        (
             {"zero_stage": 9, "gradient_clipping": -1, "gradient_accumulation_steps": 0},
             ["zero_stage=9", "gradient_clipping=-1", "gradient_accumulation_steps=0"],
         ),

@@ -13,7 +13,10 @@ from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing.files import files_under
 from accelerate.checkpointing.part import Apply, Load, Payload
 from accelerate.checkpointing.parts import number
+from accelerate.logging import get_logger
 from accelerate.state.topology import Topology
+
+logger = get_logger(__name__)
 
 SHARDS = "*zero_pp_rank_*_optim_states.pt"
 """Files of optimizer states: one for each process that shares them."""
@@ -51,6 +54,11 @@ class EnginePart:
     def collect(self) -> list[Payload]:
         """Let DeepSpeed write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
+        if self.engine.zero_nvme_offload_optimizer():
+            logger.warning_once(
+                "DeepSpeed saves optimizer states on NVMe and does not bring them back: this checkpoint will "
+                "not load. Keep them on the CPU (offload_optimizer_device='cpu') in runs that are to go on."
+            )
         first = self.index == 0
         before = set(files_under(self.folder))
         self.engine.save_checkpoint(str(self.folder), tag=self.name, save_latest=first)
@@ -68,8 +76,15 @@ class EnginePart:
         """Return what lets DeepSpeed load its files, on all ranks together.
 
         Raises:
-            CheckpointError: they are not there, or are shards of another number of processes.
+            CheckpointError: they are not there, are shards of another number of processes, or DeepSpeed would
+                bring back a part of them only.
         """
+        if self.engine.zero_nvme_offload_optimizer():
+            raise CheckpointError(
+                f"{options.folder / self.name} cannot go on with optimizer states on NVMe, which DeepSpeed "
+                "does not bring back: it would step with new ones. Keep them on the CPU "
+                "(offload_optimizer_device='cpu') in runs that are to go on; parameters may stay on NVMe."
+            )
         if self.engine.load_universal_checkpoint():
             return partial(self._apply, options, self._universal(options.folder))
         if not (options.folder / self.name).is_dir():

@@ -15,8 +15,9 @@ from accelerate.strategies.deepspeed.checkpoints import EnginePart, leave
 
 
 class Engine:
-    def __init__(self, found=True, universal=False, elastic=False):
+    def __init__(self, found=True, universal=False, elastic=False, nvme=False):
         self.loaded = []
+        self.nvme = nvme
         self.found = found
         self.universal = universal
         self.elastic = elastic
@@ -26,6 +27,9 @@ class Engine:
 
     def zero_elastic_checkpoint(self):
         return self.elastic
+
+    def zero_nvme_offload_optimizer(self):
+        return self.nvme
 
     def save_checkpoint(self, folder, tag, save_latest):
         place = Path(folder)
@@ -107,6 +111,20 @@ def test_shards_of_another_number_of_processes_are_refused_before_anything_is_lo
     EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two))()
 
 
+def test_optimizer_states_on_nvme_do_not_come_back(of_two, tmp_path, caplog, states):
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    engine = Engine(nvme=True)
+    with pytest.raises(CheckpointError, match="offload_optimizer_device='cpu'"):
+        EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two))
+    assert engine.loaded == []
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    EnginePart(0, engine, Topology(), folder).collect()
+    assert "this checkpoint will not load" in caplog.text
+
+
 def test_a_universal_checkpoint_lies_beside_the_other_or_in_its_place(of_two):
     engine = Engine(universal=True)
     part = EnginePart(0, engine, Topology())
@@ -128,6 +146,7 @@ def test_a_run_saves_and_loads_through_its_engine(start, parts, tmp_path):
     model.save_checkpoint, model.load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
     model.load_universal_checkpoint = engine.load_universal_checkpoint
     model.zero_elastic_checkpoint = engine.zero_elastic_checkpoint
+    model.zero_nvme_offload_optimizer = engine.zero_nvme_offload_optimizer
     folder = accelerator.save_state(tmp_path / "saved")
     assert (folder / "manifest.json").is_file()
     assert (folder / "pytorch_model" / "model.pt").read_text() == "pytorch_model"
