@@ -18,7 +18,7 @@ from accelerate.weights.index import INDEX, Folder, Index, read_index
 from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
 from accelerate.weights.packed import scales_of
 from accelerate.weights.placement import Device, place_of, resolve_device
-from accelerate.weights.store import STATISTICS, beside, offload_state_dict
+from accelerate.weights.store import STATISTICS, beside, note_files, offload_state_dict
 
 PINNED_PART = 0.5
 """Part of the free memory that weights on their way to accelerators may lock."""
@@ -143,4 +143,5 @@ def keep_on_disk(
             "first, or use load_checkpoint_and_dispatch()."
         )
     scales = [beside(name, STATISTICS) for name in names if name == beside(name, "weight")]
-    return {name: index[name] for name in [*names, *scales] if name in index}
+    used = {name: index[name] for name in [*names, *scales] if name in index}
+    return used if folder is None else note_files(used, folder)

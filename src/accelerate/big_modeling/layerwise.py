@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from accelerate.base.errors import wrong_value
 from accelerate.hooks.base import add_hook_to_module
 from accelerate.hooks.casting import LayerwiseCastingHook
+from accelerate.weights.placement import read_dtype
 
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Conv1d,
@@ -24,13 +26,16 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 def attach_layerwise_casting_hooks(
     module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
+    storage_dtype: str | torch.dtype,
+    compute_dtype: str | torch.dtype,
     skip_modules_pattern: str | Sequence[str] | None = None,
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
     """Let linear and convolutional layers keep their weights in a smaller format than they compute in.
+
+    Layers that share weights with modules of other kinds, such as embeddings, stay as they are: those would
+    compute in the smaller format.
 
     Args:
         module: the model.
@@ -40,24 +45,41 @@ def attach_layerwise_casting_hooks(
             all modules inside.
         skip_modules_classes: classes that stay as they are, with all modules inside.
         non_blocking: whether conversions may go on in the background.
+
+    Raises:
+        ConfigurationError: a pattern is no regular expression, or torch has no dtype of that name.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    chosen = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
-    hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-    _attach(module, "", hook, chosen, skip_modules_classes or ())
+    skipped = _compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+    hook = LayerwiseCastingHook(read_dtype(storage_dtype), read_dtype(compute_dtype), non_blocking)
+    layers = list(_choose(module, "", skipped, skip_modules_classes or ()))
+    chosen = {id(layer) for layer in layers}
+    others = [each for each in module.modules() if id(each) not in chosen]
+    held = {id(parameter) for other in others for parameter in other.parameters(recurse=False)}
+    for layer in layers:
+        if held.isdisjoint(id(each) for each in layer.parameters()):
+            add_hook_to_module(layer, hook, append=True)
 
 
-def _attach(
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise wrong_value(
+            "skip_modules_pattern", pattern, f"this is no regular expression: {error}", "write it otherwise"
+        ) from error
+
+
+def _choose(
     module: nn.Module,
     name: str,
-    hook: LayerwiseCastingHook,
     skipped: re.Pattern[str] | None,
     skipped_classes: tuple[type[nn.Module], ...],
-) -> None:
+) -> Iterator[nn.Module]:
     if isinstance(module, skipped_classes) or (skipped is not None and skipped.search(name)):
         return
     if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
-        add_hook_to_module(module, hook, append=True)
+        yield module
         return
     for child_name, child in module.named_children():
-        _attach(child, f"{name}.{child_name}" if name else child_name, hook, skipped, skipped_classes)
+        yield from _choose(child, f"{name}.{child_name}" if name else child_name, skipped, skipped_classes)

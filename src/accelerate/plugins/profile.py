@@ -56,6 +56,8 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.activities, str):
+            raise wrong_value("activities", self.activities, "names in a list are needed", 'write ["cpu"]')
         for activity in self.activities or ():
             one_of("activities", activity, _ACTIVITIES)
         if self.schedule_option is not None:
@@ -121,10 +123,12 @@ class _TraceExport:
         self._cycle += 1
         suffix = f"{_rank()}_cycle{self._cycle}" if self._cycle > 1 else str(_rank())
         path = self._folder / PROFILE_PATTERN_NAME.format(suffix=suffix)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        try:
+        try:  # a profile must not end a training
+            self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
-        except RuntimeError as error:  # torch saves a trace once only, and a profile must not end a training
+        except OSError as error:
+            warnings.warn(f"{path} was not written: {error}. Name another output_trace_dir.", stacklevel=2)
+        except RuntimeError as error:  # torch saves a trace once only
             warnings.warn(
                 f"{path} was not written: {error} "
                 "Export traces either in on_trace_ready or by output_trace_dir.",
@@ -133,6 +137,13 @@ class _TraceExport:
 
 
 def _check_schedule(schedule: dict[str, int]) -> None:
+    if not isinstance(schedule, dict):
+        raise wrong_value(
+            "schedule_option",
+            schedule,
+            "steps by phase are needed",
+            'write {"wait": 1, "warmup": 1, "active": 3}',
+        )
     for name in schedule:
         one_of("schedule_option", name, _PHASES)
     missing = [name for name in _REQUIRED_PHASES if name not in schedule]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import weakref
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,8 @@ class Range(NamedTuple):
 class MappedFile:
     """A file of safetensors whose tensors are mapped one by one, and unmapped when nobody holds them.
 
-    What opens the whole file keeps all pages that were ever read among those of the process.
+    What opens the whole file keeps all pages that were ever read among those of the process. The file stays
+    open, so that it is this one that is read, even if another takes its place or it is deleted.
 
     Args:
         path: the file.
@@ -68,15 +70,20 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._ranges = _read_header(path)
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._ranges = _read_header(self._file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
+
+    def __reduce__(self) -> Any:
+        return MappedFile, (self.path,)  # a copy opens the file by itself
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU; changes do not reach the file.
 
         Raises:
-            CheckpointError: the file does not have it, or is gone.
+            CheckpointError: the file does not have it, or was cut off.
         """
         found = self._ranges.get(name)
         if found is None:
@@ -88,20 +95,19 @@ class MappedFile:
             return torch.empty(shape, dtype=dtype)
         page = start - start % mmap.ALLOCATIONGRANULARITY
         try:
-            with self.path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), end - page, access=mmap.ACCESS_COPY, offset=page)
+            mapped = mmap.mmap(self._file, end - page, access=mmap.ACCESS_COPY, offset=page)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
         return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=start - page).reshape(shape)
 
 
-def _read_header(path: Path) -> dict[str, Range]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH), "little")
-        size = os.fstat(file.fileno()).st_size
-        if length > size - LENGTH:
-            raise ValueError("its header is cut off")
-        header: dict[str, Any] = json.loads(file.read(length))
+def _read_header(file: int) -> dict[str, Range]:
+    size = os.fstat(file).st_size
+    length = int.from_bytes(os.read(file, LENGTH), "little")
+    if length > size - LENGTH:
+        raise ValueError("its header is cut off")
+    with open(file, "rb", closefd=False) as header_file:
+        header: dict[str, Any] = json.loads(header_file.read(length))
     header.pop("__metadata__", None)
     return {name: _range_of(name, entry, LENGTH + length, size) for name, entry in header.items()}
 

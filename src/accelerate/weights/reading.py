@@ -33,7 +33,7 @@ class WeightFile(Protocol):
     def read(self, name: str, device: torch.device) -> Any:
         """Return one tensor, or what a module keeps beside its tensors.
 
-        A tensor on the CPU is mapped from the file, and changes do not reach that.
+        A tensor of safetensors on the CPU is mapped from the file, and changes do not reach that.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -113,7 +113,8 @@ class TorchFile:
 
     def read(self, name: str, device: torch.device) -> Any:
         value = self._open()[name]
-        return value.detach().to(device) if isinstance(value, Tensor) else value
+        # torch.save writes over a file that is there: what was mapped from it would be torn.
+        return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
     def locate(self, name: str) -> tuple[Path, str] | None:
         return None

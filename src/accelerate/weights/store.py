@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_ind
 from accelerate.weights.mapping import MappedFile
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
 
+WRITTEN = "written"
+"""Key of an entry, in memory only: when its file was written."""
 STATISTICS = "SCB"
 """End of the name under which the factors of a weight in 8 bits lie beside it."""
 
@@ -46,7 +49,9 @@ def offload_weight(
     content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"\0"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)  # written over, it would tear what is mapped from it
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
     if index is not None:
@@ -65,18 +70,39 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
         weight_info: its entry in the index.
 
     Raises:
-        CheckpointError: the file is missing or too short.
+        CheckpointError: the file is missing, too short, or not the one that `note_files` saw.
     """
     path, dtype = Path(weight_file), read_dtype(weight_info["dtype"])
     shape = torch.Size(weight_info["shape"])
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
     size = shape.numel() * dtype.itemsize
-    found = path.stat().st_size if path.is_file() else -1
+    status = path.stat() if path.is_file() else None
+    if status is not None and weight_info.get(WRITTEN, status.st_mtime_ns) != status.st_mtime_ns:
+        raise CheckpointError(
+            f"{path} was written again after the model was dispatched: another one has its weights there. "
+            "Give each model a folder of its own."
+        )
+    found = -1 if status is None else status.st_size
     if found < size:
         reason = "is missing" if found < 0 else f"has {found} bytes instead of {size}: it is cut off"
         raise CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def note_files(index: Index, folder: Folder) -> Index:
+    """Return entries that say when their files were written: who reads them notices when that is done again.
+
+    Args:
+        index: entries; those of files of safetensors stay as they are.
+        folder: with the raw files.
+    """
+    found = {}
+    for name, entry in index.items():
+        path = Path(folder) / f"{name}.dat"
+        is_raw = "safetensors_file" not in entry and path.is_file()
+        found[name] = {**entry, WRITTEN: path.stat().st_mtime_ns} if is_raw else entry
+    return found
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:

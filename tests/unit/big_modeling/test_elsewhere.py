@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate import dispatch_model
+from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.big_modeling import elsewhere
 from accelerate.big_modeling.elsewhere import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.hooks import remove_hook_from_submodules
 
 
 def build() -> nn.Module:
@@ -67,3 +70,25 @@ def test_tied_names_share_an_entry() -> None:
     tied = [["0.weight", "2.weight"]]
     index = keep_on_disk(model, ["0.weight", "2.weight"], None, {"0.weight": entry}, tied, {"": "disk"})
     assert index == {"0.weight": entry, "2.weight": entry}
+
+
+def test_a_folder_that_another_model_has_overwritten(tmp_path: Path) -> None:
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    x = torch.ones(1, 2)
+    dispatch_model(first, {"": "disk"}, offload_dir=tmp_path)
+    first(x)
+    past = (tmp_path / "0.weight.dat").stat().st_mtime_ns - 10**9
+    dispatch_model(second, {"": "disk"}, offload_dir=tmp_path)
+    for path in tmp_path.glob("*.dat"):
+        os.utime(path, ns=(past, past))  # clocks of files are coarse
+    with pytest.raises(CheckpointError, match="Give each model a folder of its own"):
+        first(x)
+
+
+def test_a_folder_may_be_used_again(tmp_path: Path) -> None:
+    x, model = torch.ones(1, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = model(x)
+    for _ in range(2):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        assert torch.equal(model(x), expected)
+        remove_hook_from_submodules(model)

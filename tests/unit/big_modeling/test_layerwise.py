@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.base.errors import ConfigurationError
 from accelerate.big_modeling import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, attach_layerwise_casting_hooks
 
 SMALL, FULL = torch.bfloat16, torch.float32
@@ -41,3 +42,33 @@ def test_layers_compute_in_the_larger_format() -> None:
     assert layer(torch.ones(1, 4)).dtype == FULL
     assert small(layer) == {""}
     assert nn.Linear in SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+
+
+def test_weights_that_an_embedding_shares_stay() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.body = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(self.body(self.embed(x)))
+            return found
+
+    model = Tied()
+    attach_layerwise_casting_hooks(model, "float16", "float32")
+    assert model.body.weight.dtype == torch.float16
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.dtype == torch.float32
+    assert model(torch.tensor([1, 2])).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pattern", "said"),
+    [("float61", None, "dtype='float61'"), ("float16", "(", r"skip_modules_pattern=.*no regular expression")],
+)
+def test_what_cannot_work_is_named(dtype: str, pattern: str | None, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        attach_layerwise_casting_hooks(nn.Linear(2, 2), dtype, "float32", pattern)

@@ -92,3 +92,16 @@ def test_a_trace_that_the_user_has_exported_is_not_written_again(tmp_path: Path)
 def test_what_the_profiler_does_not_know_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         ProfileKwargs(**wrong)
+
+
+def test_a_folder_that_cannot_be_made_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profiler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "file")).build()
+    with pytest.warns(UserWarning, match="was not written.*Name another output_trace_dir"), profiler:
+        torch.ones(2).sum()
+
+
+@pytest.mark.parametrize("wrong", [{"activities": "cpu"}, {"schedule_option": [1]}])
+def test_one_value_in_place_of_several(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="needed"):
+        ProfileKwargs(**wrong)

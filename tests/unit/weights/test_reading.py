@@ -40,6 +40,13 @@ def test_changes_do_not_reach_the_file(tmp_path: Path, name: str) -> None:
     assert torch.equal(open_weights(path).read("a", CPU), STATE["a"])
 
 
+def test_a_file_of_torch_may_be_written_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.bin", {"a": torch.ones(50000)})
+    read = open_weights(path).read("a", CPU)
+    torch.save({"a": torch.zeros(2)}, path)
+    assert read.sum() == 50000
+
+
 def test_files_of_old_versions_of_torch_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x.bin", _use_new_zipfile_serialization=False)
     assert torch.equal(open_weights(path).read("a", CPU), STATE["a"])
