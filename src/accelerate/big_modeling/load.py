@@ -46,8 +46,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Fill a model from a file of weights, or several with an index; it may lie on the meta device.
 
-    Names, shapes and places of all tensors are checked before one is changed. Those of safetensors on the CPU are
-    mapped from the files, and cost memory only once they are used.
+    Names, shapes and places of all tensors are checked before one is changed. Those of safetensors on the CPU
+    are mapped from the files, and cost memory only once they are used.
 
     Args:
         model: the module.
