@@ -38,6 +38,8 @@ _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
 }
 
+_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
 _TOGETHER: tuple[tuple[str, str], ...] = (
     ("train_iters", "train_samples"),
     ("train_iters", "lr_decay_samples"),
@@ -174,6 +176,12 @@ def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
         yield (
             f"weight_decay_incr_style={plugin.weight_decay_incr_style!r}: nothing says from where to where. "
             "Set start_weight_decay and end_weight_decay"
+        )
+    further = plugin.other_megatron_args or {}
+    if plugin.lr_decay_style == "WSD" and not any(name in further for name in _WSD):
+        yield (
+            "lr_decay_style='WSD': nothing says over how many steps the learning rate falls at the end. Set "
+            "other_megatron_args={'lr_wsd_decay_iters': ...}"
         )
     if plugin.custom_train_step_class is not None and not isinstance(plugin.custom_train_step_class, type):
         yield "custom_train_step_class: it is not a class. Pass the class, and its arguments apart"

@@ -83,6 +83,19 @@ def test_all_wrong_variables_and_fields_come_in_one_message(monkeypatch: pytest.
         assert told in str(caught.value)
 
 
+def test_a_schedule_that_falls_at_the_end_says_when() -> None:
+    with pytest.raises(ConfigurationError, match="lr_wsd_decay_iters"):
+        MegatronLMPlugin(lr_decay_style="WSD")
+    told = {"lr_wsd_decay_iters": 10}
+    plugin = MegatronLMPlugin(lr_decay_style="WSD", other_megatron_args=told)
+    assert told.items() <= plugin.megatron_lm_default_args.items()
+
+
+def test_an_optimizer_on_the_cpu_is_precision_aware() -> None:
+    with pytest.raises(ConfigurationError, match="optimizer_cpu_offload=True: only the precision-aware"):
+        MegatronLMPlugin(optimizer_cpu_offload=True)
+
+
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "8")
     monkeypatch.setenv("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true")

@@ -67,15 +67,24 @@ def find_missing(plugin: MegatronLMPlugin) -> list[str]:
             f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
             "Engine, which cannot be imported. Install it"
         )
-    if not problems and (shares or (plugin.tp_degree or 1) > 1):
-        problems += _wrong_queues(bool(plugin.use_custom_fsdp))
+    if plugin.use_precision_aware_optimizer and not engine:
+        problems.append(
+            "use_precision_aware_optimizer=True: its Adam is that of Transformer Engine, which cannot be "
+            "imported. Install it"
+        )
+    if plugin.use_custom_fsdp and not library.exists("einops"):
+        problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
+    if not problems:
+        problems += _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
     return problems
 
 
-def _wrong_queues(own_fsdp: bool) -> list[str]:
+def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
     """Return what is wrong with the number of queues by which kernels come to a GPU."""
     number = environ.current().get(QUEUES)
-    if own_fsdp or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+    if own_fsdp and number == "1":
+        return [f"{QUEUES}=1: use_custom_fsdp wants kernels to come in several queues. Unset it"]
+    if own_fsdp or not shares or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
         return []
     return [
         f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "

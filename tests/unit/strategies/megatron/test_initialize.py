@@ -11,6 +11,7 @@ import torch
 
 from accelerate.base.errors import StateError
 from accelerate.strategies.megatron import initialize as starting
+from accelerate.strategies.megatron import library
 from accelerate.utils import MegatronLMPlugin
 from accelerate.utils.megatron_lm import initialize, prepare_model_optimizer_scheduler, prepare_scheduler
 
@@ -19,6 +20,7 @@ from .conftest import AttnBackend, Fake, Start
 
 def test_arguments(start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "of the script"])
+    monkeypatch.setattr(library, "exists", lambda name: name == "einops" or name.startswith("megatron"))
     start(
         num_micro_batches=2,
         attention_backend="flash",
@@ -131,7 +133,8 @@ def test_kernels_that_are_missing_are_not_asked_for(start: Start, fake: Fake) ->
     assert args.masked_softmax_fusion is True  # the user knows better
 
 
-def test_what_megatron_wants_together(start: Start, fake: Fake) -> None:
+def test_what_megatron_wants_together(start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "exists", lambda name: name == "einops" or name.startswith("megatron"))
     start(attention_backend="local", use_custom_fsdp=True)
     args = fake.get_args()
     assert (args.spec, args.transformer_impl, args.ckpt_format) == (["local"], "local", "fsdp_dtensor")

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.strategies.bundle import Bundle
+from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.planning import plan
 from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
 
@@ -113,9 +114,17 @@ def test_rates_that_fall_upwards(fake: Fake) -> None:
     [
         ({"tp_degree": 2, "sequence_parallelism": True}, "sequence_parallelism=True: the layers for it"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: the layers for it"),
+        (
+            {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True},
+            "use_precision_aware_optimizer=True: its Adam",
+        ),
+        ({"use_custom_fsdp": True}, "use_custom_fsdp=True: Megatron's own FSDP needs einops"),
     ],
 )
-def test_layers_that_only_transformer_engine_has(fake: Fake, fields: dict[str, Any], told: str) -> None:
+def test_packages_that_only_some_runs_need(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr(library, "exists", lambda name: name.startswith("megatron"))
     (problem,) = plan(MegatronLMPlugin(seq_length=8, **fields), objects(loader(2)), 2, "no", 1)
     assert problem.startswith(told)
 
@@ -128,6 +137,7 @@ def test_layers_that_only_transformer_engine_has(fake: Fake, fields: dict[str, A
         (9, "1", {"tp_degree": 2}, 0),
         (9, None, {"tp_degree": 2, "use_custom_fsdp": True}, 0),
         (9, None, {"pp_degree": 2}, 0),
+        (10, "1", {"use_custom_fsdp": True}, 1),
         (10, None, {"tp_degree": 2}, 0),
     ],
 )
@@ -140,6 +150,7 @@ def test_kernels_come_in_one_queue(
     number: int,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    monkeypatch.setattr(library, "exists", lambda name: True)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
