@@ -82,12 +82,13 @@ def dispatch_model(
     in_memory = keep_in_memory(model, [name for name in weights if weights[name] == CPU], state_dict, main)
     on_disk = [name for name in weights if weights[name] == DISK]
     index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)
+    loader = OffloadedWeightsLoader(in_memory, offload_dir, index, main if index else None)
     offload = {name: spell_place(place) in elsewhere for name, place in device_map.items()}
     attach_align_device_hook_on_blocks(
         model,
         execution_device={"": main, **{n: main if offload[n] else p for n, p in device_map.items()}},
         offload=offload,
-        weights_map=OffloadedWeightsLoader(in_memory, offload_dir, index, main if index else None),
+        weights_map=loader.open_files(),  # programs save where they have loaded from
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,

@@ -212,11 +212,24 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.all_keys)
 
-    def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
-        path = str(entry["safetensors_file"])
+    def open_files(self) -> OffloadedWeightsLoader:
+        """Open the files of safetensors now: these are read, even if others take their places or they go.
+
+        Raises:
+            CheckpointError: one is missing or broken.
+        """
+        for entry in self.index.values():
+            if "safetensors_file" in entry:
+                self._open(str(entry["safetensors_file"]))
+        return self
+
+    def _open(self, path: str) -> MappedFile:
         if path not in self._mapped:
             self._mapped[path] = MappedFile(Path(path))
-        tensor = self._mapped[path].read(entry.get("weight_name", key))
+        return self._mapped[path]
+
+    def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
+        tensor = self._open(str(entry["safetensors_file"])).read(entry.get("weight_name", key))
         dtype = read_dtype(entry["dtype"]) if "dtype" in entry else tensor.dtype
         return tensor.to(torch.device("cpu") if self.device is None else resolve_device(self.device), dtype)
 

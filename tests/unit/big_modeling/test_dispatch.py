@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accelerate.big_modeling
@@ -106,6 +107,18 @@ def test_a_model_without_values_cannot_be_moved() -> None:
 
 
 # Several places
+
+
+def test_files_that_go_after_the_model_was_dispatched(tmp_path: Path) -> None:
+    """transformers deletes the files of a folder before it saves a model that reads from them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path, x = tmp_path / "model.safetensors", torch.ones(1, 2)
+    save_file(model.state_dict(), path)
+    with init_empty_weights():
+        empty = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    load_checkpoint_and_dispatch(empty, path, {"": "disk"})
+    path.unlink()
+    assert torch.allclose(empty(x), model(x))
 
 
 MIXED = {"embed": "cpu", "layers": "disk", "head": "cpu", "scale": "cpu"}
