@@ -72,9 +72,9 @@ class BnbQuantizationConfig:
             if not isinstance(value, bool):
                 raise wrong_value(name, value, "it is not a boolean", "Give True or False")
         if self.load_in_8bit == self.load_in_4bit:
-            both = "both" if self.load_in_8bit else "none"
+            found = "can't be both True" if self.load_in_8bit else "are both False"
             raise ConfigurationError(
-                f"load_in_8bit and load_in_4bit can't be {both} True: a model is quantized to one of them. "
+                f"load_in_8bit and load_in_4bit {found}: a model is quantized to one of them. "
                 f"Set {'only ' if self.load_in_8bit else ''}one of them to True."
             )
         threshold = self.llm_int8_threshold

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from accelerate.base.errors import wrong_value
 from accelerate.base.packages import require
 from accelerate.plugins.quantization import BnbQuantizationConfig
 from accelerate.weights.packed import quantizes_itself, take_parts
@@ -119,7 +120,14 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
-    """Raise `MissingPackageError` unless bitsandbytes is installed."""
+    """Raise unless bitsandbytes is installed, or for objects that are no such wishes."""
+    if not isinstance(config, BnbQuantizationConfig):
+        raise wrong_value(
+            "bnb_quantization_config",
+            config,
+            "it is not a BnbQuantizationConfig",
+            "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)",
+        )
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 
 

@@ -44,7 +44,7 @@ def test_modules_that_are_not_quantized() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "can't be none True"),
+        ({}, "are both False"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "can't be both True.*only one"),
         ({"load_in_8bit": 1}, "load_in_8bit=1: it is not a boolean"),
         ({"load_in_4bit": "yes"}, "load_in_4bit='yes'"),

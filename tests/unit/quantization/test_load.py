@@ -173,3 +173,10 @@ def test_without_bitsandbytes(plain: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("accelerate.base.packages.Package.version", lambda self: None)
     with pytest.raises(MissingPackageError, match="load_in_8bit needs bitsandbytes"):
         load_and_quantize_model(plain, BnbQuantizationConfig(load_in_8bit=True))
+
+
+def test_other_objects_are_no_wishes(body: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match="bnb_quantization_config=.*it is not a BnbQuantizationConfig"
+    ):
+        load_and_quantize_model(body(), {"load_in_4bit": True})  # type: ignore[arg-type]
