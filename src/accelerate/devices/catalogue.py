@@ -140,14 +140,18 @@ def detect() -> DeviceBackend:
     return next(backend for backend in BACKENDS if backend.available())
 
 
-def named(name: str) -> DeviceBackend:
+def named(name: str, asked_by: str = "device") -> DeviceBackend:
     """Return the backend of a torch device type.
+
+    Args:
+        name: of the type, without a number.
+        asked_by: what the user set, for the message.
 
     Raises:
         ConfigurationError: If the table has no such row.
     """
     if name not in _BY_NAME:
-        raise wrong_value("device", name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
+        raise wrong_value(asked_by, name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 

@@ -156,7 +156,7 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
     name = environ.get("ACCELERATE_TORCH_DEVICE")
     if not name:
         return (catalogue.CPU if use_cpu else catalogue.detect()), None
-    backend = catalogue.named(name.partition(":")[0])
+    backend = catalogue.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
     if use_cpu and backend != catalogue.CPU:
         _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
         return catalogue.CPU, None

@@ -50,7 +50,8 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     gpus = Gpus(**{name: getattr(catalogue.CUDA, name) for name in DeviceBackend.__dataclass_fields__})
     monkeypatch.setattr(catalogue, "detect", lambda: gpus)
-    monkeypatch.setattr(catalogue, "named", {"cuda": gpus, "cpu": catalogue.CPU}.__getitem__)
+    rows = {"cuda": gpus, "cpu": catalogue.CPU}
+    monkeypatch.setattr(catalogue, "named", lambda name, asked_by: rows[name])
     return chosen
 
 
@@ -160,7 +161,8 @@ def test_a_device_that_is_not_there(four_gpus: list[int], monkeypatch: pytest.Mo
         monkeypatch.undo()  # the real table knows the kinds
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
     with pytest.raises(
-        ConfigurationError, match="no such kind" if name[0] == "a" else f"{name}.*sees 4 devices"
+        ConfigurationError,
+        match="TORCH_DEVICE='abacus': no such kind" if name[0] == "a" else f"{name}.*sees 4 devices",
     ):
         PartialState()
     assert PartialState._shared_state == {}
