@@ -28,7 +28,7 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.test-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
+test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow

@@ -75,7 +75,10 @@ CASES: dict[str, Case] = {
     "trl's command line": Case(
         "commands",
         ("transformers", "datasets", "trl", "peft"),
-        ("sft", "dpo", "dpo, launched", "sft, two processes", "dpo, two processes"),
+        ("sft", "dpo", "dpo, launched"),
+    ),
+    "trl's scripts, two processes": Case(
+        "commands", ("transformers", "datasets", "trl"), ("sft, two processes", "dpo, two processes")
     ),
     "diffusers": Case("pipeline", ("diffusers",)),
     "diffusers, two processes": Case("pipeline", ("diffusers",), processes=2),
