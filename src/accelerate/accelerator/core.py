@@ -350,10 +350,12 @@ class Accelerator(
         steps = scheduler.steps_per_update
         if scheduler.step_with_optimizer is not True or steps == 1:
             return
+        window = self.gradient_accumulation_steps
+        counted = "batches" if window == 1 else f"windows of {window} batches"
         logger.warning_once(
             f"Prepared schedulers step {steps} times per optimizer step, once for each process: a schedule "
             f"of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted "
-            "in batches of one process; for schedules counted in optimizer steps pass "
+            f"in {counted} of one process; for schedules counted in optimizer steps pass "
             "step_scheduler_with_optimizer='per_update' to Accelerator."
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from accelerate.base.errors import AccelerateError
 from accelerate.base.text import spell_ranks
 from accelerate.launch.failures import HANG_KIND, Failure, Outcome
 
@@ -74,9 +75,15 @@ CAUSES: tuple[Cause, ...] = (
     ),
     _cause(
         r"shapes? cannot be multiplied|size mismatch|sizes of tensors must match|shape mismatch|"
-        r"must match the size of tensor|DistributedOperationException",
+        r"must match the size of tensor",
         "Tensors do not fit each other.",
         "Look at the shapes in the message; with several processes, check that all ranks pass the same ones.",
+    ),
+    _cause(
+        r"Expected to have finished reduction in the prior iteration",
+        "Parameters took no part in the loss, and DistributedDataParallel waits for their gradients.",
+        "Freeze or remove them, or pass kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)] to Accelerator.",
     ),
     _LOST,
 )
@@ -130,10 +137,12 @@ def is_telling(outcome: Outcome) -> bool:
 
 
 def find_cause(outcome: Outcome) -> Cause | None:
-    """Return the likely cause of the first failure, `None` where none of the known ones fits."""
+    """Return the likely cause of the first failure; `None` where none fits, or the error itself tells it."""
     silent = _silent_first(outcome)
     if outcome.failures and silent is None:
         first = outcome.failures[0]
+        if AccelerateError.__name__ in first.kind:
+            return None
         text = " ".join((*first.kind, first.headline))
         return next((cause for cause in CAUSES if cause.pattern.search(text)), None)
     number = outcome.exits[silent] if silent is not None else 128 - outcome.code

@@ -24,6 +24,7 @@ from accelerate.launch.layout import (
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
+from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 from accelerate.settings.sections.rendezvous import RendezvousSection
@@ -73,7 +74,7 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
         rendezvous=rendezvous,
         shares=shares,
         environment=environment(settings, machine, name),
-        notes=(*settings.notes, *starter_notes, *notes, *port_notes),
+        notes=(*settings.notes, *_idle_notes(settings), *starter_notes, *notes, *port_notes),
     )
     plan = replace(plan, notes=(*plan.notes, *_layout_note(plan)))
     return replace(plan, details=launcher.details(settings, machine, plan)), settings
@@ -91,6 +92,22 @@ def _plan_elsewhere(name: str, settings: Settings, machine: Machine, target: Tar
         notes=settings.notes,
     )
     return replace(plan, details=launcher_named(name).details(settings, machine, plan))
+
+
+def _idle_notes(settings: Settings) -> tuple[str, ...]:
+    """Name the flags that change nothing, since what they belong to is not chosen."""
+    notes = []
+    for section in (s for s in SECTIONS if s.switch and not s.active(settings.values)):
+        idle = [
+            f"--{row.name}"
+            for row in section.options()
+            if settings.source(row.name) == FLAG and settings.values[row.name] != row.default
+        ]
+        if idle:
+            notes.append(
+                f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without {section.switch}"
+            )
+    return tuple(notes)
 
 
 def _layout_note(plan: LaunchPlan) -> tuple[str, ...]:

@@ -216,10 +216,12 @@ class Section:
     Attributes:
         title: heading in the help and the docs.
         file_key: the nested mapping of the configuration file that holds the section; ``None``: top level.
+        switch: the flag that makes the section active, as a user writes it; empty: it always is.
     """
 
     title: ClassVar[str]
     file_key: ClassVar[str | None] = None
+    switch: ClassVar[str] = ""
 
     @staticmethod
     def active(values: Mapping[str, Any]) -> bool:

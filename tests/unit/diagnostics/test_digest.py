@@ -78,6 +78,11 @@ def test_logs_are_named() -> None:
             "RuntimeError",
             "do not fit",
         ),
+        (
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting",
+            "RuntimeError",
+            "no part in the loss",
+        ),
         ("torch.distributed.DistBackendError: NCCL error in: x", "DistBackendError", "lost each other"),
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "RuntimeError", "before it forked"),
         ("Hang: rank 0 waits; rank 1 is in Connection refused", "Hang", "Ranks wait"),
@@ -109,7 +114,15 @@ def test_a_hang_that_was_reported_before_is_told(tmp_path: Path) -> None:
 
 
 def test_every_cause_has_a_row_above() -> None:
-    assert len(CAUSES) == 7
+    assert len(CAUSES) == 8
+
+
+@pytest.mark.parametrize("message", ["rank 1 did not come: timed out", "shapes differ: size mismatch"])
+def test_an_error_of_this_package_tells_its_cause_itself(message: str) -> None:
+    ours = replace(
+        BASE, headline=f"StateError: {message}", kind=("StateError", "AccelerateError", "Exception")
+    )
+    assert find_cause(Outcome(1, (ours,), {})) is None
 
 
 def test_an_unknown_error_has_no_likely_cause() -> None:

@@ -54,6 +54,20 @@ def test_all_devices_are_used_when_nobody_says_how_many() -> None:
     assert made.environment["OMP_NUM_THREADS"] == "2"
 
 
+def test_flags_without_effect_are_named() -> None:
+    made = plan(
+        machine(4), num_processes=2, fsdp_version=2, fsdp_offload_params=True, gradient_accumulation_steps=4
+    )
+    assert made.notes == (
+        "--gradient_accumulation_steps has no effect without --use_deepspeed",
+        "--fsdp_version, --fsdp_offload_params have no effect without --use_fsdp",
+    )
+    assert plan(machine(4), num_processes=2, use_fsdp=True, fsdp_version=2).notes == ()
+    assert plan(machine(4), num_processes=2, fsdp_version=1).notes == ()
+    stored = Layer("c.yaml", {"fsdp_version": 2})
+    assert plan(machine(4), layers=(stored,), num_processes=2).notes == ()
+
+
 def test_nothing_is_said_when_nothing_is_assumed() -> None:
     assert plan(machine(4), num_processes=2, mixed_precision="bf16").notes == ()
     assert plan(machine(4), num_processes=2).notes == ()

@@ -39,6 +39,7 @@ class DeepSpeedSection(Section):
 
     title = "DeepSpeed Arguments"
     file_key = "deepspeed_config"
+    switch = "--use_deepspeed"
 
     deepspeed_config_file: str | None = option(
         None,
@@ -92,7 +93,7 @@ class DeepSpeedSection(Section):
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        "Batches per optimizer step.",
+        "Batches per optimizer step, with DeepSpeed; elsewhere Accelerator(gradient_accumulation_steps=...).",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         spell=unless_empty,
         ask="How many batches per optimizer step?",

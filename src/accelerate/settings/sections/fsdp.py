@@ -22,6 +22,7 @@ class FsdpSection(Section):
 
     title = "FSDP Arguments"
     file_key = "fsdp_config"
+    switch = "--use_fsdp"
 
     fsdp_version: int = option(
         1,

@@ -16,6 +16,7 @@ class MegatronSection(Section):
 
     title = "Megatron-LM Arguments"
     file_key = "megatron_lm_config"
+    switch = "--use_megatron_lm"
     megatron_lm_tp_degree: int = option(
         1,
         "Processes that share each layer (tensor parallelism).",

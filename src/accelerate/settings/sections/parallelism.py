@@ -19,6 +19,7 @@ class ParallelismSection(Section):
 
     title = TITLE
     file_key = FILE_KEY
+    switch = "--use_parallelism_config"
 
     parallelism_config_dp_replicate_size: int = option(
         1,
@@ -72,6 +73,7 @@ class ContextParallelSection(Section):
 
     title = TITLE
     file_key = FILE_KEY
+    switch = "--parallelism_config_cp_size above 1"
 
     parallelism_config_cp_comm_strategy: str = option(
         "allgather",
@@ -93,6 +95,7 @@ class SequenceParallelSection(Section):
 
     title = TITLE
     file_key = FILE_KEY
+    switch = "--parallelism_config_sp_size above 1"
 
     parallelism_config_sp_seq_length: int | None = option(
         None,

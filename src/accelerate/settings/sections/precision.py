@@ -47,6 +47,7 @@ class Fp8Section(Section):
 
     title = "FP8 Arguments"
     file_key = "fp8_config"
+    switch = "--mixed_precision fp8"
 
     fp8_backend: str | None = option(
         None,

@@ -75,6 +75,7 @@ class MpirunSection(Section):
 
     title = "MPI Arguments"
     file_key = "mpirun_config"
+    switch = "--mpirun_hostfile"
 
     mpirun_hostfile: str | None = option(
         None,

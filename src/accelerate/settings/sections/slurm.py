@@ -15,6 +15,7 @@ class SlurmSection(Section):
 
     title = "SLURM Arguments"
     file_key = "slurm_config"
+    switch = "--slurm"
 
     slurm: bool = option(
         False,

@@ -15,6 +15,7 @@ class TpuSection(Section):
     """A TPU host, or the hosts of a pod."""
 
     title = "TPU"
+    switch = "--tpu"
 
     tpu: bool = option(False, "Run on TPU.", group=HARDWARE, key=None)
     tpu_use_cluster: bool = option(
