@@ -148,7 +148,40 @@ def build_pipeline(
             f"they make {pipe.num_stages} stages for {state.num_processes} processes",
             "name one module less than there are processes, each of which the forward calls",
         )
+    last = state.num_processes - 1
+    _make_sendable(pipe.get_stage_module(state.process_index), state.process_index, last)
     return pipe.build_stage(state.process_index, device=state.device)
+
+
+def _make_sendable(stage: Any, index: int, last: int) -> None:
+    """Let plain memory cross the borders of a stage: tensors that are expanded or transposed cannot be sent.
+
+    Args:
+        stage: the traced part of the model.
+        index: its place among the stages.
+        last: that of the last one.
+    """
+    from torch.fx.node import map_arg
+
+    crossing: list[Any] = []
+    if index:
+        taken = [node for node in stage.graph.nodes if node.op == "placeholder"]
+        strides = [torch.empty_like(node.meta["val"]).stride() for node in taken]
+        crossing += taken
+        stage.register_forward_pre_hook(lambda _, inputs: tuple(map(_with_strides, inputs, strides)))
+    if index < last:
+        (output,) = [node for node in stage.graph.nodes if node.op == "output"]
+        map_arg(output.args, crossing.append)
+        stage.register_forward_hook(lambda *call: recursively_apply(torch.Tensor.contiguous, call[-1]))
+    for node in crossing:  # torch makes the memory to receive into after these
+        node.meta["val"] = node.meta["val"].contiguous()
+
+
+def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Lay a tensor out as it was when the model was traced: what follows may have been traced as views."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class _Entry(nn.Module):

@@ -94,6 +94,36 @@ def test_three_stages(run: Run) -> None:
     assert [each["equal"] for each in found] == [[True, True]] * 3
 
 
+class Expanding(nn.Module):
+    """Its stages hand on a mask that is expanded, and what is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x[:, :1] > 0).expand(x.shape[0], 4, 4)
+        turned = self.first(x).transpose(1, 2)
+        out = self.second(turned).masked_fill(mask, 0.0) + turned
+        return out + turned.transpose(1, 2).view(-1, 16).view(-1, 4, 4)  # no view of other memory
+
+
+def send_views() -> bool:
+    PartialState(cpu=True)
+    torch.manual_seed(3)
+    model, plain = Expanding().eval(), Expanding().eval()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 4, 4)
+    prepare_pippy(model, ["second"], example_args=(x,), gather_output=True)
+    with torch.no_grad():
+        return torch.allclose(model(x), plain(x))
+
+
+def test_views_cross_the_border_of_a_stage(run: Run) -> None:
+    assert run(send_views, processes=2, timeout=120) == [True, True]
+
+
 def go_wrong() -> list[str]:
     PartialState(cpu=True)
     texts = []
