@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.base.errors import ConfigurationError
 from accelerate.devices import catalogue
 from accelerate.launchers import cuda_use, debug_launcher, notebook, notebook_launcher
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 @pytest.fixture
@@ -50,6 +51,34 @@ def test_one_process_is_this_one(on: Any, capsys: pytest.CaptureFixture[str]) ->
     assert seen == [((1, "a"), os.getpid(), "bf16")]
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
     assert "one CPU" in capsys.readouterr().out
+
+
+def test_the_state_that_one_process_made_ends_with_it(on: Any) -> None:
+    on(catalogue.CPU, 1)
+    seen = []
+
+    def train(fails: bool) -> None:
+        seen.append(Accelerator(cpu=True).num_processes)
+        if fails:
+            raise KeyError("column")
+
+    notebook_launcher(train, (False,))
+    with pytest.raises(KeyError):
+        notebook_launcher(train, (True,))
+    assert seen == [1, 1]
+    assert not any((AcceleratorState._shared_state, GradientState._shared_state, PartialState._shared_state))
+    notebook._refuse_used_notebook(catalogue.CPU)
+
+
+@pytest.mark.usefixtures("states")
+def test_a_state_that_was_there_before_stays(on: Any) -> None:
+    on(catalogue.CPU, 1)
+    state = PartialState(cpu=True)
+    notebook_launcher(lambda: Accelerator(cpu=True))
+    assert state.num_processes == 1
+    assert not AcceleratorState._shared_state
+    with pytest.raises(ConfigurationError, match="was already made"):
+        notebook._refuse_used_notebook(catalogue.CPU)
 
 
 def test_the_environment_is_restored_after_an_error(on: Any) -> None:

@@ -31,7 +31,9 @@ from accelerate.launchers.processes import (
     run_forked,
     thread_variables,
 )
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+_STATES = (AcceleratorState, PartialState, GradientState)
 
 
 def notebook_launcher(
@@ -54,7 +56,8 @@ def notebook_launcher(
     """Run a training function in several processes, started from a notebook.
 
     The processes are forked, so the function may be defined in a cell. It has to make the `Accelerator`, and
-    nothing may have used a GPU before. A single process is not started: the function is called here.
+    nothing may have used a GPU before. A single process is not started: the function is called here, and the
+    state of an `Accelerator` that it makes ends with it.
 
     Args:
         function: What each process calls.
@@ -188,8 +191,13 @@ def _run_here(
 ) -> None:
     print(f"Launching training on one {backend.label}.")
     fallback = {"PYTORCH_ENABLE_MPS_FALLBACK": "1"} if backend == catalogue.MPS else {}
-    with patch_environment(**precision_variables(precision), **fallback):
-        function(*args)
+    absent = [kind for kind in _STATES if not kind._shared_state]
+    try:
+        with patch_environment(**precision_variables(precision), **fallback):
+            function(*args)
+    finally:  # so that another launch, of several processes too, finds no `Accelerator` here
+        for kind in absent:
+            kind._reset_state()
 
 
 def _run_replicas(
