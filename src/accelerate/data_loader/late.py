@@ -17,8 +17,9 @@ from accelerate.data_loader.samplers import SkipBatchSampler, rest_of
 def start_late(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
     """Return a loader like this one that starts late, at each of its passes.
 
-    Where a checkpoint of a run of another size was loaded, and as many batches are to be passed over as the
-    loop had been given then, it starts behind the samples that were given to all processes of that run.
+    Where a checkpoint of a run of another size, or with batches of another size, was loaded, and as many
+    batches are to be passed over as the loop had been given then, it starts behind the samples that were
+    given to all processes of that run.
 
     Args:
         loader: stays as it is; both count epochs together.
@@ -32,8 +33,9 @@ def start_late(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
     _refuse_other_shares(loader, resume)
     if resume.place.stream is not None:  # the dataset itself goes on from there
         return variant_of(loader, origin=loader, begins_at=resume.place)
-    if resume.groups != loader.plan.groups:
-        return _rest_for_other_groups(loader, resume.place)
+    place = _place_in_batches_of(loader, resume)
+    if resume.groups != loader.plan.groups or place != resume.place:
+        return _rest_shared_anew(loader, place)
     return _later_round(loader, skipped)
 
 
@@ -70,6 +72,21 @@ def _refuse_other_shares(loader: DataLoaderAdapter, resume: Resume) -> None:
     )
 
 
+def _place_in_batches_of(loader: DataLoaderAdapter, resume: Resume) -> Place:
+    """The point in the epoch that a checkpoint tells, counted in the batches of this loader."""
+    before, now = resume.rows_in_batch, loader.plan.rows_in_batch
+    if before is None or now is None or before == now or resume.is_over:
+        return resume.place
+    samples = resume.place.consumed * before
+    if samples % now or loader.plan.own_shares:
+        raise CheckpointError(
+            f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "
+            f"batches of {before}, and behind them no batch of {now} begins. Go on with batches of {before} "
+            "until the end of the epoch, or from a checkpoint between two epochs."
+        )
+    return resume.place._replace(consumed=samples // now)
+
+
 def _later_round(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
     """The same loader from a later round on; rounds keep their numbers and what fills them."""
     before = loader.begins_at
@@ -82,8 +99,8 @@ def _later_round(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
     return variant_of(loader, origin=loader, begins_at=place, keeps_first_round=keeps, **changed)
 
 
-def _rest_for_other_groups(loader: DataLoaderAdapter, place: Place) -> DataLoader[Any]:
-    """What another number of groups has left of an epoch, shared out among the groups of now."""
+def _rest_shared_anew(loader: DataLoaderAdapter, place: Place) -> DataLoader[Any]:
+    """What another number of groups, or other batches, have left of an epoch, for the groups of now."""
     changed: dict[str, Any] = {"origin": loader, "begins_at": place}
     dataset = loader.dataset
     if isinstance(dataset, IterableDatasetShard):

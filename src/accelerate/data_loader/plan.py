@@ -65,6 +65,13 @@ class ShardPlan:
         """Whether groups read what the dataset gives each of them, of whatever length."""
         return self.how == "dataset_shards"
 
+    @property
+    def rows_in_batch(self) -> int | None:
+        """Samples in a batch of the dataset, as all groups count them; None where that is not known."""
+        if self.batch_size is None:
+            return None
+        return self.batch_size * self.groups if self.split else self.batch_size
+
     def __str__(self) -> str:
         share = "" if self.how == "leave" else f", part {self.group} of {self.groups}"
         return f"{self.how}{share} ({self.why})"

@@ -49,6 +49,7 @@ class Resume:
         groups: number of data-parallel groups at that time.
         is_over: whether that was behind the last batch of the epoch.
         own_shares: whether the groups read shares that the dataset gave them.
+        rows_in_batch: samples in a batch of the dataset at that time; None where that was not known.
     """
 
     place: Place
@@ -56,6 +57,7 @@ class Resume:
     groups: int
     is_over: bool = False
     own_shares: bool = False
+    rows_in_batch: int | None = None
 
 
 class Position:
@@ -135,6 +137,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "groups": loader.plan.groups,
         "is_over": bool(position.seen and position.is_over),
         "own_shares": loader.plan.own_shares,
+        "rows_in_batch": loader.plan.rows_in_batch,
         "start": position.start,
         "generators": [generator.get_state() for generator in generators_of(loader)],
         "seed": getattr(loader.get_sampler(), "initial_seed", None),
@@ -169,8 +172,8 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
         sampler.initial_seed = state["seed"]
     loader.set_epoch(epoch)
     loader.position.end()
-    own_shares = bool(state.get("own_shares"))
-    loader.position.resume = Resume(place, start, groups, bool(state["is_over"]), own_shares)
+    own_shares, rows = bool(state.get("own_shares")), state.get("rows_in_batch")
+    loader.position.resume = Resume(place, start, groups, bool(state["is_over"]), own_shares, rows)
 
 
 def _fit_generators(

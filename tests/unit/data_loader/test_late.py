@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from accelerate.base.errors import CheckpointError
 from accelerate.data_loader import position, prepare_data_loader, skip_first_batches
 from accelerate.data_loader.late import start_late, start_where_saved, variant_of
 from accelerate.data_loader.position import Place, Resume
@@ -101,6 +102,34 @@ def test_another_number_of_groups_goes_on_behind_what_all_had() -> None:
         late = start_late(resume(loader, 2, groups=3, consumed=6), 2)
         parts += [value for batch in late for value in batch.tolist()]
     assert sorted(parts) == list(range(12, 20))
+
+
+@pytest.mark.parametrize(("groups", "seen", "rows", "first"), [(2, 4, 1, 8), (1, 2, 4, 8), (2, 3, 2, 12)])
+def test_batches_of_another_size_go_on_behind_the_same_samples(
+    groups: int, seen: int, rows: int, first: int
+) -> None:
+    """`seen` rounds of `groups` batches of `rows` samples were given; batches have two samples now."""
+    loader = prepare_data_loader(DataLoader(Counted(20), batch_size=BATCH), torch.device("cpu"), 1, 0)
+    late = start_late(resume(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
+    assert [value for batch in late for value in batch.tolist()] == list(range(first, 20))
+    assert len(late) == (20 - first) // BATCH
+
+
+def test_batches_that_do_not_begin_there_are_refused() -> None:
+    loader = resume(make(Counted(20)), 3, rows_in_batch=3)
+    with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
+        start_late(loader, 3)
+
+
+def test_batches_of_another_size_go_on_after_a_checkpoint() -> None:
+    """Two processes with batches of 2, then one with batches of 4: half of the samples are left."""
+    before = prepare_data_loader(DataLoader(Counted(16), batch_size=2), torch.device("cpu"), 2, 0)
+    batches = iter(before)
+    next(batches), next(batches)
+    state: dict[str, Any] = position.capture(before) or {}
+    after = prepare_data_loader(DataLoader(Counted(16), batch_size=4), torch.device("cpu"), 1, 0)
+    position.restore(after, state)
+    assert [batch.tolist() for batch in skip_first_batches(after, 2)] == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 def test_an_epoch_that_was_over_stays_over() -> None:
