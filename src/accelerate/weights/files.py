@@ -205,8 +205,9 @@ def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
         return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
     return (
         f"{_name_of(path)} holds a `{reason[1]}`, and only tensors, numbers, text and plain containers are "
-        "read; other objects can run code when they are loaded. If you trust the file, pass "
-        'load_kwargs={"weights_only": False}.'
+        "read; other objects can run code when they are loaded. If you trust the file, read it with "
+        "torch.load(path, weights_only=False) and save its tensors anew; where there is an argument "
+        'load_kwargs, pass load_kwargs={"weights_only": False}.'
     )
 
 
