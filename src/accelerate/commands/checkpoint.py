@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 from accelerate.base.errors import CheckpointError, wrong_value
 from accelerate.base.text import convert_bytes
@@ -136,6 +137,8 @@ def _difference(first: Any, second: Any) -> str:
 
     if first is _ABSENT or second is _ABSENT:
         return "only in the second" if first is _ABSENT else "only in the first"
+    if isinstance(first, Sealed) and isinstance(second, Sealed):
+        return "" if first == second else "another file, by its checksum; its content is not compared"
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)
         return "" if same else f"{_short(first)} and {_short(second)}"
@@ -154,19 +157,76 @@ def _short(value: Any) -> str:
 
 def _contents(folder: Path) -> dict[str, Any]:
     """All tensors and values of a checkpoint, by file and place in it."""
-    from accelerate.checkpointing import manifest
+    from accelerate.checkpointing import catalogue, manifest
     from accelerate.checkpointing.files import files_under
-    from accelerate.weights.files import read_safetensors, read_torch
 
     if not folder.is_dir():
         raise wrong_value("folder", str(folder), "there is no such folder", "name a checkpoint")
     found: dict[str, Any] = {}
     for name in files_under(folder):
-        if name == manifest.NAME:
+        path = folder / name
+        if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / catalogue.NAME).is_file()):
             continue
-        read = read_safetensors if name.endswith(".safetensors") else read_torch
-        found.update(_flat(f"{name}:", read(folder / name)))
+        read = _read_shards if path.name == catalogue.NAME else _reader(path.suffix)
+        found.update(_flat(f"{name.removesuffix(f'/{catalogue.NAME}')}:", read(path)))
     return found
+
+
+SHARDS = ".distcp"
+"""Ending of files of shards, which are read by way of the catalogue beside them."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A file of which nothing is known but whether it is the same as another."""
+
+    size: int
+    checksum: str
+
+
+def _seal(path: Path) -> Sealed:
+    from accelerate.checkpointing.files import measure
+
+    return Sealed(*measure(path))
+
+
+def _reader(suffix: str) -> Callable[[Path], Any]:
+    """What reads a file with this ending."""
+    from accelerate.weights.files import read_safetensors
+
+    readers = {".safetensors": read_safetensors, **dict.fromkeys((".bin", ".pt", ".pkl"), _read_saved)}
+    return readers.get(suffix, _seal)
+
+
+def _read_saved(path: Path) -> Any:
+    """Read what `torch.save` wrote, unless it holds objects that could run code."""
+    from accelerate.weights.files import read_torch, refused_globals
+
+    try:
+        return read_torch(path)
+    except CheckpointError:
+        if is_zipfile(path) and refused_globals(path):
+            return _seal(path)
+        raise
+
+
+def _read_shards(path: Path) -> dict[str, Any]:
+    """Read the whole tensors and the other values of a folder of shards, whose catalogue is given."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from accelerate.checkpointing import catalogue, slabs
+    from accelerate.checkpointing.spread import whole
+
+    found = catalogue.read(path.parent, "")
+    memory = {
+        place: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for place in found.places
+        if isinstance(entry := found.entry(place), TensorStorageMetadata)
+    }
+    targets = {place: whole(memory[place]) if place in memory else None for place in found.places}
+    values: dict[Any, Any] = {**slabs.read(found, targets, {}), **memory}
+    return {key: values[place] for place, key in found.places.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import manifest
+from accelerate.checkpointing import manifest, slabs
 from accelerate.checkpointing.files import files_under, seal
 from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.spread import Slab, Spread
 from accelerate.commands.accelerate_cli import make_cli_parser
 from accelerate.weights.files import write_safetensors
 
@@ -96,6 +97,49 @@ def test_diff_says_what_and_how_much(project: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "model.safetensors:weight: 4 of 4 elements, by 0.25 at most" in text
     assert "optimizer.bin:lr: 0.5 and 0.75" in text
+
+
+def save_shards(parent: Path, name: str, weight: float) -> Path:
+    """Two processes' shards of a tensor, with a value and a file of other software beside them."""
+    tensor, folder = torch.full((4, 2), weight), parent / name
+    reports = []
+    for rank in range(2):
+        rows = Slab((2 * rank, 0), tensor[2 * rank : 2 * rank + 2])
+        state = {("model", "weight"): Spread((4, 2), tensor.dtype, (rows,)), ("model", "lr"): weight}
+        payload = slabs.payload("model_0", rank, state)
+        (folder / "model_0").mkdir(parents=True, exist_ok=True)
+        reports.append(payload.write(payload.content, folder / payload.name))
+    assert payload.finish is not None
+    payload.finish(folder / "model_0", reports)
+    (folder / "notes.txt").write_text(str(weight))
+    torch.save({"error": KeyError}, folder / "custom_checkpoint_0.pkl")
+    return folder
+
+
+def test_shards_are_compared_as_whole_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = save_shards(tmp_path, "a", 0.5), save_shards(tmp_path, "b", 0.75)
+    run("diff", first, second)
+    assert capsys.readouterr().out.splitlines() == [
+        "model_0:model.lr: 0.5 and 0.75",
+        "model_0:model.weight: 8 of 8 elements, by 0.25 at most",
+        "notes.txt: another file, by its checksum; its content is not compared",
+        "3 of 4 entries differ.",
+    ]
+    run("diff", first, save_shards(tmp_path, "c", 0.5))
+    assert capsys.readouterr().out == "0 of 4 entries differ.\n"
+    (second / "model_0/__1_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="model_0/__1_0.distcp has 0 bytes"):
+        run("diff", first, second)
+    (second / "model_0/.metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no catalogue of shards"):
+        run("diff", first, second)
+
+
+def test_a_damaged_file_is_named(project: Path) -> None:
+    first, second = (project / f"checkpoints/checkpoint_{number}" for number in (1, 2))
+    (second / "optimizer.bin").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin cannot be read"):
+        run("diff", first, second)
 
 
 def test_prune_keeps_the_newest(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
