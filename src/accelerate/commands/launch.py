@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError
@@ -101,6 +101,7 @@ class LaunchParser(CustomArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; the namespace gets the attribute ``given``."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
+        self._words = words
         parsed, rest = super().parse_known_args(words, namespace)
         if (
             rest
@@ -109,6 +110,19 @@ class LaunchParser(CustomArgumentParser):
         flags.mark_given(self, parsed, words)
         parsed.training_script_args = _own_words(parsed.training_script, parsed.training_script_args, words)
         return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """As for any other, with a word on the script where it is missing."""
+        missing = message.startswith("the following arguments are required: training_script")
+        super().error(_missing_script(self._words) if missing else message)
+
+
+def _missing_script(words: Sequence[str]) -> str:
+    """Say that there is no script, and where it may have gone."""
+    last = [part for word in words[-2:] for part in word.split("=", 1)]
+    flag, value = ["", "", *last][-2:]
+    taken = f" ({flag} took {value!r} as its value)" if flag.startswith("-") and value.endswith(".py") else ""
+    return f"the script to run is missing{taken}: accelerate launch [options] train.py"
 
 
 def _own_words(script: str, found: list[str], words: Sequence[str]) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from accelerate.base import environ
+from accelerate.settings import complaints
 from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.coloring import colored, wants_color
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options
@@ -30,6 +30,9 @@ options_to_group = {
 
 _WRONG = object()
 """Stands for the value of a flag that could not be read."""
+
+_UNKNOWN = "unrecognized arguments:"
+"""How argparse begins a message on words that it does not know."""
 
 _SPELLING = re.compile(r"--[a-z0-9]+(_[a-z0-9]+)+$")
 
@@ -68,6 +71,14 @@ class CustomArgumentParser(argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; the command that was asked for says which words it does not know."""
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, rest = self.parse_known_args(words, namespace)
+        if rest:
+            _asked(self, words).error(f"{_UNKNOWN} {' '.join(rest)}")
+        return parsed
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, with all wrong values in one message and not the first alone."""
         self._wrong: list[str] = []
@@ -88,7 +99,9 @@ class CustomArgumentParser(argparse.ArgumentParser):
             if value is not _WRONG:
                 super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            self._wrong.append(str(error))
+            if isinstance(action, argparse._SubParsersAction):
+                self.error(complaints.unknown_command(value, action.choices))
+            self._wrong.append(complaints.wrong_choice(str(error), value, action.choices or ()))
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, with colours where it is read on a terminal."""
@@ -101,11 +114,20 @@ class CustomArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
 
     def _suggestion(self, message: str) -> str:
-        if not message.startswith("unrecognized arguments:"):
+        if not message.startswith(_UNKNOWN):
             return f" (see {self.prog} --help)"
-        unknown = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
-        close = difflib.get_close_matches(unknown, _all_flags(self), n=1)
-        return f" (did you mean {close[0]}?)" if close else f" (see {self.prog} --help)"
+        return complaints.unknown_flag(message, _all_flags(self), self.prog)
+
+
+def _asked(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command that words name."""
+    below = next(
+        (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None
+    )
+    place = next((place for place, word in enumerate(words) if below and word in below.choices), None)
+    if below is None or place is None:
+        return parser
+    return _asked(below.choices[words[place]], words[place + 1 :])
 
 
 def _listed(problems: list[str]) -> str:

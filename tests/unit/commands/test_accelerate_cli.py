@@ -43,7 +43,7 @@ def test_an_unknown_command_is_refused(
     with pytest.raises(SystemExit) as caught:
         accelerate_cli.main()
     assert caught.value.code == 2
-    assert "invalid choice: 'lanch'" in capsys.readouterr().err
+    assert "there is no command 'lanch'. Did you mean 'launch'?" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_help(

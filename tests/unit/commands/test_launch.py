@@ -118,7 +118,7 @@ BAD = [
     (["--mpirun_hostfile", "nowhere", "train.py"], "The file nowhere cannot be read"),
     (["--cpu", "nowhere.py"], "There is no script 'nowhere.py' here"),
     (["-m", "--no_python", "a"], "--module and --no_python exclude each other"),
-    ([], "the following arguments are required: training_script"),
+    ([], "the script to run is missing: accelerate launch [options] train.py"),
 ]
 
 
