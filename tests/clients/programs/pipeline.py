@@ -96,6 +96,7 @@ def train(folder: str) -> list[float]:
         if accelerator.sync_gradients:
             average.step(model.parameters())
     accelerator.save_state(f"{folder}/state")
+    accelerator.wait_for_everyone()  # the original lets a process go before the others have written
     accelerator.load_state(f"{folder}/state")
     accelerator.end_training()
     return losses
