@@ -95,6 +95,14 @@ _KILLED = _cause(
     "Look at `dmesg`, lower the number of workers or the batch size, or give the job more memory.",
 )
 
+_MISUSED = _cause(
+    "",
+    "The script refused its own arguments; argparse ends a program so.",
+    "Read its message, above this screen, and mend the words behind the script's name.",
+)
+_BY_NUMBER = {-signal.SIGKILL: _KILLED, 2: _MISUSED}
+"""What the operating system says of a process that left no Python error -> its cause."""
+
 
 def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
     """Write the screen.
@@ -146,7 +154,7 @@ def find_cause(outcome: Outcome) -> Cause | None:
         text = " ".join((*first.kind, first.headline))
         return next((cause for cause in CAUSES if cause.pattern.search(text)), None)
     number = outcome.exits[silent] if silent is not None else 128 - outcome.code
-    return _KILLED if number == -signal.SIGKILL else None
+    return _BY_NUMBER.get(number)
 
 
 def _silent_first(outcome: Outcome) -> int | None:

@@ -130,6 +130,11 @@ def test_an_unknown_error_has_no_likely_cause() -> None:
     assert "Likely cause" not in render(Outcome(1, (BASE,), {}), HERE)
 
 
+def test_wrong_arguments_of_the_script_are_named() -> None:
+    text = render(Outcome(1, (), {0: 2, 1: 2}), HERE)
+    assert "Likely cause: The script refused its own arguments" in text
+
+
 def test_a_killed_single_process_ran_out_of_memory() -> None:
     text = render(Outcome(137, (), {}), HERE)
     assert "killed by signal 9 (SIGKILL)" in text
