@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from accelerate.base import environ
@@ -60,6 +60,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     # Newer versions of argparse would colour too: whatever they set, it stays off.
     color = property(lambda self: False, lambda self, value: None)
+    _words: Sequence[str] = ()
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
@@ -72,12 +73,9 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; the command that was asked for says which words it does not know."""
-        words = sys.argv[1:] if args is None else list(args)
-        parsed, rest = self.parse_known_args(words, namespace)
-        if rest:
-            _asked(self, words).error(f"{_UNKNOWN} {' '.join(rest)}")
-        return parsed
+        """As in argparse; the words are kept, since they tell which command speaks of an error."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(self._words, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, with all wrong values in one message and not the first alone."""
@@ -111,15 +109,14 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
+        speaker, hint = self.prog, f" (see {self.prog} --help)"
+        if message.startswith(_UNKNOWN):
+            asked = _asked(self, self._words)
+            speaker, hint = asked.prog, complaints.unknown_flag(message, _all_flags(asked), asked.prog)
+        self.exit(2, f"{speaker}: error: {message}{hint}\n")
 
-    def _suggestion(self, message: str) -> str:
-        if not message.startswith(_UNKNOWN):
-            return f" (see {self.prog} --help)"
-        return complaints.unknown_flag(message, _all_flags(self), self.prog)
 
-
-def _asked(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+def _asked(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the command that words name."""
     below = next(
         (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None

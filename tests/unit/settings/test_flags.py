@@ -125,6 +125,14 @@ def test_a_misspelt_flag_gets_a_suggestion(
     assert "did you mean --num_processes?" in capsys.readouterr().err
 
 
+def test_argparse_itself_parses(parser: CustomArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that read our parsers, for a completion or a list of flags, replace argparse's method."""
+    seen: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, *args: seen.append(self))
+    parser.parse_args([])
+    assert seen == [parser]
+
+
 def test_clean_option_takes_the_dashes_off() -> None:
     assert clean_option("--multi-gpu") == "multi_gpu"
 
