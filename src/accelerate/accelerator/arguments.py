@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
@@ -387,7 +387,3 @@ def _handlers(arguments: Arguments) -> dict[str, Any]:
         name: next((handler for handler in handlers if isinstance(handler, kind)), None)
         for name, kind in _HANDLER_FIELDS.items()
     }
-
-
-RUN_ARGUMENTS = frozenset(entry.name for entry in fields(Arguments))
-"""Names of the constructor arguments that `Arguments` takes."""

@@ -79,10 +79,12 @@ def _place_in_batches_of(loader: DataLoaderAdapter, resume: Resume) -> Place:
         return resume.place
     samples = resume.place.consumed * before
     if samples % now or loader.plan.own_shares:
+        shares = "the batches of shares that the dataset gives are counted, not its samples"
+        why = shares if loader.plan.own_shares else f"behind them no batch of {now} begins"
         raise CheckpointError(
             f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "
-            f"batches of {before}, and behind them no batch of {now} begins. Go on with batches of {before} "
-            "until the end of the epoch, or from a checkpoint between two epochs."
+            f"batches of {before} and not of {now}, and {why}. Go on with batches of {before} until the end "
+            "of the epoch, or from a checkpoint between two epochs."
         )
     return resume.place._replace(consumed=samples // now)
 

@@ -88,10 +88,6 @@ def _shown(row: Option, value: Any) -> Any:
     return HIDDEN if row.secret and value is not None else value
 
 
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]
-
-
 def _titled(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *lines])
 

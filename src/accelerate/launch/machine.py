@@ -15,7 +15,6 @@ from accelerate.devices.catalogue import CPU, count_visible
 from accelerate.launch.ports import get_free_port, is_port_in_use
 
 ROOT = 0
-MPI_VERSION = ("mpirun", "--version")
 
 
 def ask_mpirun() -> str:

@@ -135,11 +135,6 @@ def check_budget(settings: Settings) -> None:
         raise wrong_value(where(settings, "max_time"), text, "this is not a span of time", mend) from None
 
 
-def choose_launcher(settings: Settings, machine: Machine) -> str:
-    """Name the launcher that a run with a known number of processes needs."""
-    return choose_starter(settings, machine)[0] or _choose_here(settings)
-
-
 def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
     """Name the program that starts the processes, if it is not this one; and say what was noticed.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -119,6 +120,13 @@ def test_batches_that_do_not_begin_there_are_refused() -> None:
     loader = resume(make(Counted(20)), 3, rows_in_batch=3)
     with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
         start_late(loader, 3)
+
+
+def test_shares_of_the_datasets_own_keep_their_batches() -> None:
+    loader = resume(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
+    loader.plan = replace(loader.plan, how="dataset_shards")
+    with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shares"):
+        start_late(loader, 2)
 
 
 def test_batches_of_another_size_go_on_after_a_checkpoint() -> None:
