@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -74,12 +73,42 @@ class Entry:
     length: int = 0
 
 
-def pack(entries: Sequence[Entry]) -> bytes:
-    """Return entries as bytes that travel between processes."""
-    return zlib.compress(pickle.dumps(list(entries)))
+Report = list[list[Any]]
+"""Entries as JSON holds them: the fields of each, in their order."""
 
 
-def write(folder: Path, reports: Iterable[bytes]) -> None:
+def pack(entries: Sequence[Entry]) -> Report:
+    """Return entries in the form in which they travel between processes."""
+    return [
+        [
+            list(entry.place),
+            entry.shape,
+            None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
+            entry.offsets,
+            entry.sizes,
+            entry.file,
+            entry.start,
+            entry.length,
+        ]
+        for entry in entries
+    ]
+
+
+def _unpack(report: Report) -> Iterator[Entry]:
+    for place, shape, dtype, offsets, sizes, file, start, length in report:
+        yield Entry(
+            tuple(place),
+            None if shape is None else tuple(shape),
+            None if dtype is None else getattr(torch, dtype),
+            tuple(offsets),
+            tuple(sizes),
+            file,
+            start,
+            length,
+        )
+
+
+def write(folder: Path, reports: Iterable[Report]) -> None:
     """Write the catalogue of a folder whose files are all there.
 
     Args:
@@ -95,7 +124,7 @@ def write(folder: Path, reports: Iterable[bytes]) -> None:
     stored: dict[str, Any] = {}
     places: dict[str, Place] = {}
     files: dict[MetadataIndex, Any] = {}
-    for entry in (entry for report in reports for entry in pickle.loads(zlib.decompress(report))):
+    for entry in (entry for report in reports for entry in _unpack(report)):
         key = ".".join(map(str, entry.place))
         places[key] = entry.place
         files[_index(key, entry, stored)] = _StorageInfo(entry.file, entry.start, entry.length)

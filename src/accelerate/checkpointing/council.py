@@ -6,23 +6,19 @@ main thread trains, and a rank that does not come is named instead of waited for
 
 from __future__ import annotations
 
-import pickle
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from accelerate.base import errors
 from accelerate.base.errors import AccelerateError, CheckpointError, StateError
 from accelerate.base.text import describe
 from accelerate.ops.transport import Transport
+from accelerate.state.store_channel import StoreChannel
 
-T = TypeVar("T")
-Judge = Callable[[list[Any]], T]
+Judge = Callable[[list[Any]], Any]
 
-SECONDS_BETWEEN_LOOKS = 0.002
 SECONDS_FOR_THE_VERDICT = 10.0
 
 
@@ -39,13 +35,14 @@ class Council:
     size = 1
     is_threaded = True
 
-    def decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         """Let rank 0 decide from what all ranks say; called on all ranks in the same order.
 
         Args:
             what: name of the call that needs all ranks, for messages.
-            value: what this rank says; can be pickled.
-            judge: turns what the ranks say, in their order, into the decision; runs on rank 0.
+            value: what this rank says, as JSON can hold it: tuples become lists.
+            judge: turns what the ranks say, in their order, into the decision, which JSON can hold as well;
+                runs on rank 0.
             patience: seconds to wait for the other ranks.
 
         Returns:
@@ -70,27 +67,26 @@ class WireCouncil(Council):
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self._transport = transport.rank, transport.size, transport
 
-    def decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         values = self._transport.gather_object(value)
         verdict = _verdict(judge, values) if self.rank == 0 else None
-        result: T = _unpack(self._transport.broadcast_object(verdict))
-        return result
+        return _unpack(self._transport.broadcast_object(verdict))
 
 
 class StoreCouncil(Council):
     """Over a connection to the store of the process group.
 
     Args:
-        store: the connection; used by one thread at a time.
+        channel: the connection; used by one thread at a time.
         rank: of this process.
         size: number of processes.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.size, self._store = rank, size, store
+    def __init__(self, channel: StoreChannel, rank: int, size: int) -> None:
+        self.rank, self.size, self._channel = rank, size, channel
         self._number = 0
 
-    def decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         try:
             return self._decide(what, value, judge, patience)
         except DistError as error:
@@ -99,90 +95,84 @@ class StoreCouncil(Council):
                 "It lies with process 0, which has probably ended: see its output for the cause."
             ) from error
 
-    def _decide(self, what: str, value: Any, judge: Judge[T], patience: float) -> T:
+    def _decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         self._number += 1
         topic = f"{self._number}"
-        self._post(f"{topic}/{self.rank}", (what, value))
+        self._channel.post(f"{topic}/{self.rank}", [what, value])
         if self.rank == 0:
-            self._post(f"{topic}/verdict", self._judge(topic, what, judge, patience))
+            verdict = self._judge(topic, what, judge, patience)
+            self._channel.post(f"{topic}/verdict", verdict)
             self._forget(self._number - 2)
             self._stay(topic)
-        keys = [f"{topic}/verdict"]
-        if self._missing(keys, patience + SECONDS_FOR_THE_VERDICT):
+            return _unpack(verdict)
+        key = f"{topic}/verdict"
+        verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
+        if verdict is None:
             raise StateError(_absence(what, [0], patience))
-        verdict = pickle.loads(self._store.get(keys[0]))
-        self._post(f"{topic}/heard/{self.rank}", True)
-        result: T = _unpack(verdict)
-        return result
+        self._channel.post(f"{topic}/heard/{self.rank}", True)
+        return _unpack(verdict)
 
     def _stay(self, topic: str) -> None:
         """Wait until all ranks that came have heard: rank 0 may end next, and the store with it."""
-        came = [rank for rank in range(1, self.size) if self._store.check([f"{topic}/{rank}"])]
-        self._missing([f"{topic}/heard/{rank}" for rank in came], SECONDS_FOR_THE_VERDICT)
+        others = range(1, self.size)
+        came = self._channel.read_all([f"{topic}/{rank}" for rank in others])
+        heard = [f"{topic}/heard/{rank}" for rank in others if came[f"{topic}/{rank}"] is not None]
+        if heard:
+            self._channel.wait(heard, SECONDS_FOR_THE_VERDICT)
 
-    def _judge(self, topic: str, what: str, judge: Judge[T], patience: float) -> tuple[bool, Any]:
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        if missing := self._missing(keys, patience):
-            return False, StateError(_absence(what, [keys.index(key) for key in missing], patience))
-        said = [pickle.loads(self._store.get(key)) for key in keys]
+    def _judge(self, topic: str, what: str, judge: Judge, patience: float) -> dict[str, Any]:
+        found = self._channel.wait([f"{topic}/{rank}" for rank in range(self.size)], patience)
+        said = list(found.values())
+        if missing := [rank for rank, value in enumerate(said) if value is None]:
+            return _failure(StateError(_absence(what, missing, patience)))
         if len({name for name, _ in said}) > 1:
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in enumerate(said))
-            return False, StateError(f"The processes do different things at the same time:\n{lines}")
+            return _failure(StateError(f"The processes do different things at the same time:\n{lines}"))
         return _verdict(judge, [value for _, value in said])
-
-    def _post(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken, too
-
-    def _missing(self, keys: list[str], patience: float) -> list[str]:
-        """Wait for keys; the ones that did not come."""
-        end = time.monotonic() + patience
-        pause = SECONDS_BETWEEN_LOOKS
-        while missing := [key for key in keys if not self._store.check([key])]:
-            left = end - time.monotonic()
-            if left <= 0:
-                return missing
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, 0.1)
-        return []
 
     def _forget(self, number: int) -> None:
         """Remove what nobody reads any more: all ranks have come to the topic after it."""
         if number > 0:
-            for rank in range(self.size):
-                self._store.delete_key(f"{number}/{rank}")
-                self._store.delete_key(f"{number}/heard/{rank}")
-            self._store.delete_key(f"{number}/verdict")
+            ranks = range(self.size)
+            self._channel.remove(
+                f"{number}/verdict",
+                *(f"{number}/{rank}" for rank in ranks),
+                *(f"{number}/heard/{rank}" for rank in ranks),
+            )
 
 
-def open_council(transport: Transport, store: Store | None) -> Council:
+def open_council(transport: Transport, channel: StoreChannel | None) -> Council:
     """Choose the way in which the ranks of a run agree.
 
     Args:
         transport: the wire of the run.
-        store: a connection of its own to the store of the process group; None where there is no such store.
+        channel: a connection of its own to the store of the process group; None where there is no such store.
     """
     if transport.size == 1:
         return Council()
-    if store is None:
+    if channel is None:
         return WireCouncil(transport)
-    store.set_timeout(timedelta(minutes=5))
-    return StoreCouncil(store, transport.rank, transport.size)
+    return StoreCouncil(channel, transport.rank, transport.size)
 
 
-def _verdict(judge: Judge[T], values: list[Any]) -> tuple[bool, Any]:
+def _verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:
     try:
-        return True, judge(values)
+        return {"result": judge(list(values))}
     except AccelerateError as error:
-        return False, error
+        return _failure(error)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        return False, CheckpointError(f"Process 0 failed for all: {describe(error)}.")
+        return _failure(CheckpointError(f"Process 0 failed for all: {describe(error)}."))
 
 
-def _unpack(verdict: tuple[bool, Any]) -> Any:
-    good, result = verdict
-    if not good:
-        raise result
-    return result
+def _failure(error: AccelerateError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+def _unpack(verdict: dict[str, Any]) -> Any:
+    if "error" not in verdict:
+        return verdict["result"]
+    kind = getattr(errors, verdict["error"], CheckpointError)
+    raise kind(verdict["text"])
 
 
 def _absence(what: str, ranks: list[int], patience: float) -> str:

@@ -6,7 +6,7 @@ import datetime
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,11 @@ def open_site(request: Request, council: Council) -> Site:
         StateError: a rank did not come in time.
         CheckpointError: a folder cannot be made.
     """
-    target = str(place_of(request.target))
+    target = place_of(request.target)
     opened: list[Workplace] = []
 
-    def begin(said: Sequence[str]) -> Workplace:
-        opened.append(plan_workplace(Path(said[0])))
+    def begin() -> Workplace:
+        opened.append(plan_workplace(target))
         opened[-1].open()
         return opened[-1]
 
@@ -107,11 +107,10 @@ def open_site(request: Request, council: Council) -> Site:
         raise
 
 
-def _agree_on_site(
-    request: Request, council: Council, target: str, begin: Callable[[Sequence[str]], Workplace]
-) -> Site:
-    first = council.decide(CALL, target, begin, request.patience)
-    sees = target == str(first.target) and first.folder.is_dir()
+def _agree_on_site(request: Request, council: Council, target: Path, begin: Callable[[], Workplace]) -> Site:
+    said = council.decide(CALL, None, lambda _: _spell(begin()), request.patience)
+    first = _workplace(target, said)
+    sees = said["target"] == str(target) and first.folder.is_dir()
     place = "" if sees else f"{socket.gethostname()}:{target}"
     places = council.decide(CALL, place, list, request.patience)
     leader = places.index(place)
@@ -121,12 +120,35 @@ def _agree_on_site(
     own, failure = first, ""
     if commits and not sees:
         try:
-            own = begin([target])
+            own = begin()
         except CheckpointError as error:
             failure = str(error)
-    said = council.decide(CALL, (failure, own), list, request.patience)
-    _refuse_failures([text for text, _ in said])
-    return Site(said[leader][1], commits, council, request, is_common=False)
+    offers = council.decide(CALL, {"failure": failure, "workplace": _spell(own)}, list, request.patience)
+    _refuse_failures([offer["failure"] for offer in offers])
+    return Site(_workplace(target, offers[leader]["workplace"]), commits, council, request, is_common=False)
+
+
+def _spell(workplace: Workplace) -> dict[str, Any]:
+    """Write a workplace for the other ranks, which find it beside or in the target that they know."""
+    return {
+        "target": str(workplace.target),
+        "name": workplace.folder.name,
+        "inside": workplace.inside,
+    }
+
+
+def _workplace(target: Path, said: Mapping[str, Any]) -> Workplace:
+    """Find the workplace that another rank has made for the same target.
+
+    Raises:
+        CheckpointError: what it says names no folder in that place.
+    """
+    name, inside = str(said["name"]), bool(said["inside"])
+    if Path(name).name != name or not name.startswith("."):
+        raise CheckpointError(
+            f"Another process wants to write in {name!r}, which is no hidden folder beside {target}."
+        )
+    return Workplace(target, (target if inside else target.parent) / name, inside)
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,11 @@ class Written:
     folder: str
     records: Sequence[FileRecord] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Written:
+        """Read what `asdict` has made of one on another rank."""
+        return cls(**{**said, "records": [FileRecord(**record) for record in said["records"]]})
 
 
 def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
@@ -177,10 +204,10 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         with ThreadPoolExecutor(threads, thread_name_prefix="accelerate-write") as pool:
             records.extend(pool.map(write_file, payloads))
 
-    def hear(said: Sequence[Written]) -> list[Written]:
+    def hear(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Keep the reports to the first rank, which commits where there are any: they can be large."""
-        heard.extend(each.reports for each in said)
-        return [replace(each, reports={}) for each in said]
+        heard.extend(each["reports"] for each in said)
+        return [{**each, "reports": {}} for each in said]
 
     def commit(said: Sequence[Written]) -> None:
         _finish(site, payloads, heard)
@@ -188,7 +215,8 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
 
     try:
         failure = _attempt(write_files)
-        said = council.decide(CALL, Written(failure, folder, records, reports), hear, SECONDS_TO_WRITE)
+        own = asdict(Written(failure, folder, records, reports))
+        said = [Written.read(each) for each in council.decide(CALL, own, hear, SECONDS_TO_WRITE)]
         _refuse_failures([each.failure for each in said])
         failure = _attempt(lambda: commit(said)) if site.commits else ""
         _refuse_failures(council.decide(CALL, failure, list, SECONDS_TO_WRITE))
@@ -214,7 +242,7 @@ def abandon(site: Site, error: Exception) -> None:
         error: why; the caller raises it.
     """
     try:
-        site.council.decide(CALL, Written(describe(error), str(site.folder)), list, SECONDS_TO_WRITE)
+        site.council.decide(CALL, asdict(Written(describe(error), str(site.folder))), list, SECONDS_TO_WRITE)
     finally:
         if site.commits:
             site.workplace.discard()

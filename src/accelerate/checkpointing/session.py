@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,9 @@ logger = get_logger(__name__)
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 
+
+STORE_TIMEOUT = timedelta(minutes=5)
+"""How long one request to the store may take."""
 
 _councils = count()
 """Numbers the councils of this process; all ranks open theirs in the same order."""
@@ -57,7 +61,8 @@ class Session:
         if council is None:
             # the store may still hold what was said before the state was reset
             purpose = f"checkpoints/{next(_councils)}"
-            council = open_council(current_transport(), process_group.connect_store(purpose))
+            channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
+            council = open_council(current_transport(), channel)
             PartialState._shared_state["_council"] = council
         return council
 
@@ -82,12 +87,11 @@ class Session:
             wanted: the number that is due; that of rank 0 counts.
         """
 
-        def choose(said: Sequence[tuple[Path, int]]) -> int:
-            folder, number = said[0]
-            taken = [each.number for each in retention.survey(folder)]
-            return number if number not in taken else max(taken) + 1
+        def choose(said: Sequence[int]) -> int:
+            taken = [each.number for each in retention.survey(parent)]
+            return said[0] if said[0] not in taken else max(taken) + 1
 
-        number = self.council.decide(saving.CALL, (parent, wanted), choose, self.patience)
+        number = int(self.council.decide(saving.CALL, wanted, choose, self.patience))
         if number != wanted:
             logger.warning(
                 f"{parent} holds a checkpoint {wanted} already: this run goes on with number {number}. "

@@ -49,7 +49,7 @@ def payload(folder: str, rank: int, state: State) -> Payload:
     return Payload(name, content, partial(write, entries), catalogue.write)
 
 
-def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> bytes:
+def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> catalogue.Report:
     """Write the file of one process.
 
     Args:

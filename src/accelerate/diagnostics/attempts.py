@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -19,14 +18,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.base import environ
 from accelerate.base.errors import StateError
 from accelerate.ops.transport import Transport, current_transport
 from accelerate.state import PartialState, process_group
+from accelerate.state.store_channel import StoreChannel
 
 # How long a process that ran out of memory waits for the others before it takes them for stuck.
 SECONDS_OF_GRACE = 5.0
 SECONDS_TO_LEAVE = 30.0
-_POLL = 0.05
 _WATCH = 0.5
 
 
@@ -81,15 +81,17 @@ class StoreAttempts(Attempts):
         self._store: Any = distributed_c10d._get_default_store()
         self._search = self._store.add(f"accelerate/attempts/{self._rank}", 1)
         self._attempt = 0
+        self._channel = self._open_channel()
         self._watcher: _Watcher | None = None
 
     def begin(self) -> None:
         self._attempt += 1
-        self._watcher = _Watcher(lambda: self._fate() == "close")
+        self._channel = channel = self._open_channel()
+        self._watcher = _Watcher(lambda: channel.read("fate") == "close")
 
     def was_interrupted(self) -> bool:
         try:
-            return self._count("ran out") > 0
+            return self._channel.read("ran out") is not None
         except dist.DistError:  # the store went with the process that kept it, so nobody waits for an answer
             return False
 
@@ -108,22 +110,27 @@ class StoreAttempts(Attempts):
             self._stop_watching()
 
     def _settle(self, ran_out: bool) -> bool:
-        self._report("ran out" if ran_out else "done", str(_collectives_issued()))
-        if ran_out and (self._fate() == "close" or not self._all_come(SECONDS_OF_GRACE)):
+        self._report("ran out" if ran_out else "done", _collectives_issued())
+        if ran_out and (self._channel.read("fate") == "close" or None in self._wait(SECONDS_OF_GRACE)):
             self._decide("close")
             _release_group()
         limit = self._store.timeout.total_seconds()
-        if not self._all_come(limit):
+        reports = self._wait(limit)
+        if None in reports:
+            missing = [rank for rank, report in enumerate(reports) if report is None]
             raise StateError(
-                f"Processes {self._missing()} did not end their attempt within {limit:.0f} s, so no size "
+                f"Processes {missing} did not end their attempt within {limit:.0f} s, so no size "
                 "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and make what holds "
                 "the process group (device meshes, subgroups) inside the function."
             )
-        if self._count("failed"):
-            raise StateError(f"The attempt failed on another process. {self._failures()}")
-        if not self._count("ran out"):
+        failed = [f"Process {rank}: {why}" for rank, (how, why) in enumerate(reports) if how == "failed"]
+        if failed:
+            raise StateError("The attempt failed on another process. " + "\n".join(failed))
+        if all(how == "done" for how, _ in reports):
             return False
-        if self._decide("keep" if self._in_step() else "close") == "close":
+        # Where all ranks have issued the same number of collectives, the next ones meet.
+        in_step = len({_collectives_issued(), *(issued for _, issued in reports)}) == 1
+        if self._decide("keep" if in_step else "close") == "close":
             self._reopen_group()
         return True
 
@@ -138,7 +145,9 @@ class StoreAttempts(Attempts):
         device = self._state.device
         dist.init_process_group(
             self._state.backend,
-            store=distributed_c10d.PrefixStore(self._key("group"), self._store),
+            store=distributed_c10d.PrefixStore(
+                f"accelerate/attempts/{self._search}/{self._attempt}/group", self._store
+            ),
             rank=self._rank,
             world_size=self._size,
             timeout=self._store.timeout,
@@ -147,48 +156,23 @@ class StoreAttempts(Attempts):
         process_group.own_group()
         PartialState._shared_state.pop("_transport", None)
 
-    def _report(self, how: str, detail: str) -> None:
-        self._store.set(self._key(str(self._rank)), f"{how}\n{detail}")
-        self._store.add(self._key(how), 1)
-        self._store.add(self._key("come"), 1)
+    def _open_channel(self) -> StoreChannel:
+        scope = f"accelerate/attempts/{self._search}/{self._attempt}"
+        return StoreChannel(self._store, scope, environ.current())
 
-    def _all_come(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self._count("come") < self._size:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-        return True
+    def _report(self, how: str, detail: str | int | None) -> None:
+        """Tell the others how this attempt ended here: "done", "ran out" or "failed"."""
+        self._channel.post(how, True)
+        self._channel.post(str(self._rank), [how, detail])
+
+    def _wait(self, seconds: float) -> list[Any]:
+        """Wait for the reports of all ranks; None for those that did not come in time."""
+        return list(self._channel.wait([str(rank) for rank in range(self._size)], seconds).values())
 
     def _decide(self, fate: str) -> str:
         """Settle for all ranks whether the group is kept; the first answer stands."""
-        decided: bytes = self._store.compare_set(self._key("fate"), "", fate)
-        return decided.decode()
-
-    def _fate(self) -> str | None:
-        key = self._key("fate")
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _in_step(self) -> bool:
-        """Whether all ranks have issued the same number of collectives, so that the next ones meet."""
-        return len({self._details(rank)[1] for rank in range(self._size)} | {str(_collectives_issued())}) == 1
-
-    def _failures(self) -> str:
-        failed = ((rank, self._details(rank)) for rank in range(self._size))
-        return "\n".join(f"Process {rank}: {detail}" for rank, (how, detail) in failed if how == "failed")
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self._size) if not self._store.check([self._key(str(rank))])]
-
-    def _details(self, rank: int) -> tuple[str, str]:
-        how, _, detail = self._store.get(self._key(str(rank))).decode().partition("\n")
-        return how, detail
-
-    def _count(self, what: str) -> int:
-        return int(self._store.add(self._key(what), 0))
-
-    def _key(self, name: str) -> str:
-        return f"accelerate/attempts/{self._search}/{self._attempt}/{name}"
+        self._channel.post_first("fate", fate)
+        return str(self._channel.read("fate"))
 
     def _stop_watching(self) -> None:
         if self._watcher is not None:

@@ -70,4 +70,6 @@ class Outlet:
 
     @staticmethod
     def _say(text: str) -> None:
+        # Parts of it come from other processes: nothing in it may control the terminal.
+        text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
         print(text, file=sys.stderr, flush=True)

@@ -110,7 +110,7 @@ class Watchdog:
         if lost is not None and ended and not self._named and self._bulletin.is_first_to_tell():
             states = [self._peers.silent_state(rank) for rank in ended]
             text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
-            self._outlet.publish(self._report(text, (self._rank,), tuple(ended), ends=False))
+            self._outlet.publish(self._report(text, [self._rank], list(ended), ends=False))
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
@@ -136,11 +136,11 @@ class Watchdog:
         self._enter(self._answered + 1, seconds)
         self._bulletin.answer(self._answered, own)
         answers = self._collect(own)
-        ended = tuple(self._peers.ended())
+        ended = list(self._peers.ended())
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in self._all_ranks()]
         hang = is_hang(states) and self._observation.waited()[0] == self._token
         text = compose(states, os.getcwd()) if hang else ""
-        report = self._report(text, tuple(answers), ended, ends=hang and self._limits.ends)
+        report = self._report(text, list(answers), ended, ends=hang and self._limits.ends)
         self._bulletin.announce(self._answered, report)
         self._reported = self._token if hang else None
         self._obey(self._answered, report)
@@ -159,7 +159,7 @@ class Watchdog:
             time.sleep(self._limits.pause / 4)
         return found
 
-    def _report(self, text: str, answered: tuple[int, ...], ended: tuple[int, ...], *, ends: bool) -> Report:
+    def _report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
         living = [rank for rank in answered if rank not in ended]
         return Report(text, min(living, default=self._rank), ends, time.time(), answered, ended)
 
@@ -168,19 +168,27 @@ class Watchdog:
         self._named |= set(report.ended)
         if report.text and report.printer == self._rank:
             self._outlet.publish(report)
-        if report.ends:
+        if report.ends and self._may_end():
             self._outlet.prepare_end(report)
             with suppress(RuntimeError):  # the process that keeps the store has ended before this one
-                self._wait_for_signatures(number, len(report.answered))
+                self._wait_for_confirmations(number, len(report.answered))
             self._outlet.end()
 
-    def _wait_for_signatures(self, number: int, wanted: int) -> None:
+    def _may_end(self) -> bool:
+        """Whether a report may end this process: anybody may have written one that is not signed.
+
+        Then this rank ends by what it sees itself, and one that does not wait is left to its launcher.
+        """
+        _, seconds = self._observation.waited()
+        return self._bulletin.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
+
+    def _wait_for_confirmations(self, number: int, wanted: int) -> None:
         """Let all that answered come here, so that the end of the first does not keep others from it."""
         deadline = time.monotonic() + SECONDS_TO_ANSWER
-        signed = self._bulletin.sign(number)
-        while signed < wanted and time.monotonic() < deadline:
+        confirmed = self._bulletin.confirm(number)
+        while confirmed < wanted and time.monotonic() < deadline:
             time.sleep(self._limits.pause / 4)
-            signed = self._bulletin.signed(number)
+            confirmed = self._bulletin.confirmed(number)
 
     def _tell_end_of_hang(self) -> None:
         """Say that the wait which this rank reported is over; a look later: it may have ended in an error."""

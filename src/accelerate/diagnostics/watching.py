@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Mapping
 from types import TracebackType
 
-from torch._C._distributed_c10d import Store
-
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.bulletin import Bulletin, Report, connect
 from accelerate.diagnostics.hang_outlet import Outlet
@@ -25,6 +23,7 @@ from accelerate.ops.record import RING
 from accelerate.settings.sections.diagnostics import DiagnosticsSection
 from accelerate.settings.variables import decode
 from accelerate.state import PartialState, process_group
+from accelerate.state.store_channel import StoreChannel
 
 DEFAULT_SECONDS = 60.0
 SECONDS_TO_END = 10.0
@@ -104,7 +103,7 @@ class _Watcher:
             f"{compose([state], os.getcwd())}\nThe others cannot be asked: the store of the run is gone "
             f"({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
         )
-        report = Report(text, self.rank, self._limits.ends, time.time(), (self.rank,), ())
+        report = Report(text, self.rank, self._limits.ends, time.time(), [self.rank], [])
         self._outlet.publish(report)
         if self._limits.ends and state is not self.lost:
             self._outlet.prepare_end(report)
@@ -146,12 +145,12 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     if _KEY in shared:
         return
     try:
-        store = connect()
+        channel = connect()
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return
-    if store is not None:
-        shared[_KEY] = Watching(_build(state, limits, store, environ))
+    if channel is not None:
+        shared[_KEY] = Watching(_build(state, limits, channel, environ))
 
 
 def stop(ending: str) -> None:
@@ -165,9 +164,11 @@ def stop(ending: str) -> None:
         watching.stop(ending)
 
 
-def _build(state: PartialState, limits: Limits, store: Store, environ: Mapping[str, str]) -> _Watcher:
+def _build(
+    state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
+) -> _Watcher:
     rank, size, own = state.process_index, state.num_processes, own_identity()
-    bulletin = Bulletin(store, rank)
+    bulletin = Bulletin(channel, rank)
     bulletin.introduce(own)
     RING.reset()  # the thread that builds the state is the one that trains
     observation = Observation(RING, rank, own.host, own.pid)

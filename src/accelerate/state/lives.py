@@ -7,20 +7,19 @@ were started together use a part of the store that no others use.
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import timedelta
 from uuid import uuid4
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 
 from accelerate.base import environ
 from accelerate.base.errors import StateError
+from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
-LOOK_AGAIN = timedelta(seconds=0.5)
-"""How long a rank waits for the others before it looks whether another life has begun."""
+LOOK_AGAIN = 0.5
+"""Seconds that a rank waits for the others before it looks whether another life has begun."""
 
 _name: list[str] = []
 
@@ -53,19 +52,23 @@ def store_of_this_life(topology: Topology, patience: timedelta) -> Store | None:
         str(topology.address), int(topology.port or 0), None, False, patience, wait_for_workers=False
     )
     # Agents of several machines count restarts on their own: their ranks have to find each other.
-    life = _count() if on_one_machine else meet(store, topology.rank, topology.size, patience)
+    if on_one_machine:
+        life = _count()
+    else:
+        channel = StoreChannel(store, "generation", environ.current())
+        life = meet(channel, topology.rank, topology.size, patience)
     _name[:] = [life]
     return PrefixStore(f"life_{life}", store)
 
 
-def meet(store: Store, rank: int, size: int, patience: timedelta) -> str:
+def meet(channel: StoreChannel, rank: int, size: int, patience: timedelta) -> str:
     """Return a name that all ranks started together get, and no others; called on all ranks.
 
     Rank 0 offers a name. Each rank answers under that name with a word of its own, and rank 0 repeats the
     words of all. A rank that does not find its own word there answered to an earlier life.
 
     Args:
-        store: what all lives share.
+        channel: a part of the store that all lives share.
         rank: of this process.
         size: number of ranks.
         patience: how long they may take.
@@ -75,40 +78,35 @@ def meet(store: Store, rank: int, size: int, patience: timedelta) -> str:
     """
     word, end = uuid4().hex, time.monotonic() + patience.total_seconds()
     if rank == 0:
-        return _invite(store, word, size, patience)
+        return _invite(channel, word, size, patience)
     answered = ""
     while time.monotonic() < end:
-        if not store.check(["life"]):
-            time.sleep(LOOK_AGAIN.total_seconds() / 10)
+        life = channel.wait(["life"], LOOK_AGAIN)["life"]
+        if life is None:
             continue
-        life = store.get("life").decode()
         if life != answered:
-            store.set(f"{life}/{rank}", word)
+            channel.post(f"{life}/{rank}", word)
             answered = life
-        if _has(store, f"{life}/all", LOOK_AGAIN) and json.loads(store.get(f"{life}/all"))[rank] == word:
-            return life
-    raise StateError(f"Rank 0 did not come within {patience.total_seconds():.0f} s: its machine may be down.")
+        words = channel.wait([f"{life}/all"], LOOK_AGAIN)[f"{life}/all"]
+        if isinstance(words, list) and words[rank:][:1] == [word]:
+            return str(life)
+    raise _absent(0, patience)
 
 
-def _invite(store: Store, life: str, size: int, patience: timedelta) -> str:
-    store.set("life", life)
-    words = [life]
-    for rank in range(1, size):
-        if not _has(store, f"{life}/{rank}", patience):
-            raise StateError(
-                f"Rank {rank} did not come within {patience.total_seconds():.0f} s: its machine may be down."
-            )
-        words.append(store.get(f"{life}/{rank}").decode())
-    store.set(f"{life}/all", json.dumps(words))
+def _invite(channel: StoreChannel, life: str, size: int, patience: timedelta) -> str:
+    channel.post("life", life)
+    found = channel.wait([f"{life}/{rank}" for rank in range(1, size)], patience.total_seconds())
+    words = [life, *found.values()]
+    if None in words:
+        raise _absent(words.index(None), patience)
+    channel.post(f"{life}/all", words)
     return life
 
 
-def _has(store: Store, key: str, patience: timedelta) -> bool:
-    try:
-        store.wait([key], patience)
-    except DistStoreError:
-        return False
-    return True
+def _absent(rank: int, patience: timedelta) -> StateError:
+    return StateError(
+        f"Rank {rank} did not come within {patience.total_seconds():.0f} s: its machine may be down."
+    )
 
 
 def _count() -> str:

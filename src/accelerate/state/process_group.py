@@ -26,6 +26,7 @@ from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import lives
+from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
@@ -100,28 +101,36 @@ def own_group() -> None:
     _owner[:] = [os.getpid()]
 
 
-def connect_store(purpose: str) -> Store | None:
+def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     """Open a connection of its own to the store of the default group; None where it has no such store.
 
     The connection that the group uses is locked while a thread waits in it; a thread needs its own.
 
     Args:
         purpose: tells its keys apart from those of others.
+        timeout: how long one request may take.
     """
-    if not is_open():
+    store = _connect() if is_open() else None
+    if store is None:
         return None
+    store.set_timeout(timeout)
+    # The store may outlive a restart, and a group that was closed.
+    return StoreChannel(store, f"accelerate/{purpose}/{lives.name()}.{_opened[0]}", environ.current())
+
+
+def _connect() -> Store | None:
     store: Any = distributed_c10d._get_default_store()
-    prefix = f"accelerate/{purpose}/{lives.name()}.{_opened[0]}"  # the store may outlive a restart
     if hasattr(store, "clone"):
         try:
-            return PrefixStore(prefix, store.clone())
+            connection: Store = store.clone()
+            return connection
         except (RuntimeError, NotImplementedError):  # a kind of store that has one connection only
             return None
     while isinstance(store, PrefixStore):  # older torch
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return None
-    return PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False))
+    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from accelerate.base.errors import CheckpointError, ConfigurationError, StateErr
 from accelerate.checkpointing import council as councils
 from accelerate.checkpointing.council import Council, StoreCouncil, WireCouncil, open_council
 from accelerate.ops.transport import Transport
+from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -37,8 +41,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 @pytest.fixture
 def ranks() -> list[StoreCouncil]:
-    store = dist.HashStore()
-    return [StoreCouncil(store, rank, 3) for rank in range(3)]
+    channel = StoreChannel(dist.HashStore(), "", {KEY_VARIABLE: "secret"})
+    return [StoreCouncil(channel, rank, 3) for rank in range(3)]
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -57,33 +61,28 @@ def test_rank_0_decides_from_what_all_say(ranks: list[StoreCouncil]) -> None:
 def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreCouncil]) -> None:
     order = []
 
+    class Late(StoreChannel):
+        def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
+            found = super().wait(names, seconds)
+            if names[0].endswith("verdict"):
+                time.sleep(0.2)
+                order.append("heard")
+            return found
+
     def decide(council: StoreCouncil) -> None:
-        look = council._store.get
-
-        class Late:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(store, name)
-
-            def get(self, key: str) -> bytes:
-                if council.rank and key.endswith("verdict"):
-                    time.sleep(0.2)
-                    order.append(council.rank)
-                return look(key)
-
-        store, council._store = council._store, cast("Any", Late())
+        council._channel = Late(council._channel._store, "", {})
         council.decide("call", None, len, 5.0)
         if council.rank == 0:
-            order.append(0)
+            order.append("ends")
 
     together(*(partial(decide, each) for each in ranks))
-    assert sorted(order[:2]) == [1, 2]
-    assert order[2:] == [0]
+    assert order == ["heard", "heard", "ends"]
 
 
 def test_nothing_piles_up_in_the_store(ranks: list[StoreCouncil]) -> None:
     for _ in range(5):
         together(*(lambda each=each: each.decide("call", None, len, 5.0) for each in ranks))
-    assert ranks[0]._store.num_keys() <= 14
+    assert ranks[0]._channel._store.num_keys() <= 14
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_a_store_that_is_gone_is_said_in_one_sentence(
     def fail(*args: object) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr(ranks[1], "_post", fail)
+    monkeypatch.setattr(StoreChannel, "post", fail)
     with pytest.raises(StateError, match=r"store of the process group does not answer .*process 0"):
         ranks[1].decide("save", None, len, 0.05)
 
@@ -148,13 +147,47 @@ class Wire(Transport):
 
 def test_without_a_store_the_wire_carries_it() -> None:
     assert WireCouncil(Wire(0, 5)).decide("call", 4, sum, 1.0) == 9
-    assert WireCouncil(Wire(1, (True, "said"))).decide("call", 4, sum, 1.0) == "said"
+    assert WireCouncil(Wire(1, {"result": "said"})).decide("call", 4, sum, 1.0) == "said"
     with pytest.raises(StateError, match="no"):
-        WireCouncil(Wire(1, (False, StateError("no")))).decide("call", 4, sum, 1.0)
+        WireCouncil(Wire(1, {"error": "StateError", "text": "no"})).decide("call", 4, sum, 1.0)
     assert not WireCouncil(Wire(0)).is_threaded
 
 
 def test_the_way_to_agree_follows_from_the_run() -> None:
     assert type(open_council(Transport(), None)) is Council
     assert type(open_council(Wire(0), None)) is WireCouncil
-    assert type(open_council(Wire(0), dist.HashStore())) is StoreCouncil
+    assert type(open_council(Wire(0), StoreChannel(dist.HashStore(), "", {}))) is StoreCouncil
+
+
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("key", ["secret", ""])
+@pytest.mark.parametrize("name", ["verdict", "0", "2"])
+def test_what_others_write_to_the_store_runs_no_code(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(councils, "SECONDS_FOR_THE_VERDICT", 0.05)
+    store = dist.HashStore()
+    channel = StoreChannel(store, "", {KEY_VARIABLE: key})
+    store.set(f"/1/{name}", pickle.dumps((True, Harmful(tmp_path / "ran"))))
+    with pytest.raises(StateError, match="must be called on all processes"):
+        StoreCouncil(channel, 1, 3).decide("save", None, len, 0.05)
+    with pytest.raises(StateError, match="must be called on all processes"):
+        StoreCouncil(channel, 0, 3).decide("save", None, len, 0.05)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_verdict_with_another_signature_counts_as_absent(ranks: list[StoreCouncil]) -> None:
+    stranger = StoreChannel(ranks[0]._channel._store, "", {KEY_VARIABLE: "another"})
+    stranger.post("1/verdict", {"result": "of a stranger"})
+    stranger.post("1/2", ["call", "of a stranger"])
+    calls = [partial(each.decide, "call", each.rank, list, 5.0) for each in ranks]
+    assert together(*calls) == [[0, 1, 2]] * 3

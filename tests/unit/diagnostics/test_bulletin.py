@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from accelerate.diagnostics.bulletin import Bulletin, Identity, Report
 from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
+from accelerate.state.store_channel import StoreChannel
 
 Pair = tuple[Bulletin, Bulletin]
 
@@ -17,7 +18,7 @@ Pair = tuple[Bulletin, Bulletin]
 def pair() -> Pair:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    return Bulletin(store, 0), Bulletin(store, 1)
+    return Bulletin(StoreChannel(store, "", {}), 0), Bulletin(StoreChannel(store, "", {}), 1)
 
 
 def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
@@ -36,7 +37,7 @@ def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     second.answer(1, states[1])
     assert first.answers(1, [0, 1]) == dict(enumerate(states))
     assert second.report(1) is None
-    report = Report("hang", 0, False, 12.5, (0,), (1, 2))
+    report = Report("hang", 0, False, 12.5, [0], [1, 2])
     first.announce(1, report)
     assert second.report(1) == report
 
@@ -52,7 +53,7 @@ def test_identities_and_endings_are_known_to_the_others(pair: Pair) -> None:
     assert second.ending(0) == "exited"
 
 
-def test_one_tells_and_all_sign(pair: Pair) -> None:
+def test_one_tells_and_all_confirm(pair: Pair) -> None:
     first, second = pair
     assert [first.is_first_to_tell(), second.is_first_to_tell()] == [True, False]
-    assert [first.signed(4), first.sign(4), second.sign(4), first.signed(4)] == [0, 1, 2, 2]
+    assert [first.confirmed(4), first.confirm(4), second.confirm(4), first.confirmed(4)] == [0, 1, 2, 2]

@@ -11,14 +11,15 @@ from torch.distributed import HashStore
 from accelerate.diagnostics.bulletin import Bulletin
 from accelerate.diagnostics.hang_report import ENDED, SILENT
 from accelerate.diagnostics.peers import Peers, own_identity
+from accelerate.state.store_channel import StoreChannel
 
 
 def test_the_living_the_dead_and_those_out_of_sight() -> None:
     own = own_identity()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    store = HashStore()
-    board = [Bulletin(store, rank) for rank in range(6)]
+    channel = StoreChannel(HashStore(), "", {})
+    board = [Bulletin(channel, rank) for rank in range(6)]
     board[1].introduce(own)
     board[2].introduce(replace(own, pid=ended.pid))
     board[3].introduce(replace(own, host="elsewhere"))
@@ -37,6 +38,6 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
 
 def test_another_process_with_the_same_number_is_not_the_one() -> None:
     own = own_identity()
-    store = HashStore()
-    Bulletin(store, 1).introduce(replace(own, born=own.born - 100))
-    assert list(Peers(Bulletin(store, 0), own, (1,)).ended()) == [1]
+    channel = StoreChannel(HashStore(), "", {})
+    Bulletin(channel, 1).introduce(replace(own, born=own.born - 100))
+    assert list(Peers(Bulletin(channel, 0), own, (1,)).ended()) == [1]

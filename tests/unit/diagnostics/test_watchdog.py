@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate.diagnostics.bulletin import Bulletin, Report
 from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
+from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel
 
 
 class Seen:
@@ -53,10 +55,11 @@ class Kept:
 class Pair:
     """Two ranks whose watchers look when the test says so, rank 1 from a thread as long as rank 0 asks."""
 
-    def __init__(self, ends: bool) -> None:
+    def __init__(self, ends: bool, key: str | None = "secret") -> None:
         store, own = HashStore(), own_identity()
         self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
-        self.boards = [Bulletin(store, rank) for rank in range(2)]
+        channel = StoreChannel(store, "", {} if key is None else {KEY_VARIABLE: key})
+        self.boards = [Bulletin(channel, rank) for rank in range(2)]
         self.dogs = [self.build(rank, ends, own) for rank in range(2)]
 
     def build(self, rank: int, ends: bool, own: Any) -> Watchdog:
@@ -129,3 +132,29 @@ def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
     assert pair.boards[1].ending(0) == "exited with RuntimeError"
+
+
+def plant(pair: Pair, key: str) -> None:
+    """Write a report as somebody does who reaches the port of the store and has this key."""
+    stranger = StoreChannel(pair.boards[0]._channel._store, "", {KEY_VARIABLE: key})
+    stranger.post("report/1", asdict(Report("end now", 0, True, time.time(), [0, 1], [])))
+    stranger.count("inquiry", 1)
+
+
+def test_a_report_with_another_signature_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(ends=True)
+    plant(pair, "another")
+    pair.look()
+    pair.look()
+    assert [kept.ends for kept in pair.kept] == [0, 0]
+    assert pair.kept[0].texts == []
+    assert "none of its ranks has written (/report/1): it is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(1.0, [0, 0]), (6.0, [2, 0])])
+def test_without_a_key_a_rank_ends_by_what_it_sees_itself(seconds: float, ends: list[int]) -> None:
+    pair = Pair(ends=True, key="")
+    plant(pair, "")
+    pair.seen[0].wait = (1, seconds)
+    pair.look()
+    assert [kept.ends for kept in pair.kept] == ends

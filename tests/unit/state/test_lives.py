@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accelerate.base.errors import StateError
 from accelerate.state import lives
+from accelerate.state.store_channel import StoreChannel
 
 SECOND = timedelta(seconds=20)
 
@@ -27,7 +28,7 @@ def start(agent: dist.TCPStore, delays: dict[int, float], size: int) -> list[str
     def come(rank: int) -> str:
         time.sleep(delays[rank])
         client = dist.TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False)
-        return lives.meet(client, rank, size, SECOND)
+        return lives.meet(StoreChannel(client, "", {}), rank, size, SECOND)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(come, delays))
@@ -47,8 +48,9 @@ def test_each_life_has_a_name_of_its_own(first: int) -> None:
 
 def test_a_life_that_ended_before_all_had_come() -> None:
     agent = open_agent()
-    agent.set("life", "lost")
-    agent.set("lost/1", "of the dead")
+    channel = StoreChannel(agent, "", {})
+    channel.post("life", "lost")
+    channel.post("lost/1", "of the dead")
     assert len(set(start(agent, {1: 0.0, 2: 0.0, 0: 0.7}, 3))) == 1
 
 
@@ -62,7 +64,8 @@ def test_at_random() -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
 def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
     agent = open_agent()
-    agent.set("life", "earlier")
-    agent.set("earlier/all", '["earlier", "another word"]')
+    channel = StoreChannel(agent, "", {})
+    channel.post("life", "earlier")
+    channel.post("earlier/all", ["earlier", "another word"])
     with pytest.raises(StateError, match=f"Rank {missing} did not come within 1 s"):
-        lives.meet(agent, rank, 2, timedelta(seconds=1))
+        lives.meet(channel, rank, 2, timedelta(seconds=1))

@@ -1,0 +1,108 @@
+"""Values in the store: JSON, signed, and absent where nobody of this run has signed them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel, as_dataclass, new_key
+
+KEY = {KEY_VARIABLE: "secret"}
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@pytest.mark.parametrize("environ", [KEY, {}])
+@pytest.mark.parametrize("value", [0, "text", True, [1, [2.5, "a"]], {"a": {"b": []}}, "\N{SNOWMAN}"])
+def test_values_arrive_as_they_were_posted(store: HashStore, environ: dict[str, str], value: Any) -> None:
+    first, second = StoreChannel(store, "part", environ), StoreChannel(store, "part", environ)
+    assert second.read("name") is None
+    first.post("name", value)
+    assert second.read("name") == value
+    assert second.read_all(["name", "other"]) == {"name": value, "other": None}
+    assert second.wait(["name"], 1.0) == {"name": value}
+    second.remove("name")
+    assert first.read("name") is None
+
+
+def test_values_that_are_no_json_are_refused(store: HashStore) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        StoreChannel(store, "part", KEY).post("name", object())
+
+
+def test_the_first_value_stands(store: HashStore) -> None:
+    first, second = StoreChannel(store, "part", KEY), StoreChannel(store, "part", KEY)
+    assert first.post_first("name", "mine")
+    assert not second.post_first("name", "late")
+    assert second.post_first("name", "mine")
+    assert second.read("name") == "mine"
+    assert [first.count("number", 2), second.count("number")] == [2, 2]
+
+
+def test_waiting_ends_with_what_is_there(store: HashStore) -> None:
+    channel = StoreChannel(store, "part", KEY)
+    channel.post("here", 1)
+    assert channel.wait(["here", "missing"], 0.02) == {"here": 1, "missing": None}
+    assert channel.wait(["here"], 0.0) == {"here": 1}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"",
+        b"null",
+        json.dumps({"ends": True}).encode(),
+        b"0" * 64 + b"1",
+        b"\xff" * 80,
+        StoreChannel(HashStore(), "part", {})._encode("name", 1),
+        StoreChannel(HashStore(), "part", {KEY_VARIABLE: "another"})._encode("name", 1),
+        StoreChannel(HashStore(), "part", KEY)._encode("another name", 1),
+        StoreChannel(HashStore(), "another part", KEY)._encode("name", 1),
+    ],
+)
+def test_what_this_run_has_not_signed_is_absent(
+    store: HashStore, forged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel = StoreChannel(store, "part", KEY)
+    store.set("part/name", forged)
+    assert channel.read("name") is None
+    assert channel.wait(["name"], 0.02) == {"name": None}
+    assert caplog.text.count("a value that none of its ranks has written (part/name): it is ignored") == 1
+    channel.post("name", "ours")
+    assert channel.read("name") == "ours"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"\xff", b""])
+def test_without_a_key_broken_values_are_absent_too(store: HashStore, body: bytes) -> None:
+    channel = StoreChannel(store, "part", {})
+    assert not channel.is_signed
+    store.set("part/name", channel._signature("name", body) + body)
+    assert channel.read("name") is None
+
+
+def test_each_run_has_a_key_of_its_own() -> None:
+    assert len({new_key() for _ in range(10)}) == 10
+    assert len(new_key()) == 64
+
+
+@dataclass
+class Message:
+    text: str
+    number: int
+    share: float
+    ranks: list[int]
+
+
+def test_only_a_fitting_dictionary_becomes_a_dataclass() -> None:
+    good = {"text": "a", "number": 1, "share": 2, "ranks": [0, 1]}
+    assert as_dataclass(Message, good) == Message("a", 1, 2, [0, 1])
+    wrong: list[Any] = [None, [], "text", {}, {**good, "more": 1}]
+    wrong += [{**good, "text": 1}, {**good, "number": True}, {**good, "number": "1"}, {**good, "ranks": ["0"]}]
+    assert [as_dataclass(Message, each) for each in wrong] == [None] * len(wrong)
