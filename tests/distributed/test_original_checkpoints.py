@@ -1,4 +1,4 @@
-"""Folders that the original package wrote: read, and gone on from, to the last bit."""
+"""Folders that the original package wrote: read, and gone on from, with the same numbers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def facts(name: str, rank: int = 0) -> Any:
     return json.loads((SAMPLES / f"{name}_{rank}.json").read_text())
 
 
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare numbers to the last digits of float32, which depend on the processor that computed them."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the folder that one process wrote."""
@@ -55,7 +60,7 @@ def test_the_run_of_one_process_goes_on(folder: Path, caplog: pytest.LogCaptureF
     run = build()
     run.accelerator.load_state(folder)
     assert UNVERIFIED in caplog.text
-    assert run.go_on() == facts("one_process")
+    assert_same(run.go_on(), facts("one_process"))
 
 
 def go_on(folder: str) -> Any:
@@ -66,7 +71,7 @@ def go_on(folder: str) -> Any:
 
 def test_the_run_of_two_processes_goes_on(run: Run) -> None:
     found = run(go_on, str(SAMPLES / "two_processes"), processes=2)
-    assert found == [facts("two_processes", rank) for rank in range(2)]
+    assert_same(found, [facts("two_processes", rank) for rank in range(2)])
 
 
 def test_one_process_goes_on_after_two(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +133,7 @@ def test_positions_of_loaders_that_are_not_known_are_named(
     run = build()
     run.accelerator.load_state(folder)
     assert f"{name} tells order and position of a loader in a way that is not known here" in caplog.text
-    assert run.go_on() == facts("one_process")
+    assert_same(run.go_on(), facts("one_process"))
     assert len(list(run.loader)) == 6
 
 
