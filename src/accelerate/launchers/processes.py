@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from accelerate.base.environ import current, patch_environment
 from accelerate.base.errors import LaunchError
+from accelerate.launch.local_store import hold_loopback_store, run_key
 from accelerate.launch.worker import PrepareForLaunch
 from accelerate.launchers.cuda_use import describe_cuda_use
 from accelerate.state import process_group
@@ -45,6 +46,7 @@ class Crew:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "FORK_LAUNCHED": "1",
+            **(run_key(current()) if self.machines == 1 else {}),
             **precision_variables(self.precision),
             **self.further,
         }
@@ -173,6 +175,8 @@ def run_elastic(
         log_line_prefix_template=meeting.log_prefix,
     )
     signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
+    alone = crew.machines == 1 and meeting.backend == "static"
+    held = hold_loopback_store(crew.address, crew.port) if alone else None
     with (
         tempfile.TemporaryDirectory() as folder,
         patch_environment(**crew.environment(), **{_AGENT_SIGNALS: signals}),
@@ -182,6 +186,8 @@ def run_elastic(
             return
         except ChildFailedError as error:
             report = _first_report(Path(folder)) or str(error)
+        finally:
+            del held
     # Raised out here: the agent's exception would keep the agent alive, and the port on which it listens.
     raise _failed(report)
 

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices.backend import DeviceBackend
+from accelerate.launch.local_store import LOOPBACK, hold_loopback_store, loopback_interface
 from accelerate.state import lives
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
@@ -38,6 +39,8 @@ PROVIDERS = {
     "xla": "torch_xla.distributed.xla_backend",
     "hpu": "habana_frameworks.torch.distributed.hccl",
 }
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 _opened = [0]  # how many groups this process has opened; each has keys of its own in the store
 before_closing: list[Callable[[], None]] = []
 """Called before the default group is closed, in this order."""
@@ -88,12 +91,30 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
     _opened[0] += 1
+    held = _listen_on_loopback(topology)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
+    del held  # the group keeps the store open from here on
     own_group()
     if comm == "gloo":
         # A process that ends before its peers have connected to each other would make them fail.
         dist.barrier()
     return comm
+
+
+def _listen_on_loopback(topology: Topology) -> object:
+    """Keep what this process opens for a run on one machine from the other interfaces of the machine.
+
+    Returns:
+        What keeps the store open until the group has it; None where another process opens it.
+    """
+    present = environ.current()
+    if topology.size == 1 or topology.local_size < topology.size or topology.address not in LOOPBACK:
+        return None
+    interface = loopback_interface()
+    if interface and not present.get(GLOO_INTERFACE):
+        environ.assign({GLOO_INTERFACE: interface})
+    opens = topology.rank == 0 and present.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return hold_loopback_store(topology.address, int(topology.port or 0)) if opens else None
 
 
 def own_group() -> None:

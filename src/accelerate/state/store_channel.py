@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import logging
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,21 +19,15 @@ from typing import Any, TypeVar, get_type_hints
 
 from torch._C._distributed_c10d import Store
 
-logger = logging.getLogger(__name__)
+from accelerate.launch.local_store import KEY_VARIABLE
 
-KEY_VARIABLE = "ACCELERATE_RUN_KEY"
-"""Secret that all ranks of one run share."""
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.002
 LONGEST_PAUSE = 0.1
 Message = TypeVar("Message")
 
 _DIGITS = hashlib.sha256().digest_size * 2
-
-
-def new_key() -> str:
-    """Return a key for one run, as text for the environment."""
-    return secrets.token_hex(32)
 
 
 class StoreChannel:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from accelerate.base.errors import CheckpointError, ConfigurationError, StateError
 from accelerate.checkpointing import council as councils
 from accelerate.checkpointing.council import Council, StoreCouncil, WireCouncil, open_council
+from accelerate.launch.local_store import KEY_VARIABLE
 from accelerate.ops.transport import Transport
-from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel
+from accelerate.state.store_channel import StoreChannel
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from accelerate.diagnostics.bulletin import Bulletin, Report
 from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel
+from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.state.store_channel import StoreChannel
 
 
 class Seen:

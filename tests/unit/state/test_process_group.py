@@ -116,6 +116,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "set by the agent")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     topology = Topology(size=2, local_size=local, address="127.0.0.1", port=agent.port)
     process_group.open_group(topology, catalogue.CPU)
     assert ("store" in opened) == (expected is not None)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.state.store_channel import KEY_VARIABLE, StoreChannel, as_dataclass, new_key
+from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.state.store_channel import StoreChannel, as_dataclass
 
 KEY = {KEY_VARIABLE: "secret"}
 
@@ -87,11 +88,6 @@ def test_without_a_key_broken_values_are_absent_too(store: HashStore, body: byte
     assert channel.read("name") is None
 
 
-def test_each_run_has_a_key_of_its_own() -> None:
-    assert len({new_key() for _ in range(10)}) == 10
-    assert len(new_key()) == 64
-
-
 @dataclass
 class Message:
     text: str
@@ -104,5 +100,6 @@ def test_only_a_fitting_dictionary_becomes_a_dataclass() -> None:
     good = {"text": "a", "number": 1, "share": 2, "ranks": [0, 1]}
     assert as_dataclass(Message, good) == Message("a", 1, 2, [0, 1])
     wrong: list[Any] = [None, [], "text", {}, {**good, "more": 1}]
-    wrong += [{**good, "text": 1}, {**good, "number": True}, {**good, "number": "1"}, {**good, "ranks": ["0"]}]
+    others: list[Any] = [{"text": 1}, {"number": True}, {"number": "1"}, {"ranks": ["0"]}]
+    wrong += [{**good, **other} for other in others]
     assert [as_dataclass(Message, each) for each in wrong] == [None] * len(wrong)

@@ -10,6 +10,7 @@ from accelerate.base.errors import LaunchError
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, signals_passed_on
 from accelerate.launch.command import torchrun_arguments
+from accelerate.launch.local_store import hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.ports import get_free_port
 from accelerate.launch.reach import check_reach
@@ -40,7 +41,7 @@ class ElasticLauncher(Launcher):
 
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                variables = {**plan.environment, GRACE_VARIABLE: str(grace())}
+                variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **_key(plan)}
                 with patch_environment(**variables), signals_passed_on():
                     return _run_agent(plan)
             except (DistError, RendezvousError) as error:
@@ -55,6 +56,7 @@ def _run_agent(plan: LaunchPlan) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    held = hold_loopback_store(plan.rendezvous.address, plan.rendezvous.port) if _is_alone(plan) else None
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -64,7 +66,19 @@ def _run_agent(plan: LaunchPlan) -> int:
     except SignalException as error:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
+    finally:
+        del held
     return 0
+
+
+def _is_alone(plan: LaunchPlan) -> bool:
+    """Whether the agent of this machine opens the store itself, and no other machine needs to reach it."""
+    return plan.machines == 1 and plan.rendezvous.backend == "static"
+
+
+def _key(plan: LaunchPlan) -> dict[str, str]:
+    """The key of the run; several machines have one where it was handed to each of them."""
+    return run_key(current()) if plan.machines == 1 else {}
 
 
 def _code_after(number: signal.Signals) -> int:

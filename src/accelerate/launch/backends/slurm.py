@@ -16,6 +16,7 @@ from accelerate.base.slurm import first_host, per_node, port_of_step
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.command import accelerate_command
+from accelerate.launch.local_store import run_key
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
 from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
@@ -95,7 +96,8 @@ class SlurmLauncher(Launcher):
 
         srun only reports at the first Ctrl-C, so it gets the signal that ends its tasks.
         """
-        return run_child(self.command(plan), plan.environment, {SIGINT: SIGTERM})
+        variables = {**plan.environment, **run_key(environ.current())}  # srun hands the environment on
+        return run_child(self.command(plan), variables, {SIGINT: SIGTERM})
 
 
 def _agreed_machines(settings: Settings, nodes: int) -> Settings:
