@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import socket
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def run_key(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: variables of this process; a launcher that was started by another one finds the key there.
     """
-    return {KEY_VARIABLE: environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
+    return {KEY_VARIABLE: environ.get(KEY_VARIABLE) or os.urandom(32).hex()}
 
 
 def hold_loopback_store(address: str, port: int) -> object:
