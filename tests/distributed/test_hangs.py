@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.diagnostics.digest import render
 from accelerate.launch.failures import FOLDER_VARIABLE, collect
+from accelerate.launch.local_store import KEY_VARIABLE
 from accelerate.launch.script import report
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import gather, gather_object, reduce
@@ -230,7 +231,12 @@ def told(ended: Any) -> str:
 
 def suffer_everywhere(end: Run, folder: Path, name: str, **options: Any) -> tuple[Any, str]:
     """Let all ranks suffer a fault; how they ended, and the launcher's digest of it."""
-    env = {"ACCELERATE_HANG_TIMEOUT": "1", "ACCELERATE_HANG_ACTION": "abort", FOLDER_VARIABLE: str(folder)}
+    env = {
+        "ACCELERATE_HANG_TIMEOUT": "1",
+        "ACCELERATE_HANG_ACTION": "abort",
+        FOLDER_VARIABLE: str(folder),
+        KEY_VARIABLE: "as a launcher hands it down",
+    }
     ended = end(suffer, name, processes=FAULTS[name].processes, env=env, **options)
     outcome = collect(folder, 1)
     return ended, render(outcome, folder).replace(__file__, "FILE")
