@@ -173,30 +173,144 @@ def test_logs_of_the_processes_are_kept(scripts: Scripts) -> None:
     assert {"hello from 0\n", "hello from 1\n"} <= {path.read_text() for path in logs.rglob("stdout.log")}
 
 
+class Launched:
+    """A launcher that runs, and the processes that have written their pids."""
+
+    def __init__(
+        self,
+        scripts: Scripts,
+        count: str,
+        text: str,
+        *ignored: int,
+        options: tuple[str, ...] = (),
+        **variables: str,
+    ) -> None:
+        def ignore() -> None:  # whatever the process of these tests ignores
+            for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        self.folder, self.count = scripts.folder, int(count)
+        self.process = subprocess.Popen(
+            [*LAUNCH, "--cpu", "--num_processes", count, *options, scripts.write(text)],
+            env=scripts.variables(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=ignore,
+        )
+
+    def send(self, number: int) -> list[int]:
+        """Send a signal to the launcher when all processes run; their pids."""
+        deadline = time.monotonic() + SECONDS
+        while len(pids := written_pids(self.folder)) < self.count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if len(pids) < self.count:
+            self.process.kill()
+            pytest.fail(f"{len(pids)} of {self.count} processes were started: {self.wait()}")
+        self.process.send_signal(number)
+        return pids
+
+    def wait(self) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=SECONDS)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        return Ended(self.process.returncode, out, err)
+
+
 @pytest.mark.parametrize("count", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ending_the_launcher_ends_its_processes(scripts: Scripts, count: str, number: signal.Signals) -> None:
-    script = scripts.write(WRITER + "\nimport time\ntime.sleep(100)")
-    launcher = subprocess.Popen(
-        [*LAUNCH, "--cpu", "--num_processes", count, script],
-        env=scripts.variables(),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + SECONDS
-        while len(pids := written_pids(scripts.folder)) < int(count) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(pids) == int(count)
-        launcher.send_signal(number)
-        _, err = launcher.communicate(timeout=30)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert launcher.returncode == 128 + number, err
-    assert f"{number.name} ended all processes" in err
+@pytest.mark.parametrize("ignored", [(), (signal.SIGINT, signal.SIGQUIT)], ids=["", "in a background"])
+def test_ending_the_launcher_ends_its_processes(
+    scripts: Scripts, count: str, number: signal.Signals, ignored: tuple[int, ...]
+) -> None:
+    """Also from the background of a shell, which has its programs ignore the keys of the terminal."""
+    text = WRITER + "\nimport time\ntime.sleep(100)"
+    launched = Launched(scripts, count, text, *ignored, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
+    pids = launched.send(number)
+    ended = launched.wait()
+    assert ended.code == 128 + number, ended.err
+    assert f"{number.name} ended all processes" in ended.err
+    assert "Traceback" not in ended.err or count == "1"
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_under_nohup_a_hangup_ends_nothing(scripts: Scripts, count: str) -> None:
+    waits = "\nimport time\nwhile not os.path.exists(folder + '/go'): time.sleep(0.05)\nprint('end')"
+    launched = Launched(scripts, count, WRITER + waits, signal.SIGHUP)
+    launched.send(signal.SIGHUP)
+    (scripts.folder / "go").touch()
+    ended = launched.wait()
+    assert ended.code == 0, ended.err
+    assert ended.out == "end\n" * int(count)
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_stopped_processes_end_with_the_others(scripts: Scripts, count: str) -> None:
+    stops = (
+        "\nimport signal\nif rank != '0': os.kill(os.getpid(), signal.SIGSTOP)\nimport time\ntime.sleep(100)"
+    )
+    launched = Launched(scripts, count, WRITER + stops, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
+    pids = launched.send(signal.SIGTERM)
+    ended = launched.wait()
+    assert ended.code == 128 + signal.SIGTERM
+    assert "did not end" not in ended.err
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+SLOW_START = """
+import json, os, time
+if "ACCELERATE_FAILURE_DIR" in os.environ:  # a process of the launcher, before anything of it is imported
+    name = os.environ.get("RANK", "alone") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    with open(os.path.join(os.environ["SAMPLE_FOLDER"], name + ".json"), "w") as file:
+        json.dump({"pid": os.getpid()}, file)
+    time.sleep(1)
+"""
+ASKS = """
+import time
+from accelerate import Accelerator
+accelerator, saves = Accelerator(cpu=True), 0
+for step in range(10_000):
+    saves += accelerator.should_save
+    if accelerator.should_stop:
+        break
+    time.sleep(0.002)
+print(f"{saves} {step < 9_999}\\n", end="", flush=True)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_request_while_the_processes_start_is_answered(scripts: Scripts, count: str) -> None:
+    scripts.write(SLOW_START, "sitecustomize.py")
+    launched = Launched(scripts, count, ASKS, PYTHONPATH=str(scripts.folder))
+    launched.send(signal.SIGUSR1)
+    ended = launched.wait()
+    assert ended.code == 0, ended.err
+    assert ended.out == "1 True\n" * int(count), ended.err
+
+
+FAILS_ONCE = """
+import os, sys
+from accelerate.launch.pending_signals import NOTES
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3)
+print(f"{[int(number) for number in NOTES.take()]}\\n", end="", flush=True)
+"""
+
+
+def test_a_request_while_processes_are_started_again_ends_none(scripts: Scripts) -> None:
+    scripts.write(SLOW_START, "sitecustomize.py")
+    path = str(scripts.folder)
+    launched = Launched(scripts, "2", FAILS_ONCE, options=("--max_restarts", "1"), PYTHONPATH=path)
+    launched.count = 4  # of both attempts
+    launched.send(signal.SIGUSR2)
+    ended = launched.wait()
+    assert ended.code == 0, ended.err
+    assert ended.out == f"[{int(signal.SIGUSR2)}]\n" * 2, ended.err
 
 
 @pytest.mark.parametrize("count", ["1", "2"])

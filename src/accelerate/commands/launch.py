@@ -92,7 +92,7 @@ DESCRIPTION = (
 )
 DEFAULT_FILE = "default file"
 ENDED_BY_USER = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a run that somebody ended on purpose: there is no failure to explain."""
+"""Exit codes of a run that somebody ended on purpose, unless the launcher saw ranks fail."""
 
 
 class LaunchParser(CustomArgumentParser):
@@ -234,7 +234,7 @@ def _run(launcher: Launcher, plan: LaunchPlan) -> int:
     if code and "SLURM_STEP_ID" in environ.current():
         # srun ends its other tasks as soon as one has failed: what this one failed with shall still be told.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kept = code not in ENDED_BY_USER and recorded is not plan and _explain_failure(folder, code, keep)
+    kept = recorded is not plan and _explain_failure(folder, code, keep)
     if not kept:
         shutil.rmtree(folder)
     return code
@@ -247,7 +247,8 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
     from accelerate.diagnostics import digest  # only runs that fail pay for it
 
     outcome = collect(folder, code)
-    if not digest.is_telling(outcome):
+    is_meant = code in ENDED_BY_USER and not outcome.seen.codes
+    if is_meant or not digest.is_telling(outcome):
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)

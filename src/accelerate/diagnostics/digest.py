@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate.base.errors import AccelerateError
 from accelerate.base.text import spell_ranks
-from accelerate.launch.failures import HANG_KIND, Failure, Outcome
+from accelerate.launch.children import grace
+from accelerate.launch.failures import HANG_KIND, Failure, Outcome, shortened
+from accelerate.launch.first_failure import Kind, Suspect, find_first
 
 REPORT = "failure.json"
+MOST_LINES = 60
+_MOST_OTHERS = 8
+_LEAST_TRACE = 20
 _WIDTH = 80
+_LONGEST_LINE = 400
+_LONGEST_HEADLINE = 200
 _NUMBERS = re.compile(r"\d+")
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*(?:\n    (?P<source>.*))?', re.M)
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = re.compile(
+    rf"^({re.escape(_OURS)}|{re.escape(sysconfig.get_path('stdlib'))})|/(site|dist)-packages/|^<frozen"
+)
 
 
 @dataclass(frozen=True)
@@ -36,14 +49,6 @@ class Cause:
 def _cause(pattern: str, cause: str, mend: str) -> Cause:
     return Cause(re.compile(pattern, re.IGNORECASE), cause, mend)
 
-
-_LOST = _cause(
-    r"connection refused|connection reset|connection closed by peer|connectFullMesh|NCCL|"
-    r"timed? ?out|DistNetworkError|DistStoreError|socket",
-    "The processes lost each other, or never met.",
-    "If another rank failed first, mend that. Else check the address, firewalls and network interfaces "
-    "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
-)
 
 CAUSES: tuple[Cause, ...] = (
     _cause(
@@ -85,7 +90,6 @@ CAUSES: tuple[Cause, ...] = (
         "Freeze or remove them, or pass kwargs_handlers=[DistributedDataParallelKwargs("
         "find_unused_parameters=True)] to Accelerator.",
     ),
-    _LOST,
 )
 """Tried in order; the first that is found is named."""
 
@@ -98,40 +102,63 @@ _KILLED = _cause(
 _MISUSED = _cause(
     "",
     "The script refused its own arguments; argparse ends a program so.",
-    "Read its message, above this screen, and mend the words behind the script's name.",
+    "Read its message, above this screen, and correct the words behind the script's name.",
 )
 _BY_NUMBER = {-signal.SIGKILL: _KILLED, 2: _MISUSED}
 """What the operating system says of a process that left no Python error -> its cause."""
 
+_LEFT = _cause(
+    "",
+    "A rank ended while another still called an operation that needs all ranks.",
+    "Let all ranks make the same number of steps: leave a loop on all of them at the same step "
+    "(set_trigger and check_trigger, or should_stop).",
+)
+_LOST = _cause(
+    "",
+    "The processes lost each other, or never met. Those of this machine were there, and have no other error.",
+    "Where there are other machines, read their screens first. Else check the address, firewalls and network "
+    "interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
+)
+
 
 def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
-    """Write the screen.
+    """Write the screen: at most 60 lines with one traceback.
 
     Args:
         outcome: how the run ended.
         folder: where the report for machines lies.
         log_dir: where the logs of the ranks lie, if they were kept.
     """
-    cause = find_cause(outcome)
-    lines = [" accelerate launch: the run failed ".center(_WIDTH, "=")]
-    lines += _first(outcome)
-    lines += _hang(outcome)
-    lines += [f"{spell_ranks(ranks)}: {text}" for text, ranks in _others(outcome)]
+    cause, first = find_cause(outcome), find_first(outcome)
+    heading, text = _first(outcome, first)
+    where = f"the whole text is in {folder / REPORT}"
+    others = [f"{spell_ranks(ranks)}: {line}" for line, ranks in _others(outcome, first)]
+    more = len(others) - _MOST_OTHERS
+    if more > 0:
+        others[_MOST_OTHERS:] = [f"... and {more} more such lines; {where}"]
+    tail = others
     if cause is not None:
-        lines += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.mend}"]
-    lines += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
-    lines += [f"Exit code: {outcome.code}. For machines: {folder / REPORT}", "=" * _WIDTH]
-    return "\n".join(lines)
+        tail += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.mend}"]
+    tail += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
+    tail += [f"Exit code: {outcome.code}. For machines: {folder / REPORT}", "=" * _WIDTH]
+    room = MOST_LINES - 1 - len(heading) - len(tail)
+    hang = _hang(outcome, first)
+    hang = _cut(hang, room - min(len(text), _LEAST_TRACE), where)
+    text = _cut(text, room - len(hang), where)
+    lines = [" accelerate launch: the run failed ".center(_WIDTH, "="), *heading, *text, *hang, *tail]
+    return "\n".join(shortened(line, _LONGEST_LINE) for line in lines)
 
 
 def write_report(outcome: Outcome, folder: Path) -> None:
     """Write `failure.json`: the same for machines."""
-    cause = find_cause(outcome)
+    cause, first = find_cause(outcome), find_first(outcome)
     report = {
         "exit_code": outcome.code,
-        "first": asdict(outcome.failures[0]) if outcome.failures else None,
+        "first_rank": None if first is None else first.rank,
+        "first": None if first is None or first.failure is None else asdict(first.failure),
         "failures": [asdict(failure) for failure in outcome.failures],
-        "exits": {str(rank): number for rank, number in outcome.exits.items()},
+        "exits": {str(rank): number for rank, number in outcome.seen.codes.items()},
+        "killed_by_launcher": list(outcome.seen.killed),
         "hang": outcome.hang or None,
         "cause": None if cause is None else cause.cause,
         "mend": None if cause is None else cause.mend,
@@ -141,66 +168,97 @@ def write_report(outcome: Outcome, folder: Path) -> None:
 
 def is_telling(outcome: Outcome) -> bool:
     """Whether there is more to say than the exit code, which a script may choose by `sys.exit`."""
-    return bool(outcome.failures or outcome.exits) or outcome.code > 128
+    return bool(outcome.failures or any(outcome.seen.codes.values())) or outcome.code > 128
 
 
 def find_cause(outcome: Outcome) -> Cause | None:
     """Return the likely cause of the first failure; `None` where none fits, or the error itself tells it."""
-    silent = _silent_first(outcome)
-    if outcome.failures and silent is None:
-        first = outcome.failures[0]
-        if AccelerateError.__name__ in first.kind:
-            return None
-        text = " ".join((*first.kind, first.headline))
-        return next((cause for cause in CAUSES if cause.pattern.search(text)), None)
-    number = outcome.exits[silent] if silent is not None else 128 - outcome.code
-    return _BY_NUMBER.get(number)
-
-
-def _silent_first(outcome: Outcome) -> int | None:
-    """The rank that ended without a Python error and made the others fail; `None` without one."""
-    recorded = {failure.rank for failure in outcome.failures}
-    if any(not _LOST.pattern.search(failure.headline) for failure in outcome.failures):
+    first = find_first(outcome)
+    if first is None:
+        return None if outcome.seen.killed else _BY_NUMBER.get(128 - outcome.code)
+    if first.kind == Kind.LEFT:
+        return _LEFT
+    if first.failure is None:
+        return _BY_NUMBER.get(outcome.seen.codes[first.rank])
+    if AccelerateError.__name__ in first.failure.kind:
         return None
-    ended = (r for r, n in outcome.exits.items() if r not in recorded and n not in (0, -signal.SIGTERM))
-    return next(ended, None)
+    text = " ".join((*first.failure.kind, first.failure.headline))
+    known = next((cause for cause in CAUSES if cause.pattern.search(text)), None)
+    return _LOST if known is None and first.kind == Kind.LOST else known
 
 
-def _first(outcome: Outcome) -> list[str]:
-    silent = _silent_first(outcome)
-    if silent is not None:
-        return [f"rank {silent} failed first: {_spell(outcome.exits[silent])}, and left no Python error."]
-    if not outcome.failures:
-        return [f"The script ended by itself: {_spell(128 - outcome.code)}, and left no Python error."]
-    first = outcome.failures[0]
-    if HANG_KIND in first.kind:
-        return [first.trace.rstrip()]
-    if first.world_size == 1:
-        return [first.headline]
-    return [f"rank {first.rank} on {first.host} failed first:", first.trace.rstrip()]
+def _first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str]]:
+    """What is said of the first failure: lines that are shown whole, and a text that may be cut."""
+    if first is None:
+        if outcome.seen.killed:
+            return [f"The script was {_killed(outcome)}."], []
+        return [f"The script ended by itself: {_spell(128 - outcome.code)}, and left no Python error."], []
+    if first.kind == Kind.LEFT:
+        return [_leaving(outcome)], []
+    failure = first.failure
+    if failure is None:
+        spelled = _spell(outcome.seen.codes[first.rank])
+        return [f"rank {first.rank} failed first: {spelled}, and left no Python error."], []
+    if HANG_KIND in failure.kind:
+        return [], failure.trace.rstrip().splitlines()
+    if failure.world_size == 1:
+        return [shortened(failure.headline)], []
+    return [f"rank {failure.rank} on {failure.host} failed first:"], failure.trace.rstrip().splitlines()
 
 
-def _hang(outcome: Outcome) -> list[str]:
+def _leaving(outcome: Outcome) -> str:
+    """Who finished, and where others waited for them."""
+    waiting = [failure for failure in outcome.failures if HANG_KIND not in failure.kind]
+    place = next((f" {place}" for place in map(_own_place, waiting) if place), "")
+    gone = spell_ranks(outcome.finished)
+    them = "it" if len(outcome.finished) == 1 else "them"
+    waited = [failure.rank for failure in outcome.failures]
+    return f"{gone} finished and left (exit code 0); {spell_ranks(sorted(waited))} waited for {them}{place}."
+
+
+def _own_place(failure: Failure) -> str:
+    """The last line of a traceback that is no library's."""
+    frames = [each for each in _FRAME.finditer(failure.trace) if not _LIBRARIES.search(each["file"])]
+    if not frames:
+        return ""
+    source = f": {frames[-1]['source'].strip()}" if frames[-1]["source"] else ""
+    return f"in {frames[-1]['file']}:{frames[-1]['line']}{source}"
+
+
+def _hang(outcome: Outcome, first: Suspect | None) -> list[str]:
     """What was reported about waiting ranks before the run failed, unless the failure says it."""
-    if not outcome.hang or any(HANG_KIND in failure.kind for failure in outcome.failures):
+    if not outcome.hang or (first is not None and first.kind == Kind.HANG):
         return []
-    return ["", "Reported before:", outcome.hang, ""]
+    return ["", "Reported before:", *outcome.hang.splitlines(), ""]
 
 
-def _others(outcome: Outcome) -> list[tuple[str, list[int]]]:
+def _others(outcome: Outcome, first: Suspect | None) -> list[tuple[str, list[int]]]:
     """What became of the ranks that did not fail first: one line for all that fared alike."""
-    lead = _silent_first(outcome)
-    first = outcome.failures[0] if outcome.failures and lead is None else None
-    texts = {
-        rank: "ended by the launcher" if number == -signal.SIGTERM else _spell(number)
-        for rank, number in outcome.exits.items()
-    }
+    texts = {rank: _fate(outcome, rank, number) for rank, number in outcome.seen.codes.items()}
+    looks: dict[tuple[str, str], str] = {}
+    if first is not None and first.failure is not None:
+        is_hang = HANG_KIND in first.failure.kind
+        looks[_look(first.failure)] = "ended for it as well" if is_hang else "the same error"
     for failure in outcome.failures:
-        alike = first is not None and _look(failure) == _look(first)
-        same = "ended for it as well" if HANG_KIND in failure.kind else "the same error"
-        texts[failure.rank] = same if alike else f"afterwards: {failure.headline}"
-    lead = first.rank if first is not None else lead
-    return _folded((text, rank) for rank, text in sorted(texts.items()) if rank != lead)
+        said = f"afterwards: {shortened(failure.headline, _LONGEST_HEADLINE)}"
+        texts[failure.rank] = looks.setdefault(_look(failure), said)
+    left = outcome.finished if first is not None and first.kind == Kind.LEFT else []
+    told = {*left, *([first.rank] if first is not None else outcome.seen.killed)}
+    return _folded((text, rank) for rank, text in sorted(texts.items()) if rank not in told)
+
+
+def _fate(outcome: Outcome, rank: int, number: int) -> str:
+    """What became of a rank that wrote nothing down."""
+    if rank in outcome.seen.killed:
+        return _killed(outcome)
+    if rank in outcome.seen.asked and number in (0, -outcome.seen.asked_by):
+        return "ended by the launcher"
+    return _spell(number) if number else "finished (exit code 0)"
+
+
+def _killed(outcome: Outcome) -> str:
+    name = signal.Signals(outcome.seen.asked_by).name
+    return f"killed by the launcher: did not end within {grace()} s after {name}"
 
 
 def _look(failure: Failure) -> tuple[str, str]:
@@ -214,6 +272,16 @@ def _spell(number: int) -> str:
     name = signal.Signals(-number).name
     hint = " (out of memory?)" if number == -signal.SIGKILL else ""
     return f"killed by signal {-number} ({name}){hint}"
+
+
+def _cut(lines: Sequence[str], room: int, where: str) -> list[str]:
+    """Leave lines out in the middle, and say so."""
+    if len(lines) <= room:
+        return list(lines)
+    before = (room - 1) // 2
+    after = before + len(lines) - room + 1
+    mark = f"    ... {after - before:,} lines are left out here; {where} ..."
+    return [*lines[:before], mark, *lines[after:]]
 
 
 def _folded(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, list[int]]]:

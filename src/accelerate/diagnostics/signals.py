@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from accelerate.diagnostics.stop import SIGNALS, Trigger
+from accelerate.launch.pending_signals import NOTES
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
@@ -46,7 +47,10 @@ class SignalNotes:
         self._process = 0
 
     def install(self) -> None:
-        """Note signals from here on; those of an earlier run in this process no more."""
+        """Note signals from here on, and those that came while the script was starting.
+
+        Those of an earlier run in this process are noted no more.
+        """
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "should_stop and should_save are asked for in a thread, where Python cannot watch signals: "
@@ -59,6 +63,7 @@ class SignalNotes:
         for number in self._triggers:
             if signal.getsignal(number) is not None:  # None: set by a library in C, and lost if replaced
                 self._before[number] = signal.signal(number, self._note)
+        self._noted |= {self._triggers[number] for number in NOTES.take()}
         self._installed.append(self)
         self._process = os.getpid()
 
@@ -85,7 +90,7 @@ class SignalNotes:
             return
         self._noted.add(self._triggers[number])
         before = self._before.get(number)
-        if callable(before) and not _belongs_to_agent(before):
+        if callable(before) and before != NOTES.note and not _belongs_to_agent(before):
             before(number, frame)
 
     def _is_second(self) -> bool:

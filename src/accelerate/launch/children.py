@@ -9,24 +9,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError
+from accelerate.launch.pending_signals import REQUESTS, blocked
 
 FORWARDED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-PASSED_ON = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-"""Signals that ask a program for something, and do not end it unless it does not know them."""
-
 TERMINAL_KEYS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
+HANGUP = tuple(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name))
 GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 GRACE_SECONDS = 15
 """How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
 
-RANK_VARIABLE = "RANK"
 PATIENCE = 2.0
 """Seconds that descendants get to notice that the child has ended."""
 
@@ -47,6 +46,20 @@ def say(text: str) -> None:
     os.write(2, f"accelerate launch: {text}.\n".encode())
 
 
+@dataclass(frozen=True)
+class End:
+    """How a child ended.
+
+    Attributes:
+        code: the exit code that a shell would show.
+        killed_after: the signal after which it did not end in time, so that the launcher killed it; 0 where
+            it ended by itself.
+    """
+
+    code: int
+    killed_after: int
+
+
 def run_child(
     command: Sequence[str], added: Mapping[str, str], instead: Mapping[int, int] | None = None
 ) -> int:
@@ -63,30 +76,58 @@ def run_child(
     Raises:
         ConfigurationError: it cannot be started.
     """
-    try:
-        child = subprocess.Popen(command, env={**environ.current(), **added})
-    except OSError as error:
-        raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from error
-    with forwarded_signals(child, instead or {}):
-        return exit_code(child.wait())
+    return run_to_end(command, added, instead).code
+
+
+def run_to_end(
+    command: Sequence[str],
+    added: Mapping[str, str],
+    instead: Mapping[int, int] | None = None,
+    blocked_at_start: Sequence[int] = (),
+) -> End:
+    """As `run_child`, and tell how the program ended.
+
+    Args:
+        command: its words.
+        added: variables it gets in addition to those of this process.
+        instead: signal that reaches this process -> signal that is sent to the program in its place.
+        blocked_at_start: signals that the program starts with blocked; it has to unblock them itself.
+
+    Raises:
+        ConfigurationError: it cannot be started.
+    """
+    ending = Ending(instead or {})
+    # Set before the start: a signal that is caught here has its default action in the program, even where the
+    # shell that started this process had it ignored.
+    with taken_signals(ending.on_signal):
+        try:
+            with blocked(blocked_at_start):
+                child = subprocess.Popen(command, env={**environ.current(), **added})
+        except OSError as error:
+            raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from error
+        try:
+            ending.begin(child)
+            returned = child.wait()
+        finally:
+            ending.finish()
+    return End(exit_code(returned), ending.killed_after)
 
 
 @contextmanager
-def forwarded_signals(child: subprocess.Popen[Any], instead: Mapping[int, int]) -> Iterator[None]:
-    """Send the signals that would end this process to the child instead, and see to it that it ends."""
-    ending = Ending(child, instead)
-    try:
-        with _handling(ending.on_signal, (*FORWARDED, *PASSED_ON)):
-            yield
-    finally:
-        ending.finish()
+def taken_signals(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[int] = (*FORWARDED, *REQUESTS)
+) -> Iterator[None]:
+    """Let a handler take signals; in another thread than the main one, whoever owns that deals with them.
 
+    SIGHUP stays ignored where it was: that is what `nohup` asks for, in this process and in those it starts.
 
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
-    """Let a handler take signals; in another thread than the main one, whoever owns that deals with them."""
+    Args:
+        handler: called with the number and the frame.
+        numbers: of the signals.
+    """
+    taken = [number for number in numbers if number not in ignored_for_good()]
     try:
-        before = {number: signal.signal(number, handler) for number in numbers}
+        before = {number: signal.signal(number, handler) for number in taken}
     except ValueError:
         before = {}
     try:
@@ -96,34 +137,60 @@ def _handling(handler: Callable[[int, FrameType | None], None], numbers: Iterabl
             signal.signal(number, previous)
 
 
+def ignored_for_good() -> tuple[int, ...]:
+    """The signals that `nohup` has this process ignore.
+
+    A shell without job control has programs in its background ignore SIGINT and SIGQUIT; but whoever sends
+    one of these to a launcher means to end the run, and the launcher does not ignore them.
+    """
+    return tuple(number for number in HANGUP if signal.getsignal(number) == signal.SIG_IGN)
+
+
 class Ending:
     """Ends a child and its descendants: asks first, and kills what is left after a while.
 
     Args:
-        child: a running program.
         instead: signal received -> signal sent.
+
+    Attributes:
+        killed_after: the signal after which the child had to be killed; 0 where it did not.
     """
 
-    def __init__(self, child: subprocess.Popen[Any], instead: Mapping[int, int]) -> None:
-        self._child = child
+    def __init__(self, instead: Mapping[int, int]) -> None:
+        self.killed_after = 0
         self._instead = instead
+        self._child: subprocess.Popen[Any] | None = None
+        self._early: list[int] = []
         self._family: list[Any] = []
         self._timer: threading.Timer | None = None
         self._first = 0
 
+    def begin(self, child: subprocess.Popen[Any]) -> None:
+        """The child runs: forward what was received before.
+
+        Args:
+            child: a running program.
+        """
+        self._child = child
+        while self._early:
+            self._forward(child, self._early.pop(0), has_it=False)
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal; after the first one the child has a limited time."""
-        if self._child.poll() is not None:
-            return
-        if number in PASSED_ON:
-            self._child.send_signal(self._instead.get(number, number))
-            return
-        is_first, self._first = not self._first, self._first or number
+        """Forward a signal; after the first one that ends programs, the child has a limited time."""
+        if self._child is None:
+            self._early.append(number)
+        elif self._child.poll() is None:
+            self._forward(self._child, number, has_it=_sent_by_terminal(number))
+
+    def _forward(self, child: subprocess.Popen[Any], number: int, has_it: bool) -> None:
+        is_first = number not in REQUESTS and not self._first
         if is_first:
-            self._family = _descendants(self._child.pid)
+            self._first, self._family = number, _descendants(child.pid)
         sent = self._instead.get(number, number)
-        if sent != number or not _sent_by_terminal(number):
-            self._child.send_signal(sent)
+        if sent != number or not has_it:
+            child.send_signal(sent)
+        if number not in REQUESTS:
+            continue_stopped([child.pid, *(each.pid for each in self._family)])
         if is_first:
             self._start_clock(number)
 
@@ -136,9 +203,11 @@ class Ending:
         say(f"{name} received, ending the processes; what still runs after {seconds} s is killed")
 
     def _kill(self) -> None:
+        assert self._child is not None
         killed = _kill_all([*_descendants(self._child.pid), *self._family])
         if self._child.poll() is None:
             self._child.kill()
+            self.killed_after = self._first
             killed += 1
         say(f"{killed} process{'es' if killed > 1 else ''} did not end in time and {_were(killed)} killed")
 
@@ -153,25 +222,21 @@ class Ending:
         say(f"{signal.Signals(self._first).name} ended all processes{more}")
 
 
-@contextmanager
-def signals_passed_on() -> Iterator[None]:
-    """Pass the signals that do not end a run on to the processes of an agent that runs in this one."""
-    with _handling(_pass_on, PASSED_ON):
-        yield
+def continue_stopped(pids: Iterable[int], send: Callable[[int, int], None] = os.kill) -> None:
+    """Let processes that were stopped go on: until then they cannot do what a signal asks for.
 
+    Args:
+        pids: of processes that were asked to end.
+        send: called with a number and SIGCONT; the signal goes to the process, or to its group.
+    """
+    import psutil  # only a run that is ended early pays for it
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    import psutil
-
-    name, reached = signal.Signals(number).name, 0
-    for child in psutil.Process().children():
+    for pid in pids:
         try:
-            if RANK_VARIABLE in child.environ():  # others, such as a tracker of resources, it would end
-                child.send_signal(number)
-                reached += 1
-        except psutil.Error:  # it has ended, or was about to
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                send(pid, signal.SIGCONT)
+        except (psutil.NoSuchProcess, ProcessLookupError):
             continue
-    say(f"{name} received and passed on to {reached} process{'' if reached == 1 else 'es'}")
 
 
 def _were(count: int) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 FOLDER_VARIABLE = "ACCELERATE_FAILURE_DIR"
@@ -84,20 +85,61 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Exits:
+    """What the launcher saw of the processes of one attempt on its machine.
+
+    Attributes:
+        codes: rank -> exit code, or minus the number of the signal that ended it.
+        attempt: how often the group had been restarted.
+        asked: ranks that still ran when the launcher told them to end.
+        asked_by: the signal that told them.
+        asked_at: when, in seconds since the epoch.
+        killed: those that did not end in time, which the launcher killed.
+    """
+
+    codes: Mapping[int, int]
+    attempt: int = 0
+    asked: tuple[int, ...] = ()
+    asked_by: int = int(signal.SIGTERM)
+    asked_at: float = 0.0
+    killed: tuple[int, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write it beside what the processes write down."""
+        (folder / EXITS).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Exits:
+        """Read it; that of no processes where nothing was written."""
+        path = folder / EXITS
+        if not path.exists():
+            return cls({})
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found["codes"] = {int(rank): code for rank, code in found["codes"].items()}
+        found["asked"], found["killed"] = tuple(found["asked"]), tuple(found["killed"])
+        return cls(**found)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a run ended that failed.
 
     Attributes:
         code: exit code of the run.
         failures: errors that processes wrote down in the last attempt, the earliest first.
-        exits: rank -> what the operating system said of its process: a code, or minus the number of a signal.
+        seen: what the launcher saw of its processes.
         hang: the last report about ranks that waited for each other in vain; empty without one.
     """
 
     code: int
     failures: tuple[Failure, ...]
-    exits: Mapping[int, int]
+    seen: Exits = field(default_factory=lambda: Exits({}))
     hang: str = ""
+
+    @property
+    def finished(self) -> list[int]:
+        """The ranks that ended with code 0 before anyone told them to."""
+        return [rank for rank, code in self.seen.codes.items() if not code and rank not in self.seen.asked]
 
 
 def collect(folder: Path, code: int) -> Outcome:
@@ -109,15 +151,19 @@ def collect(folder: Path, code: int) -> Outcome:
     """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
     failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in found]
-    last = max((failure.attempt for failure in failures), default=0)
-    exits = folder / EXITS
-    seen = json.loads(exits.read_text(encoding="utf-8")) if exits.exists() else {}
+    seen = Exits.read(folder)
+    last = max((seen.attempt, *(failure.attempt for failure in failures)))
     return Outcome(
         code,
         tuple(sorted((f for f in failures if f.attempt == last), key=lambda failure: failure.moment)),
-        {int(rank): number for rank, number in seen.items()},
+        seen,
         _read_hang(folder / HANG, last),
     )
+
+
+def shortened(text: str, width: int = 300) -> str:
+    """Cut a line that nobody would read to its end, and say how much is missing."""
+    return text if len(text) <= width else f"{text[:width]} ... ({len(text) - width} more characters)"
 
 
 def _read_hang(path: Path, attempt: int) -> str:

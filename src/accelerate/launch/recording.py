@@ -1,13 +1,11 @@
-"""Have the processes of a run write down what ends them, and keep what the agent saw beside it."""
+"""Have the processes of a run write down what ends them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.launch.failures import ENTRY, EXITS, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 from accelerate.launch.plan import LaunchPlan, Target
 
 RECORDED = ("local", "elastic")
@@ -31,13 +29,11 @@ def recording(plan: LaunchPlan, folder: Path) -> LaunchPlan:
     return replace(plan, target=target, environment={**plan.environment, **added})
 
 
-def write_exits(plan: LaunchPlan, exits: Mapping[int, int]) -> None:
-    """Keep what the agent saw of its processes, beside what they wrote themselves.
+def folder_of(plan: LaunchPlan) -> Path | None:
+    """Where the processes of a plan write down what ends them; `None` where they do not.
 
     Args:
-        plan: with the folder, when failures are recorded.
-        exits: rank -> exit code, or minus the number of a signal.
+        plan: what is going to run.
     """
     folder = plan.environment.get(FOLDER_VARIABLE)
-    if folder is not None:
-        Path(folder, EXITS).write_text(json.dumps(exits), encoding="utf-8")
+    return None if folder is None else Path(folder)

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate.base import environ
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
+from accelerate.launch.pending_signals import NOTES
 
 
 def run(words: list[str]) -> None:
@@ -53,9 +54,23 @@ def report(error: BaseException) -> None:
     folder = variables.get(FOLDER_VARIABLE)
     written = folder is not None and failure.write(Path(folder))
     if written and failure.world_size > 1 and VERBOSE_VARIABLE not in variables:
-        print(f"rank {failure.rank}: {failure.headline}", file=sys.stderr, flush=True)
+        print(f"rank {failure.rank}: {shortened(failure.headline)}", file=sys.stderr, flush=True)
     else:
         sys.excepthook(type(error), error, trace)
+
+
+def report_end(error: SystemExit | KeyboardInterrupt) -> None:
+    """Write down with what one of several processes ends; what Python then prints of it is a line."""
+    trace, variables = _own_lines(error.__traceback__), environ.current()
+    failure = Failure.of(error.with_traceback(trace), variables)
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, value, _: hook(kind, value, trace)
+    if failure.world_size == 1 or FOLDER_VARIABLE not in variables:
+        return
+    failure.write(Path(variables[FOLDER_VARIABLE]))
+    if VERBOSE_VARIABLE not in variables:
+        line = f"rank {failure.rank}: {failure.headline} at {failure.place}"
+        sys.excepthook = lambda *_: print(line, file=sys.stderr, flush=True)
 
 
 def _own_lines(trace: TracebackType | None) -> TracebackType | None:
@@ -68,8 +83,16 @@ def _own_lines(trace: TracebackType | None) -> TracebackType | None:
 
 def main(words: list[str]) -> None:
     """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`."""
+    NOTES.install()
     try:
         run(words)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            report_end(error)
+        raise
+    except KeyboardInterrupt as error:
+        report_end(error)
+        raise
     except Exception as error:
         report(error)
         sys.exit(1)

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accelerate.launch.children import signals_passed_on
+from accelerate.launch.children import End, Ending, run_to_end
+from accelerate.launch.pending_signals import REQUESTS
 
 RUN = """
 import sys
@@ -32,9 +33,23 @@ def runs(pid: int) -> bool:
 
 
 def end(
-    folder: Path, code: str, number: signal.Signals, processes: int, *more: str, grace: int = 1
+    folder: Path,
+    code: str,
+    number: signal.Signals,
+    processes: int,
+    *more: str,
+    grace: int = 1,
+    ignored: tuple[int, ...] = (),
 ) -> tuple[int, str]:
-    """Run a program, send a signal to its launcher, and wait; nothing of it may be left."""
+    """Run a program, send a signal to its launcher, and wait; nothing of it may be left.
+
+    The launcher ignores the signals `ignored` when it starts, and no others, however these tests are run.
+    """
+
+    def ignore() -> None:
+        for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
+
     launcher = subprocess.Popen(
         [sys.executable, "-c", RUN, NOTE + code, *more],
         cwd=folder,
@@ -42,6 +57,7 @@ def end(
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=ignore,
     )
     try:
         deadline = time.monotonic() + 30
@@ -60,10 +76,7 @@ def end(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_program_and_is_said(tmp_path: Path, number: signal.Signals) -> None:
-    heard = (
-        f"signal.signal({int(number)}, signal.SIG_DFL)\n"  # nohup, or a shell's background, has it ignored
-    )
-    code, err = end(tmp_path, heard + SLEEP, number, 1, grace=10)
+    code, err = end(tmp_path, SLEEP, number, 1, grace=10)
     assert code == 128 + number
     assert f"{number.name} received, ending the processes; what still runs after 10 s is killed." in err
     assert f"{number.name} ended all processes." in err
@@ -104,20 +117,53 @@ def test_a_request_is_passed_on_and_ends_nothing(tmp_path: Path, number: signal.
     assert said == ""
 
 
-def test_an_agent_passes_requests_on_to_its_processes_only() -> None:
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    plain = {name: value for name, value in os.environ.items() if name != "RANK"}
-    rank = subprocess.Popen(sleeper, env={**plain, "RANK": "0"})
-    other = subprocess.Popen(sleeper, env=plain)
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        time.sleep(0.3)
-        with signals_passed_on():
-            signal.raise_signal(signal.SIGUSR1)
-        assert rank.wait(timeout=10) == -signal.SIGUSR1
-        assert other.poll() is None
-    finally:
-        for process in (rank, other):
-            process.kill()
-            process.wait()
-    assert signal.getsignal(signal.SIGUSR1) == before
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_a_launcher_in_the_background_of_a_shell_ends_its_program_as_well(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    ignored = (signal.SIGINT, signal.SIGQUIT)
+    code, err = end(tmp_path, SLEEP, number, 1, grace=30, ignored=ignored)
+    assert code == 128 + number
+    assert f"{number.name} ended all processes." in err
+
+
+def test_under_nohup_a_hangup_ends_nothing(tmp_path: Path) -> None:
+    """The program reports what it has for SIGHUP, hangs its launcher up, and goes on to its end."""
+    hangs_up = (
+        "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True, file=sys.stderr)\n"
+        "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)\nsys.exit(5)\n"
+    )
+    code, err = end(tmp_path, hangs_up, signal.SIGHUP, 1, ignored=(signal.SIGHUP,))
+    assert (code, err) == (5, "True\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_program_and_what_it_started_end_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    stops = "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    child = f"subprocess.Popen([sys.executable, '-c', {NOTE + stops + SLEEP!r}])\n"
+    ends = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', file=sys.stderr), sys.exit(7)))\n"
+    code, err = end(tmp_path, child + ends + "time.sleep(0.5)\n" + stops + SLEEP, number, 2, grace=60)
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 7}[number]
+    assert "killed" not in err.replace("is killed", "")
+    assert ("saved" in err) == (number == signal.SIGTERM)
+
+
+def test_signals_before_the_program_runs_are_sent_to_it(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SLEEP])
+    ending = Ending({})
+    ending.on_signal(signal.SIGTERM, None)
+    assert child.poll() is None
+    ending.begin(child)
+    assert child.wait(timeout=10) == -signal.SIGTERM
+    ending.finish()
+    assert ending.killed_after == 0
+
+
+def test_a_request_to_a_program_that_starts_with_it_blocked_waits_there(tmp_path: Path) -> None:
+    asks = (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+        "raise SystemExit(40 + len(signal.sigpending() & {signal.SIGUSR1}))"
+    )
+    assert run_to_end([sys.executable, "-c", asks], {}, blocked_at_start=REQUESTS) == End(41, 0)
+    assert run_to_end([sys.executable, "-c", asks], {}) == End(128 + signal.SIGUSR1, 0)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(REQUESTS)

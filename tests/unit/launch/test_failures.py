@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.launch.failures import Failure, collect
+from accelerate.launch.failures import Exits, Failure, collect, shortened
 
 
 def describe(message: str, **variables: str) -> Failure:
@@ -23,7 +23,7 @@ def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:
     assert failure.write(tmp_path)
     outcome = collect(tmp_path, 1)
     assert outcome.failures == (failure,)
-    assert outcome.exits == {}
+    assert outcome.seen == Exits({})
 
 
 def test_only_the_last_attempt_counts_and_the_earliest_comes_first(tmp_path: Path) -> None:
@@ -37,3 +37,22 @@ def test_only_the_last_attempt_counts_and_the_earliest_comes_first(tmp_path: Pat
 
 def test_a_folder_that_is_gone_is_no_second_failure(tmp_path: Path) -> None:
     assert not describe("x").write(tmp_path / "gone")
+
+
+def test_what_the_launcher_saw_survives_the_way_through_its_file(tmp_path: Path) -> None:
+    seen = Exits({0: -15, 1: 7, 2: 0}, attempt=2, asked=(0,), asked_by=2, asked_at=1.5, killed=(0,))
+    seen.write(tmp_path)
+    outcome = collect(tmp_path, 7)
+    assert outcome.seen == seen
+    assert outcome.finished == [2]
+
+
+def test_errors_of_an_attempt_before_the_one_that_was_seen_do_not_count(tmp_path: Path) -> None:
+    describe("before", RANK="0").write(tmp_path)
+    Exits({0: -9}, attempt=1).write(tmp_path)
+    assert collect(tmp_path, 137).failures == ()
+
+
+def test_a_long_line_is_cut() -> None:
+    assert shortened("x" * 300) == "x" * 300
+    assert shortened("x" * 1000, 10) == "xxxxxxxxxx ... (990 more characters)"

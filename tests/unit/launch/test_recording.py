@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, collect
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.recording import recording, write_exits
+from accelerate.launch.recording import folder_of, recording
 
 
 def make_plan(target: Target, launcher: str = "local", **meeting: str) -> LaunchPlan:
@@ -45,7 +45,7 @@ def test_kept_logs_hold_whole_tracebacks() -> None:
         assert plan.environment[VERBOSE_VARIABLE] == "1"
 
 
-def test_what_the_agent_saw_is_kept_beside(tmp_path: Path) -> None:
-    write_exits(recording(make_plan(Target("script", "x")), tmp_path), {0: -15, 1: 7})
-    assert collect(tmp_path, 7).exits == {0: -15, 1: 7}
-    write_exits(make_plan(Target("script", "x")), {0: 1})
+def test_the_folder_is_that_of_a_recorded_plan() -> None:
+    plan = make_plan(Target("script", "x"))
+    assert folder_of(recording(plan, Path("here"))) == Path("here")
+    assert folder_of(plan) is None

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from accelerate.base.environ import current, patch_environment
 from accelerate.base.errors import LaunchError
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, signals_passed_on
+from accelerate.launch.backends.ranks import Ranks, started_by_agent
+from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, taken_signals
 from accelerate.launch.command import torchrun_arguments
+from accelerate.launch.failures import collect
+from accelerate.launch.first_failure import find_first
 from accelerate.launch.local_store import hold_loopback_store, run_key
+from accelerate.launch.pending_signals import REQUESTS
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.ports import get_free_port
 from accelerate.launch.reach import check_reach
-from accelerate.launch.recording import write_exits
+from accelerate.launch.recording import folder_of
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
@@ -35,23 +41,37 @@ class ElasticLauncher(Launcher):
         Raises:
             LaunchError: the processes did not meet.
         """
-        check_reach(plan, say)
-        from torch.distributed import DistError
-        from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **_key(plan)}
-                with patch_environment(**variables), signals_passed_on():
-                    return _run_agent(plan)
-            except (DistError, RendezvousError) as error:
-                if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
-                    raise _did_not_meet(plan, error) from error
-            plan = replace(plan, rendezvous=replace(plan.rendezvous, port=get_free_port()))
-        raise AssertionError("the last attempt returns or raises")
+        ranks = Ranks(folder_of(plan))
+        with taken_signals(ranks.on_request, REQUESTS), _interruptible():
+            check_reach(plan, say)
+            return _run_where_port_is_free(plan, ranks)
 
 
-def _run_agent(plan: LaunchPlan) -> int:
+def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **_key(plan)}
+            with patch_environment(**variables), started_by_agent(ranks):
+                return _run_agent(plan, ranks)
+        except (DistError, RendezvousError) as error:
+            if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
+                raise _did_not_meet(plan, error) from error
+        plan = replace(plan, rendezvous=replace(plan.rendezvous, port=get_free_port()))
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT end this process before the agent runs, too, where a shell had it ignored."""
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    with taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else []):
+        yield
+
+
+def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,8 +81,7 @@ def _run_agent(plan: LaunchPlan) -> int:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        write_exits(plan, {rank: failure.exitcode for rank, failure in error.failures.items()})
-        return exit_code(first.exitcode) or 1
+        return exit_code(_code_of_first(plan, ranks) or first.exitcode) or 1
     except SignalException as error:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
@@ -79,6 +98,17 @@ def _is_alone(plan: LaunchPlan) -> bool:
 def _key(plan: LaunchPlan) -> dict[str, str]:
     """The key of the run; several machines have one where it was handed to each of them."""
     return run_key(current()) if plan.machines == 1 else {}
+
+
+def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
+    """Keep what was seen of the processes; return the exit code of the rank that failed first, or 0."""
+    folder = folder_of(plan)
+    if folder is None:
+        return 0
+    seen = ranks.exits()
+    seen.write(folder)
+    first = find_first(collect(folder, 1))
+    return 0 if first is None or first.rank in seen.asked else seen.codes.get(first.rank, 0)
 
 
 def _code_after(number: signal.Signals) -> int:

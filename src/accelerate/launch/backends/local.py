@@ -7,10 +7,15 @@ The child costs a few milliseconds and no import of torch.
 
 from __future__ import annotations
 
+import signal
+
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import run_child
+from accelerate.launch.children import run_to_end
 from accelerate.launch.command import local_command
+from accelerate.launch.failures import Exits
+from accelerate.launch.pending_signals import REQUESTS
 from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.recording import folder_of
 
 
 class LocalLauncher(Launcher):
@@ -22,4 +27,8 @@ class LocalLauncher(Launcher):
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the target, forward signals to it, and return its exit code."""
-        return run_child(self.command(plan), plan.environment)
+        folder = folder_of(plan)  # only our entry unblocks what is blocked at its start
+        end = run_to_end(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
+        if folder and end.killed_after:
+            Exits({0: -signal.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
+        return end.code

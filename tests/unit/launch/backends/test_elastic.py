@@ -9,6 +9,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from accelerate.base.errors import LaunchError
 from accelerate.launch.backends import elastic
 from accelerate.launch.backends.elastic import ATTEMPTS, ElasticLauncher
+from accelerate.launch.backends.ranks import Ranks
 from accelerate.launch.plan import LaunchPlan, Target
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
@@ -22,7 +23,7 @@ class Agent:
         self.errors = list(errors)
         self.ports: list[int] = []
 
-    def __call__(self, plan: LaunchPlan) -> int:
+    def __call__(self, plan: LaunchPlan, ranks: Ranks) -> int:
         self.ports.append(plan.rendezvous.port)
         if self.errors:
             raise self.errors.pop(0)
@@ -67,3 +68,17 @@ def test_a_signal_of_srun_does_not_hide_the_code_of_the_task_that_failed(
     if step is not None:
         monkeypatch.setenv("SLURM_STEP_ID", step)
     assert elastic._code_after(number) == code
+
+
+def test_an_interrupt_before_the_agent_runs_ends_the_launcher_where_it_was_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the background of a shell; the agent, when it runs, has a handler of its own."""
+    monkeypatch.setattr(elastic, "_run_agent", lambda plan, ranks: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ElasticLauncher().run(PLAN)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
