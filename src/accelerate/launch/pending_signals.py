@@ -23,7 +23,8 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread; a process that is started in the block begins with them blocked.
 
     Args:
-        numbers: of the signals. Those that arrive meanwhile are delivered behind the block.
+        numbers: of the signals. Those that arrive meanwhile are delivered behind the block, unless another
+            thread of this process takes them.
     """
     if not _CAN_BLOCK:
         yield
