@@ -20,8 +20,9 @@ def read_seconds(text: str) -> float:
     """
     found = _CLOCK.fullmatch(text.strip())
     if found:
-        return float(sum(int(found[unit] or 0) * worth for unit, worth in _UNITS.items()))
-    seconds = float(text)
+        seconds = float(sum(float(found[unit] or 0) * worth for unit, worth in _UNITS.items()))
+    else:
+        seconds = float(text)
     if not 0 <= seconds < math.inf:
         raise ValueError(text)
     return seconds

@@ -11,6 +11,7 @@ from types import FunctionType, MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
 from accelerate.base.errors import wrong_value
+from accelerate.base.text import whole_number
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -72,9 +73,10 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         if not value:
             continue
         try:
-            number = int(value)
+            number = whole_number(value)
         except ValueError:
-            raise wrong_value(key, value, "not a whole number", f"correct or unset {key}") from None
+            reason = "not a whole number of at most 64 bits"
+            raise wrong_value(key, value, reason, f"correct or unset {key}") from None
         if number >= 0:
             return number
     return default
@@ -86,7 +88,21 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     Raises:
         ConfigurationError: If it holds neither a yes nor a no.
     """
-    value = os.environ.get(key, "")
+    return read_flag(os.environ, key, default)
+
+
+def read_flag(environ: Mapping[str, str], key: str, default: bool = False) -> bool:
+    """Read a yes-or-no variable of a mapping; absent and empty mean the default.
+
+    Args:
+        environ: Variables of a process.
+        key: Name of one of them.
+        default: The answer where it is absent or empty.
+
+    Raises:
+        ConfigurationError: If it holds neither a yes nor a no.
+    """
+    value = environ.get(key, "")
     if not value.strip():
         return default
     word = value.strip().lower()

@@ -43,12 +43,30 @@ class LaunchError(AccelerateError, RuntimeError):
     """Processes could not be started, or failed once started."""
 
 
+LONGEST = 160
+"""Characters of a value that a message shows."""
+_END = 40
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """Return text for a message: as it is, or its beginning and its end where it is long."""
+    return text if len(text) <= longest else f"{text[: longest - _END]}...{text[-_END:]}"
+
+
+def shown(value: object) -> str:
+    """Return the `repr` of a value for a message, shortened; of values that have none, the type."""
+    try:
+        return shortened(repr(value))
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes, or nesting
+        return f"<{type(value).__name__}>"
+
+
 def wrong_value(name: str, value: object, reason: str, mend: str) -> ConfigurationError:
     """Build the error for one wrong value; the caller raises it.
 
     Args:
         name: What holds the value, as the user wrote it: a flag, a file key, a variable, an argument.
-        value: The value found.
+        value: The value found; a long one is shortened.
         reason: Why it cannot work, without a full stop.
         mend: What to do instead, without a full stop.
 
@@ -56,4 +74,4 @@ def wrong_value(name: str, value: object, reason: str, mend: str) -> Configurati
         A `ConfigurationError` whose text is `NAME=VALUE: reason. Mend.`
     """
     mend = mend[:1].upper() + mend[1:]
-    return ConfigurationError(f"{name}={value!r}: {reason.rstrip('.')}. {mend.rstrip('.')}.")
+    return ConfigurationError(f"{name}={shown(value)}: {reason.rstrip('.')}. {mend.rstrip('.')}.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import chain, islice, repeat
 
 from accelerate.base.errors import wrong_value
 
 FIRST_PORT = 12000
 PORTS = 20000  # ends below the range that Linux hands out to clients
-_TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")
+MOST_NODES = 10**6
+_RANGES = re.compile(r"\[([^\[\]\-,]+)(?:[\-,][^\[\]]*)?\]")
+_NUMBER = re.compile(r"\d{1,18}")
+_TASKS = re.compile(r"(?P<tasks>\d{1,9})(?:\(x(?P<nodes>\d{1,9})\))?")
 
 
 def first_host(node_list: str) -> str:
@@ -21,7 +25,7 @@ def first_host(node_list: str) -> str:
     Raises:
         ConfigurationError: the list names no host.
     """
-    host = re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", _first_entry(node_list)).strip()
+    host = _RANGES.sub(r"\1", _first_entry(node_list)).strip()
     if not host or "[" in host or "]" in host:
         raise wrong_value("SLURM_JOB_NODELIST", node_list, "it names no host", "set MASTER_ADDR yourself")
     return host
@@ -64,8 +68,10 @@ def per_node(counts: str) -> list[int]:
         counts: of tasks or cores, as SLURM writes them, repeated ones folded.
     """
     matches = [_TASKS.fullmatch(entry.strip()) for entry in counts.split(",")]
-    numbers = [[int(found["tasks"])] * int(found["nodes"] or 1) for found in matches if found]
-    return [] if None in matches else [number for part in numbers for number in part]
+    if None in matches:
+        return []
+    runs = [repeat(int(found["tasks"]), int(found["nodes"] or 1)) for found in matches if found]
+    return list(islice(chain.from_iterable(runs), MOST_NODES))
 
 
 def is_step_of_tasks(environ: Mapping[str, str]) -> bool:
@@ -75,5 +81,5 @@ def is_step_of_tasks(environ: Mapping[str, str]) -> bool:
 
 def port_of_step(environ: Mapping[str, str]) -> int:
     """Return a port that follows from job and step: all tasks agree, two steps on a machine differ."""
-    numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    return FIRST_PORT + sum(int(number) for number in numbers if number.isdigit()) % PORTS
+    texts = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return FIRST_PORT + sum(int(text) for text in texts if _NUMBER.fullmatch(text)) % PORTS

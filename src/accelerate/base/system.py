@@ -4,6 +4,7 @@ import logging
 import os
 import platform
 import re
+import stat
 from pathlib import Path
 
 # Processes that use many threads were seen to hang on kernels older than this one.
@@ -48,3 +49,23 @@ def process_home() -> str | None:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux, or /proc is not mounted
         return None
+
+
+def expanded(text: str | os.PathLike[str]) -> Path:
+    """Return a path with a leading `~` replaced; where nobody knows that home, it stays as it is."""
+    try:
+        return Path(os.path.expanduser(text))
+    except ValueError:  # characters that no name of a user has
+        return Path(text)
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a file at a path.
+
+    Raises:
+        OSError: The system does not let this process look, or takes no such path; `strerror` says why.
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: characters that no path has
+        return False

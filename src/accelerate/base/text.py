@@ -1,5 +1,6 @@
 """Sizes, names and dictionaries as text: pure functions without torch."""
 
+import math
 import re
 from collections.abc import Sequence
 from functools import reduce
@@ -9,6 +10,8 @@ from accelerate.base.errors import AccelerateError, wrong_value
 
 BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE)
+SMALLEST, LARGEST = -(2**63), 2**63 - 1
+"""Whole numbers that 64 bits hold: what torch and operating systems count with."""
 PREFIX_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -43,7 +46,24 @@ def convert_file_size_to_int(size: int | str) -> int:
         raise wrong_value("size", size, "not a size", "write a number and a unit, like '5GB' or '5GiB'")
     number, prefix, binary, letter = match.groups()
     bytes_ = float(number) * (1024 if binary else 1000) ** PREFIX_POWER[prefix.upper()]
+    if not math.isfinite(bytes_):
+        raise wrong_value("size", size, "too large", "write a number and a unit, like '5GB' or '5GiB'")
     return int(bytes_ / 8) if letter == "b" and prefix else int(bytes_)
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number.
+
+    Args:
+        text: Its digits, after a sign if it has one.
+
+    Raises:
+        ValueError: If it is something else, or needs more than 64 bits.
+    """
+    number = int(text)
+    if not SMALLEST <= number <= LARGEST:
+        raise ValueError("more than 64 bits")
+    return number
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -21,7 +21,9 @@ def test_first_host(node_list: str, host: str) -> None:
     assert slurm.first_host(node_list) == host
 
 
-@pytest.mark.parametrize("node_list", ["", "gpu[01", ",gpu1"])
+@pytest.mark.parametrize(
+    "node_list", ["", "gpu[01", ",gpu1", "[" * 10**5, "[" + "a" * 10**5], ids=lambda text: text[:9]
+)
 def test_first_host_of_nothing(node_list: str) -> None:
     with pytest.raises(ConfigurationError, match="names no host"):
         slurm.first_host(node_list)
@@ -35,7 +37,7 @@ def test_tasks_on_node(text: str, node: int, tasks: int) -> None:
     assert slurm.tasks_on_node(text, node) == tasks
 
 
-@pytest.mark.parametrize(("text", "node"), [("2(x3),1", 4), ("two", 0), ("2,", 0)])
+@pytest.mark.parametrize(("text", "node"), [("2(x3),1", 4), ("two", 0), ("2,", 0), ("1(x999999999)", 10**9)])
 def test_tasks_on_a_node_that_is_not_there(text: str, node: int) -> None:
     with pytest.raises(ConfigurationError, match=f"machine {node}"):
         slurm.tasks_on_node(text, node)

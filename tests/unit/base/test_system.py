@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.system import check_os_kernel, process_home
+from accelerate.base.system import check_os_kernel, expanded, is_file, process_home
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,20 @@ def test_a_system_that_does_not_tell_is_nobodys_home(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", fail)
     assert process_home() is None
+
+
+def test_paths_of_unknown_homes_stay_as_they_are(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/x") == Path("/home/me/x")
+    assert expanded("~no-such-user/x") == Path("~no-such-user/x")
+    assert expanded("~a\0b/x") == Path("~a\0b/x")
+
+
+def test_what_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    assert is_file(tmp_path / "file")
+    assert not is_file(tmp_path)
+    assert not is_file(tmp_path / "file" / "below")
+    assert not is_file("a\0b")
+    with pytest.raises(OSError, match="too long"):
+        is_file("a" * 400)

@@ -90,3 +90,23 @@ def test_listed_names_the_first_and_counts_the_rest():
 def test_ranks_are_spelled_with_their_runs() -> None:
     assert text.spell_ranks([3]) == "rank 3"
     assert text.spell_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
+
+
+@pytest.mark.parametrize(
+    ("written", "number"), [("0", 0), (" 12 ", 12), ("-3", -3), (str(2**63 - 1), 2**63 - 1)]
+)
+def test_whole_numbers(written, number):
+    assert text.whole_number(written) == number
+
+
+@pytest.mark.parametrize(
+    "written", ["", "1.5", "1e3", "\u00b2", str(2**63), "9" * 5000], ids=lambda written: written[:9]
+)
+def test_other_texts_are_no_whole_numbers(written):
+    with pytest.raises(ValueError, match=r"invalid literal|64 bits|Exceeds the limit"):
+        text.whole_number(written)
+
+
+def test_a_size_that_no_number_holds_is_refused():
+    with pytest.raises(ConfigurationError, match="too large"):
+        text.convert_file_size_to_int("9" * 400 + "GB")
