@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import shown, wrong_value
 from accelerate.settings.deepspeed_checks import AUTO, STAGE, read_config, refuse_all
 
 OFFLOADING = ("cpu", "nvme")
@@ -175,7 +175,8 @@ class Filling:
 
     def _told(self, name: str, found: Any) -> str:
         source = self.sources.get(name, "an argument")
-        return f"{name} is {found!r} in the DeepSpeed configuration, and {self.values[name]!r} by {source}"
+        wanted = shown(self.values[name])
+        return f"{name} is {shown(found)} in the DeepSpeed configuration, and {wanted} by {source}"
 
     def _hint(self, name: str) -> str:
         return next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")

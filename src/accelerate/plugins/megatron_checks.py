@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accelerate.base.errors import shown
+
 if TYPE_CHECKING:
     from accelerate.plugins.megatron import MegatronLMPlugin
 
@@ -112,11 +114,11 @@ def _wrong_counts(plugin: MegatronLMPlugin) -> Iterator[str]:
     for name in _COUNTS:
         value = getattr(plugin, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            yield f"{name}={value!r}: it is not a count. Give a whole number of at least 1"
+            yield f"{name}={shown(value)}: it is not a count. Give a whole number of at least 1"
     for name in _FRACTIONS:
         value = getattr(plugin, name)
         if value is not None and not 0 <= value <= 1:
-            yield f"{name}={value!r}: it is not a part of a whole. Give a number from 0 to 1"
+            yield f"{name}={shown(value)}: it is not a part of a whole. Give a number from 0 to 1"
     if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
         yield f"gradient_clipping={plugin.gradient_clipping!r}: a norm is never negative. Give 0 for no limit"
 
@@ -125,7 +127,7 @@ def _wrong_choices(plugin: MegatronLMPlugin) -> Iterator[str]:
     for name, choices in _CHOICES.items():
         value = getattr(plugin, name)
         if value is not None and value not in choices:
-            yield f"{name}={value!r}: it is not a known choice. Choose one of {', '.join(choices)}"
+            yield f"{name}={shown(value)}: it is not a known choice. Choose one of {', '.join(choices)}"
     if plugin.pipeline_model_parallel_split_rank is not None:
         yield (
             f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank!r}: Megatron-LM "

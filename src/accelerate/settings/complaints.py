@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from accelerate.base.errors import shown
+
 SYNONYMS = (
     ("fp32", "float32", "float", "no"),
     ("fp16", "float16", "half"),
@@ -17,6 +19,10 @@ SYNONYMS = (
 """Words for the same thing, of which each option takes one."""
 
 
+LONGEST_WORD = 100
+"""Characters: longer ones mean none of the known words."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return which known word another one may mean: a synonym, one spelt alike, or one that it abbreviates.
 
@@ -24,6 +30,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         word: what was written.
         known: what could have been.
     """
+    if len(word) > LONGEST_WORD:
+        return None
     choices = list(known)
     same = next((row for row in SYNONYMS if word.lower() in row), ())
     found = [choice for choice in choices if choice in same] or _alike(word, choices, 0.8)
@@ -52,7 +60,7 @@ def unknown_command(word: str, known: Iterable[str]) -> str:
     names = list(known)
     close = nearest(word, names)
     mend = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
-    return f"there is no command {word!r}. {mend}"
+    return f"there is no command {shown(word)}. {mend}"
 
 
 def wrong_choice(problem: str, word: object, known: Iterable[object]) -> str:

@@ -21,6 +21,7 @@ from accelerate.settings.file_layer import (
     default_place,
     find_config_file,
     is_sagemaker,
+    known_keys,
     read_mapping,
     write_file,
 )
@@ -29,7 +30,7 @@ from accelerate.settings.file_layer import default_json_config_file as default_j
 from accelerate.settings.file_layer import default_yaml_config_file as default_yaml_config_file
 from accelerate.settings.file_layer import hf_cache_home as hf_cache_home
 from accelerate.settings.migrations import migrate
-from accelerate.settings.option import refuse_all
+from accelerate.settings.option import Option, refuse_all
 
 Config = TypeVar("Config", bound="BaseConfig")
 
@@ -92,13 +93,7 @@ class BaseConfig:
         Raises:
             ConfigurationError: unknown keys or wrong values; all of them are named.
         """
-        mapping, _ = migrate(config_dict)
-        check(mapping, Path("configuration"))
-        mapping = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", **mapping}
-        mapping["mixed_precision"] = str(mapping.get("mixed_precision") or "no")
-        for name in ("use_cpu", "debug"):
-            mapping[name] = bool(mapping.get(name) or False)
-        return mapping
+        return _in_form(config_dict, Path("configuration"))
 
     @classmethod
     def from_json_file(cls: type[Config], json_file: str | None = None) -> Config:
@@ -112,7 +107,7 @@ class BaseConfig:
 
     @classmethod
     def _from_file(cls: type[Config], path: Path) -> Config:
-        mapping = cls.process_config(read_mapping(path))
+        mapping = _in_form(read_mapping(path), path)
         accepted = {field.name for field in fields(cls)}
         given = {key: value for key, value in mapping.items() if key in accepted and value is not None}
         needed = (field.name for field in fields(cls) if field.default is MISSING)
@@ -128,6 +123,22 @@ class BaseConfig:
         import yaml
 
         write_file(Path(yaml_file), yaml.safe_dump(self.to_dict(), sort_keys=True))
+
+
+def _in_form(mapping: dict[str, Any], path: Path) -> dict[str, Any]:
+    mapping, _ = migrate(mapping)
+    typed = _typed(check(mapping, path))
+    usual = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+    mapping = {**usual, **mapping, **typed}
+    mapping["mixed_precision"] = str(mapping.get("mixed_precision") or "no")
+    return {**mapping, **{name: bool(mapping.get(name) or False) for name in ("use_cpu", "debug")}}
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of the top level by key, for those options that a file may also write as text."""
+    rows = {key: row for key, row in known_keys("").items() if isinstance(row, Option) and row.name in values}
+    typed = {key: values[row.name] for key, row in rows.items() if row.kind in (bool, int, tuple)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in typed.items()}
 
 
 def _member(kind: type[Enum], name: str, value: Any) -> Any:

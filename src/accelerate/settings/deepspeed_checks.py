@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
-import json
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, shown, wrong_value
+from accelerate.settings import parsing
 from accelerate.settings.sections.deepspeed import DEVICES
 
 AUTO = "auto"
@@ -102,9 +103,13 @@ def refuse_all(problems: list[str], mend: str) -> None:
 
 
 def read_text(path: str) -> str | None:
-    """Return the text of a file; None where there is none."""
-    found = len(path) < 4096 and Path(path).is_file()
-    return Path(path).read_text(encoding="utf-8") if found else None
+    """Return the text of a file; None where there is none.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is too large, or not UTF-8.
+    """
+    return parsing.read_text(Path(path)) if os.path.isfile(path) else None
 
 
 def read_config(
@@ -124,12 +129,14 @@ def read_config(
         return deepcopy(source)
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
         raise wrong_value(name, source, f"it is a {type(source).__name__}", _WHAT_IT_IS)
-    text = text_of(str(source))
     try:
-        config = json.loads(_decoded(str(source), name) if text is None else text)
+        text = text_of(str(source))
+    except (OSError, ValueError) as error:
+        raise wrong_value(name, str(source), f"it cannot be read ({error})", "Correct the file") from error
+    text = _decoded(str(source), name) if text is None else text
+    try:
+        config = parsing.parse_json(text)
     except ValueError as error:
-        if isinstance(error, ConfigurationError):
-            raise
         raise wrong_value(name, str(source), f"it is not JSON ({error})", "Correct the file") from error
     if not isinstance(config, dict):
         raise wrong_value(
@@ -207,13 +214,13 @@ def problems_of_config(config: dict[str, Any]) -> list[str]:
     """
     problems = []
     if "zero_optimization" not in config:
-        near = difflib.get_close_matches("zero_optimization", config, 1, 0.8)
+        near = difflib.get_close_matches("zero_optimization", map(str, config), 1, 0.8)
         hint = f"{near[0]} may be meant; " if near else ""
         problems.append(f"zero_optimization is missing: {hint}write {{'stage': 0}}, or another stage")
     for name, sample in SHAPES.items():
         value = look_up(config, name, {})
         if not isinstance(value, dict):
-            problems.append(f"{name} is {value!r}, and it is an object: write {sample}")
+            problems.append(f"{name} is {shown(value)}, and it is an object: write {sample}")
         elif name in ("optimizer", "scheduler") and name in config and "type" not in value:
             problems.append(f"{name} has no type, which names it: write {sample}")
     problems += problems_of_counts(config)
@@ -227,7 +234,7 @@ def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
     """Return one line for each count of a configuration that is none."""
     told = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
     return [
-        f"{name} is {value!r}: it is no whole number of at least 1"
+        f"{name} is {shown(value)}: it is no whole number of at least 1"
         for name, value in told.items()
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
@@ -245,7 +252,7 @@ def problems_of_fields(fields: Fields) -> list[str]:
     problems = []
     stage = fields.zero_stage
     if str(stage) not in map(str, STAGES):
-        problems.append(f"zero_stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+        problems.append(f"zero_stage={shown(stage)}: the stages of ZeRO are 0, 1, 2 and 3")
     for name in ("optimizer", "param"):
         problems += _problems_of_place(fields, name)
     if str(stage) in "012" and str(fields.offload_param_device).lower() in DEVICES[1:]:
@@ -269,7 +276,7 @@ def _problems_of_place(fields: Fields, name: str) -> list[str]:
     if device is None or str(device).lower() in (*DEVICES[:2], AUTO):
         return []
     if str(device).lower() not in DEVICES:
-        return [f"offload_{name}_device={device!r}: it is none of {', '.join(DEVICES)}"]
+        return [f"offload_{name}_device={shown(device)}: it is none of {', '.join(DEVICES)}"]
     if path in (None, "none", ""):
         return [f"offload_{name}_device='nvme' needs offload_{name}_nvme_path, a folder on that disk"]
     return []
@@ -281,6 +288,6 @@ def _problem_of_number(name: str, value: Any, least: int) -> list[str]:
     try:
         if not isinstance(value, bool) and float(value) >= least:
             return []
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
-    return [f"{name}={value!r}: it is no number of at least {least}"]
+    return [f"{name}={shown(value)}: it is no number of at least {least}"]

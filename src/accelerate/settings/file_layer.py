@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 
 from accelerate.base import environ
 from accelerate.base.enums import ComputeEnvironment
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, shortened, wrong_value
+from accelerate.base.system import expanded, is_file
+from accelerate.settings import parsing
 from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import Layer
 from accelerate.settings.migrations import migrate
@@ -24,8 +26,8 @@ FREE_FORM = ("additional_args",)
 
 def _cache_home() -> str:
     variables = environ.current()
-    base = variables.get("XDG_CACHE_HOME") or str(Path("~", ".cache").expanduser())
-    return str(Path(variables.get("HF_HOME") or str(Path(base, "huggingface"))).expanduser())
+    base = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    return str(expanded(variables.get("HF_HOME") or f"{base}/huggingface"))
 
 
 hf_cache_home = _cache_home()
@@ -50,15 +52,38 @@ def find_config_file(given: str | None) -> Path | None:
         That file, else the default file (YAML, then JSON) if there is one, else ``None``.
 
     Raises:
-        ConfigurationError: the given file is not there.
+        ConfigurationError: the given file is not there, or the place of the default one cannot be looked at.
     """
     if given is not None:
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise wrong_value("--config_file", given, "there is no such file", "Check the path")
-        return path
+        return existing_file("--config_file", given)
     default = default_place()
-    return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
+    try:
+        return next((path for path in (default, default.with_suffix(".json")) if is_file(path)), None)
+    except OSError as error:
+        reason = f"the default configuration file below it cannot be looked at ({error.strerror})"
+        mend = "Correct or unset HF_HOME and XDG_CACHE_HOME, or pass --config_file"
+        raise wrong_value("HF_HOME", _cache_home(), reason, mend) from error
+
+
+def existing_file(name: str, given: str) -> Path:
+    """Return the path of a file that the user named.
+
+    Args:
+        name: the flag that names it.
+        given: its path; a leading `~` is replaced.
+
+    Raises:
+        ConfigurationError: there is no such file, or it cannot be looked at.
+    """
+    path = expanded(given)
+    try:
+        if is_file(path):
+            return path
+    except OSError as error:
+        reason = f"it cannot be looked at ({error.strerror})"
+        raise wrong_value(name, given, reason, "Check the path") from error
+    reason = "it is a folder" if os.path.isdir(path) else "there is no such file"
+    raise wrong_value(name, given, reason, "Check the path")
 
 
 def write_file(path: Path, text: str) -> None:
@@ -70,9 +95,10 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = f"it cannot be written ({error.strerror})"
-        raise wrong_value("--config_file", str(path), reason, "Choose another place") from error
+    except (OSError, ValueError) as error:
+        reason = f"it cannot be written ({getattr(error, 'strerror', error)})"
+        mend = "Choose another place with --config_file, or correct HF_HOME"
+        raise wrong_value("--config_file", str(path), reason, mend) from error
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -82,8 +108,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         ConfigurationError: it cannot be read, is not valid, or is not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
+        text = parsing.read_text(path)
+        content = parsing.parse_json(text) if path.suffix == ".json" else parsing.parse_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The configuration file {path} cannot be read: {error}.") from error
     except ValueError as error:
@@ -92,15 +118,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"The configuration file {path} holds no settings (name: value).")
     return content
-
-
-def _read_yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def layer(path: Path, source: str) -> Layer:
@@ -151,9 +168,9 @@ def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[
     nested = {section.file_key for section in SECTIONS if section.file_key}
     for key, value in mapping.items():
         if key not in nested or value is None:
-            yield "", str(key), value
+            yield "", key, value
         elif isinstance(value, dict):
-            yield from ((str(key), str(inner), held) for inner, held in value.items())
+            yield from ((key, inner, held) for inner, held in value.items())
         else:
             problems.append(
                 str(
@@ -185,7 +202,7 @@ STRUCTURE: Any = "structure"
 def _unknown(where: str, key: str) -> str:
     close = difflib.get_close_matches(key, known_keys(where), n=1)
     hint = f"Did you mean {close[0]}?" if close else "Remove it, or check the version that wrote the file."
-    return f"{where + '.' if where else ''}{key}: there is no such setting. {hint}"
+    return f"{where + '.' if where else ''}{shortened(key)}: there is no such setting. {hint}"
 
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from accelerate.base import environ
+from accelerate.base.errors import shortened, shown
 from accelerate.settings import complaints
 from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.coloring import colored, wants_color
@@ -16,6 +17,8 @@ from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
 from accelerate.settings.sections.launch import GENERAL
 
+LONGEST_LINE = 1000
+"""Characters of one line of an error."""
 FORMAT = "%(message)s"
 
 options_to_group = {
@@ -89,7 +92,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            self._wrong.append(str(error))
+            self._wrong.append(_with_short(arg_string, str(error)))
             return _WRONG
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -99,7 +102,8 @@ class CustomArgumentParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             if isinstance(action, argparse._SubParsersAction):
                 self.error(complaints.unknown_command(value, action.choices))
-            self._wrong.append(complaints.wrong_choice(str(error), value, action.choices or ()))
+            problem = _with_short(str(value), str(error))
+            self._wrong.append(complaints.wrong_choice(problem, value, action.choices or ()))
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, with colours where it is read on a terminal."""
@@ -113,7 +117,8 @@ class CustomArgumentParser(argparse.ArgumentParser):
         if message.startswith(_UNKNOWN):
             asked = _asked(self, self._words)
             speaker, hint = asked.prog, complaints.unknown_flag(message, _all_flags(asked), asked.prog)
-        self.exit(2, f"{speaker}: error: {message}{hint}\n")
+        short = "\n".join(shortened(line, LONGEST_LINE) for line in message.split("\n"))
+        self.exit(2, f"{speaker}: error: {short}{hint}\n")
 
 
 def _asked(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
@@ -125,6 +130,11 @@ def _asked(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Ar
     if below is None or place is None:
         return parser
     return _asked(below.choices[words[place]], words[place + 1 :])
+
+
+def _with_short(value: str, problem: str) -> str:
+    """What argparse says of a value, which it shows whole."""
+    return problem.replace(repr(value), shown(value))
 
 
 def _listed(problems: list[str]) -> str:

@@ -8,7 +8,8 @@ from enum import Enum
 from typing import Any
 
 from accelerate.base.constants import FSDP_SHARDING_STRATEGY
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, shortened, wrong_value
+from accelerate.settings.parsing import check_values
 
 Mapping = dict[str, Any]
 Environment = abc.Mapping[str, str]
@@ -39,7 +40,11 @@ def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
 
     Returns:
         The mapping in today's form, and notes about what was left out.
+
+    Raises:
+        ConfigurationError: a key is no text, or values are nested too deeply.
     """
+    check_values(mapping)
     current = dict(mapping)
     notes = [note for step in STEPS for note in step(current)]
     return current, tuple(notes)
@@ -52,7 +57,7 @@ def retired_variables(environ: Environment) -> list[str]:
         environ: the process's variables.
     """
     return [
-        f"{name}={environ[name]} has no effect: {why}."
+        f"{name}={shortened(environ[name])} has no effect: {why}."
         for name, why in RETIRED_VARIABLES.items()
         if environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
     ]
@@ -72,9 +77,12 @@ def _tpu_name(mapping: Mapping) -> list[str]:
 
 
 def _flat_dynamo(mapping: Mapping) -> list[str]:
+    nested = mapping.get("dynamo_config") or {}
+    if not isinstance(nested, dict):
+        return []
     flat = {name: mapping.pop(name) for name in TOP_LEVEL_DYNAMO if name in mapping}
     if flat:
-        mapping["dynamo_config"] = {**flat, **(mapping.get("dynamo_config") or {})}
+        mapping["dynamo_config"] = {**flat, **nested}
     return []
 
 

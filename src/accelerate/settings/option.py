@@ -7,6 +7,7 @@ A section is a frozen dataclass whose fields are made by `option`. ``Section.opt
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from argparse import ArgumentTypeError
@@ -16,7 +17,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, shown, wrong_value
+from accelerate.base.text import LARGEST, SMALLEST
 from accelerate.settings.spelling import as_text
 
 SAME = object()
@@ -34,7 +36,7 @@ class Option:
         default: the built-in value.
         help: one sentence for ``-h`` and the docs.
         choices: accepted values; empty means any.
-        limits: smallest and largest number that is accepted.
+        limits: smallest and largest number that is accepted; ``None``: any that 64 bits hold.
         offers: values that the questionnaire lists; empty means the choices.
         flags: spellings on the command line; empty means that there is no flag.
         negations: flags that say no, where a switch has one of its own.
@@ -58,7 +60,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
-    limits: tuple[int, int] | None
+    limits: tuple[float, float] | None
     offers: tuple[str, ...]
     flags: tuple[str, ...]
     negations: tuple[str, ...]
@@ -87,13 +89,28 @@ class Option:
             ConfigurationError: the value has the wrong type, is out of range or not among the choices.
         """
         try:
-            result = READERS[self.kind](value)
-        except (ValueError, TypeError):
-            raise wrong_value(where, value, f"this must be {WANTED[self.kind]}", "Change the value") from None
-        if self.limits is not None and not self.limits[0] <= result <= self.limits[1]:
-            span = f"{self.limits[0]} to {self.limits[1]}"
+            result = self._convert(value)
+        except UnicodeError:
+            reason = "no variable and no path can hold some of its characters"
+            raise wrong_value(where, value, reason, "Remove them") from None
+        except (ValueError, TypeError, OverflowError):
+            wanted = WANTED[self.kind]
+            if len(self.variables) > 1:
+                wanted = f"{len(self.variables)} words like true,false,true"
+            raise wrong_value(where, value, f"this must be {wanted}", "Change the value") from None
+        least, most = self.limits or (SMALLEST, LARGEST)
+        if self.kind in (int, float) and not least <= result <= most:
+            span = f"{least} to {most}"
             raise wrong_value(where, value, "this number is out of range", f"Use one from {span}")
         return self._choose(result, value, where) if self.choices else result
+
+    def _convert(self, value: object) -> Any:
+        result = READERS[self.kind](value)
+        if len(self.variables) <= 1:
+            return result
+        if len(result) != len(self.variables):
+            raise ValueError(value)
+        return tuple(_read_bool(part) for part in result)
 
     def _choose(self, result: Any, value: object, where: str) -> Any:
         for choice in self.choices:
@@ -108,28 +125,33 @@ def _read_bool(value: object) -> bool:
 
 
 def _read_int(value: object) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+    if isinstance(value, (bool, bytes)) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError(value)
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _read_float(value: object) -> float:
-    if isinstance(value, bool):
+    number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
         raise ValueError(value)
-    return float(value)  # type: ignore[arg-type]
+    return number
 
 
 def _read_str(value: object) -> str:
-    if isinstance(value, dict | list | tuple | set):
+    if value is None or isinstance(value, dict | list | tuple | set | bytes):
         raise ValueError(value)
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+    text = ("true" if value else "false") if isinstance(value, bool) else str(value)
+    text.encode("utf-8", "surrogateescape")
+    if "\0" in text:
+        raise UnicodeError(text)
+    return text
 
 
-def _read_tuple(value: object) -> tuple[Any, ...]:
+def _read_tuple(value: object) -> tuple[str, ...]:
     if isinstance(value, list | tuple):
-        return tuple(value)
+        return tuple(_read_str(part) for part in value)
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(part.strip() for part in _read_str(value).split(",") if part.strip())
     raise ValueError(value)
 
 
@@ -162,7 +184,7 @@ def option(
     help: str,
     *,
     choices: tuple[str, ...] = (),
-    limits: tuple[int, int] | None = None,
+    limits: tuple[float, float] | None = None,
     offers: tuple[str, ...] = (),
     flags: tuple[str, ...] | None = None,
     negations: tuple[str, ...] = (),
@@ -289,7 +311,7 @@ def true_or_false(text: str) -> bool:
     try:
         return bool(str_to_bool(text))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} must be true or false") from None
+        raise ArgumentTypeError(f"{shown(text)} must be true or false") from None
 
 
 def refuse_all(problems: list[str]) -> None:

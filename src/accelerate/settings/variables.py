@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import wrong_value
+from accelerate.base.environ import read_flag
 from accelerate.settings.option import Option, Section, refuse_all
 
 S = TypeVar("S", bound=Section)
@@ -79,12 +78,4 @@ def _find_tuple(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
     if not present:
         return {}
     defaults = dict(zip(row.variables, row.default, strict=True))
-    return {row.name: tuple(_yes_or_no(v, environ) if v in present else defaults[v] for v in row.variables)}
-
-
-def _yes_or_no(variable: str, environ: Mapping[str, str]) -> bool:
-    try:
-        return bool(str_to_bool(environ[variable]))
-    except ValueError:
-        mend = f"Set {variable} to true or false"
-        raise wrong_value(variable, environ[variable], "this must be yes or no", mend) from None
+    return {row.name: tuple(read_flag(environ, variable, defaults[variable]) for variable in row.variables)}

@@ -44,6 +44,7 @@ class FsdpSection(Section):
     fsdp_min_num_params: int = option(
         100_000_000,
         "SIZE_BASED_WRAP: modules with at least this many parameters become a unit.",
+        limits=(0, 10**15),
         env="FSDP_MIN_NUM_PARAMS",
         ask="How many parameters has a unit at least?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.base.environ import str_to_bool
+from accelerate.base.errors import shown
 from accelerate.settings.option import Section, option, true_or_false
 from accelerate.settings.sections.launch import RESOURCES
 from accelerate.settings.spelling import as_bit, upper
@@ -20,7 +21,7 @@ def _three_choices(text: str) -> tuple[bool, bool, bool]:
     try:
         fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} must be three words like true,false,true") from None
+        raise ArgumentTypeError(f"{shown(text)} must be three words like true,false,true") from None
     return fprop, dgrad, wgrad
 
 

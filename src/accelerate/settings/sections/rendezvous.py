@@ -29,6 +29,7 @@ class RendezvousSection(Section):
     machine_rank: int = option(
         0,
         "Rank of this machine, from 0.",
+        limits=(0, 10**6),
         flag_default=None,
         ask="What is the rank of this machine?",
         when=_several_machines,
@@ -65,8 +66,12 @@ class RendezvousSection(Section):
         offers=("static", "c10d"),
     )
     rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
-    max_restarts: int = option(0, "How often failed processes are started again.", key=None)
-    monitor_interval: float = option(0.1, "Seconds between two looks at the processes.", key=None)
+    max_restarts: int = option(
+        0, "How often failed processes are started again.", limits=(0, 10**6), key=None
+    )
+    monitor_interval: float = option(
+        0.1, "Seconds between two looks at the processes.", limits=(0.001, 86400), key=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

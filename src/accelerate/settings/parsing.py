@@ -1,0 +1,162 @@
+"""Text of YAML and JSON -> values, within limits of size, depth and number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.errors import ConfigurationError, shortened, shown
+
+if TYPE_CHECKING:
+    import yaml
+
+LARGEST_FILE = 2**20
+"""Bytes."""
+DEEPEST = 50
+"""Levels of mappings and lists in each other."""
+MOST_VALUES = 10_000
+"""Values of a YAML file, those counted again that an alias repeats."""
+LONGEST_NUMBER = 400
+"""Characters: converting far longer ones takes seconds."""
+LONGEST_REPORT = 400
+"""Characters of what PyYAML says about a fault."""
+
+
+def read_text(path: Path) -> str:
+    """Read the text of a configuration file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger than any configuration, or not UTF-8.
+    """
+    with path.open("rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ConfigurationError(f"it has more than {LARGEST_FILE // 1024} KiB")
+    return content.decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: it is no JSON, or beyond the limits.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    check_values(content)
+    return content
+
+
+def parse_yaml(text: str) -> Any:
+    """Read one document of YAML, with plain values only.
+
+    Raises:
+        ValueError: it is no YAML, or beyond the limits.
+    """
+    import yaml
+
+    try:
+        content = yaml.load(text, _loader())  # the safe loader, with limits
+    except yaml.YAMLError as error:
+        told = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigurationError(shortened(told, LONGEST_REPORT)) from error
+    check_values(content)
+    return content
+
+
+def check_values(content: Any) -> None:
+    """Refuse what cannot be a setting: keys that are no text, and values that are nested too deeply.
+
+    Args:
+        content: a value, as it was read.
+
+    Raises:
+        ConfigurationError: it holds such a thing.
+    """
+    level = [("", content)]
+    for _ in range(DEEPEST + 1):
+        level = [inner for place, value in level for inner in _values_in(place, value)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _values_in(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, held in value.items():
+            if not isinstance(key, str):
+                where = f"{shortened(place) or 'it'} has the key {shown(key)}"
+                raise ConfigurationError(f"{where}, which is no text: write it in quotes")
+            yield f"{place}.{key}" if place else key, held
+    elif isinstance(value, (list, tuple)):
+        yield from ((place, held) for held in value)
+
+
+def _too_deep() -> ConfigurationError:
+    return ConfigurationError(f"it has more than {DEEPEST} levels of values in each other")
+
+
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    import yaml
+    from yaml.constructor import ConstructorError
+
+    class Bounded(yaml.SafeLoader):
+        """Stops where a file goes beyond the limits, before the values are made."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            self._depth = 0
+            self._count = 0
+            self._counts: dict[int, int] = {}
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            mark: Any = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            before = self._count
+            is_alias = self.check_event(yaml.AliasEvent)
+            self._depth += 1
+            self._count += 1
+            if self._depth > DEEPEST or self._count > MOST_VALUES:
+                raise self._beyond(mark)
+            node = super().compose_node(parent, index)
+            self._depth -= 1
+            if is_alias:
+                self._repeat(node, mark)
+            else:
+                self._counts[id(node)] = self._count - before
+            return node
+
+        def _repeat(self, node: yaml.Node | None, mark: Any) -> None:
+            """Count what an alias stands for once more; a node that is not complete yet has no count."""
+            if id(node) not in self._counts:
+                raise ConstructorError(None, None, "a value holds itself", mark)
+            self._count += self._counts[id(node)]
+            if self._count > MOST_VALUES:
+                raise self._beyond(mark)
+
+        def _beyond(self, mark: Any) -> Exception:
+            if self._depth > DEEPEST:
+                return ConstructorError(None, None, str(_too_deep()), mark)
+            repeated = "with those that aliases repeat, it has"
+            return ConstructorError(None, None, f"{repeated} more than {MOST_VALUES} values", mark)
+
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            if not isinstance(node, yaml.ScalarNode):
+                return super().construct_object(node, deep)
+            kind = node.tag.rpartition(":")[2]
+            reason = f"{shown(node.value)} is no {kind}"
+            if kind in ("int", "float") and len(node.value) > LONGEST_NUMBER:
+                reason = f"{shown(node.value)} has more than {LONGEST_NUMBER} digits"
+                raise ConstructorError(None, None, reason, node.start_mark)
+            try:
+                return super().construct_object(node, deep)
+            except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
+                raise ConstructorError(None, None, reason, node.start_mark) from error
+
+    return Bounded
