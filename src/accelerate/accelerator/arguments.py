@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
-from accelerate.base.environ import str_to_bool
+from accelerate.base.environ import read_flag
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.text import whole_number
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.dynamo import TorchDynamoPlugin
@@ -106,7 +107,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
     notes = retired_variables(environ)
     return RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
-        cpu=arguments.cpu or _flag(environ, _CPU_VARIABLE),
+        cpu=arguments.cpu or read_flag(environ, _CPU_VARIABLE),
         device_placement=arguments.device_placement,
         step_scheduler_with_optimizer=_step_policy(arguments),
         rng_types=_rng_types(arguments),
@@ -134,25 +135,12 @@ def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -
         environ: the process's environment variables.
     """
     for argument, (variable, method, mend) in _OTHER_METHODS.items():
-        asked = (
-            argument if given.get(argument) is not None else variable if _flag(environ, variable) else None
-        )
+        found = variable if read_flag(environ, variable) else None
+        asked = argument if given.get(argument) is not None else found
         if asked is not None:
             raise ConfigurationError(
                 f"{asked} asks for {method}, which this version cannot train with. {mend}."
             )
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "")
-    if not value:
-        return False
-    try:
-        return bool(str_to_bool(value))
-    except ValueError as error:
-        raise wrong_value(
-            name, value, "it is not a truth value", "Set it to true or false, or unset it"
-        ) from error
 
 
 def _laid_over(
@@ -215,11 +203,15 @@ def _steps_found(environ: Mapping[str, str]) -> int | None:
     text = environ.get(_ACCUMULATION_VARIABLE)
     if not text or text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    try:
+        steps = whole_number(text)
+    except ValueError:
+        steps = 0
+    if steps < 1:
         raise wrong_value(
             _ACCUMULATION_VARIABLE, text, "it is not a count of steps", "Set an integer of at least 1"
         )
-    return int(text)
+    return steps
 
 
 def _positive(steps: int) -> int:
@@ -302,7 +294,7 @@ def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
 def _fsdp(arguments: Arguments, environ: Mapping[str, str]) -> FullyShardedDataParallelPlugin | None:
     plugin = arguments.fsdp_plugin
     if plugin is None:
-        return FullyShardedDataParallelPlugin() if _flag(environ, _FSDP_VARIABLE) else None
+        return FullyShardedDataParallelPlugin() if read_flag(environ, _FSDP_VARIABLE) else None
     if not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise wrong_value(
             "fsdp_plugin",
@@ -325,7 +317,7 @@ def _deepspeed(
         )
     given = arguments.deepspeed_plugin if arguments.deepspeed_plugins is None else arguments.deepspeed_plugins
     if given is None:
-        return DeepSpeedPlugin() if _flag(environ, _DEEPSPEED_VARIABLE) else None
+        return DeepSpeedPlugin() if read_flag(environ, _DEEPSPEED_VARIABLE) else None
     plugins = list(given.values()) if isinstance(given, dict) else [given]
     if not plugins or not all(isinstance(plugin, DeepSpeedPlugin) for plugin in plugins):
         raise wrong_value(
@@ -341,7 +333,7 @@ def _deepspeed(
 def _megatron(arguments: Arguments, environ: Mapping[str, str]) -> MegatronLMPlugin | None:
     plugin = arguments.megatron_lm_plugin
     if plugin is None:
-        return MegatronLMPlugin() if _flag(environ, _MEGATRON_VARIABLE) else None
+        return MegatronLMPlugin() if read_flag(environ, _MEGATRON_VARIABLE) else None
     if not isinstance(plugin, MegatronLMPlugin):
         raise wrong_value(
             "megatron_lm_plugin",
@@ -355,7 +347,7 @@ def _megatron(arguments: Arguments, environ: Mapping[str, str]) -> MegatronLMPlu
 def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> ParallelismConfig | None:
     config = arguments.parallelism_config
     if config is None:
-        return ParallelismConfig() if _flag(environ, _MESH_VARIABLE) else None
+        return ParallelismConfig() if read_flag(environ, _MESH_VARIABLE) else None
     if not isinstance(config, ParallelismConfig):
         raise wrong_value(
             "parallelism_config",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accelerate.diagnostics.bulletin import Report
-from accelerate.launch.failures import FOLDER_VARIABLE, HANG, HANG_KIND, Failure
+from accelerate.launch.failures import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
 
 EXIT_CODE = 1
 
@@ -27,7 +27,7 @@ class Outlet:
     def __init__(self, rank: int, size: int, environ: Mapping[str, str]) -> None:
         self._rank = rank
         self._size = size
-        self._attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
         folder = environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) if folder else None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 FOLDER_VARIABLE = "ACCELERATE_FAILURE_DIR"
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
 ENTRY = Path(__file__).with_name("entry.py")
+MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
 HANG_KIND = "Hang"
@@ -60,9 +61,9 @@ class Failure:
         frames = traceback.extract_tb(error.__traceback__)
         (*_, headline) = traceback.format_exception_only(type(error), error)
         return cls(
-            rank=int(environ.get("RANK", "0")),
-            world_size=int(environ.get("WORLD_SIZE", "1")),
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            rank=count_of(environ, "RANK", 0),
+            world_size=count_of(environ, "WORLD_SIZE", 1),
+            attempt=count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             host=socket.gethostname(),
             pid=os.getpid(),
             moment=time.time(),
@@ -82,6 +83,18 @@ class Failure:
         except OSError:  # the folder is gone, or the disk is full: the error itself is printed instead
             return False
         return True
+
+
+def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
+    """Return a count that the launcher sets, for a report: a wrong one does not take the report's place.
+
+    Args:
+        environ: variables of a process.
+        name: of one of them.
+        usual: the answer where it is absent or no count.
+    """
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else usual
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from accelerate.base.environ import current, patch_environment
 from accelerate.base.errors import LaunchError
+from accelerate.launch.failures import count_of
 from accelerate.launch.local_store import hold_loopback_store, run_key
 from accelerate.launch.worker import PrepareForLaunch
 from accelerate.launchers.cuda_use import describe_cuda_use
@@ -82,8 +83,8 @@ class Worker:
         try:
             self.function(*args)
         except BaseException:
-            attempt = current().get("TORCHELASTIC_RESTART_COUNT", "0")
-            report = self.reports / f"{int(attempt):04}-{time.time_ns()}-{current().get('RANK', os.getpid())}"
+            attempt = count_of(current(), "TORCHELASTIC_RESTART_COUNT", 0)
+            report = self.reports / f"{attempt:04}-{time.time_ns()}-{current().get('RANK', os.getpid())}"
             report.write_text(traceback.format_exc())
             raise
         process_group.close_group()
@@ -93,7 +94,8 @@ class CpuWorker(Worker):
     """The same in a fork that computes on the CPU: OpenMP's threads do not survive a fork."""
 
     def __call__(self, *args: Any) -> None:
-        torch.set_num_threads(int(current().get("OMP_NUM_THREADS") or 1))
+        outermost = current().get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP takes one for each level
+        torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": outermost}, "OMP_NUM_THREADS", 1)))
         super().__call__(*args)
 
 

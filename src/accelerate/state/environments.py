@@ -6,16 +6,17 @@ mine". XLA alone keeps these facts to its runtime.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 
 from accelerate.base import slurm
 from accelerate.base.enums import SageMakerDistributedType
-from accelerate.base.environ import current, str_to_bool
+from accelerate.base.environ import current, read_flag
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.text import whole_number
 from accelerate.devices import catalogue
+from accelerate.settings.parsing import parse_json
 from accelerate.state.topology import Topology
 
 DEFAULT_PORT = 29500
@@ -127,9 +128,10 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], unset: int | Non
     if name is None:
         return None
     try:
-        number = int(environ[name])
+        number = whole_number(environ[name])
     except ValueError:
-        raise wrong_value(name, environ[name], "not a whole number", f"correct or unset {name}") from None
+        reason = "not a whole number of at most 64 bits"
+        raise wrong_value(name, environ[name], reason, f"correct or unset {name}") from None
     if number == unset:
         return None
     if number < 0:
@@ -223,14 +225,14 @@ def from_slurm(environ: Mapping[str, str]) -> Topology | None:
 def uses_sagemaker(environ: Mapping[str, str]) -> bool:
     """Return whether this process belongs to a data-parallel job of Amazon SageMaker."""
     kind = environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE") or SageMakerDistributedType.NO.value
-    return _flag(environ, "ACCELERATE_USE_SAGEMAKER") and kind != SageMakerDistributedType.NO.value
+    return read_flag(environ, "ACCELERATE_USE_SAGEMAKER") and kind != SageMakerDistributedType.NO.value
 
 
 def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
     """Recognise a data-parallel job of Amazon SageMaker; rank 0 is on the first of its hosts."""
     if not uses_sagemaker(environ):
         return None
-    hosts = json.loads(environ.get("SM_HOSTS") or "[]")
+    hosts = _hosts(environ.get("SM_HOSTS") or "[]")
     known = dict(environ)
     if hosts:
         known.setdefault("MASTER_ADDR", hosts[0])
@@ -243,11 +245,22 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
     return topology
 
 
+def _hosts(text: str) -> list[str]:
+    mend = 'set it as SageMaker does: ["algo-1", "algo-2"]'
+    try:
+        hosts = parse_json(text)
+    except ValueError as error:
+        raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", mend) from None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", mend)
+    return hosts
+
+
 def from_xla(environ: Mapping[str, str]) -> Topology | None:
     """Recognise a process of the XLA runtime, which no variables describe: the runtime is asked."""
     if (
         not catalogue.XLA.installed()
-        or _flag(environ, "ACCELERATE_USE_CPU")
+        or read_flag(environ, "ACCELERATE_USE_CPU")
         or catalogue.detect() != catalogue.XLA
     ):
         return None
@@ -260,10 +273,6 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
         node=runtime.host_index(),
         started_by="xla",
     )
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    return str_to_bool(environ.get(name) or "false", to_bool=True)
 
 
 def alone(environ: Mapping[str, str]) -> Topology:

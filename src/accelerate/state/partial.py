@@ -173,7 +173,7 @@ def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     number = name.partition(":")[2]
     if count and not number:
         return None
-    if not number.isdigit() or int(number) >= count:
+    if not number.isdecimal() or len(number) > len(str(count)) or int(number) >= count:
         raise wrong_value(
             "ACCELERATE_TORCH_DEVICE",
             name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.launch.failures import Exits, Failure, collect, shortened
+from accelerate.launch.failures import Exits, Failure, collect, count_of, shortened
 
 
 def describe(message: str, **variables: str) -> Failure:
@@ -56,3 +56,9 @@ def test_errors_of_an_attempt_before_the_one_that_was_seen_do_not_count(tmp_path
 def test_a_long_line_is_cut() -> None:
     assert shortened("x" * 300) == "x" * 300
     assert shortened("x" * 1000, 10) == "xxxxxxxxxx ... (990 more characters)"
+
+
+def test_a_wrong_count_does_not_take_the_place_of_the_failure() -> None:
+    assert count_of({"RANK": "3"}, "RANK", 0) == 3
+    assert [count_of({"RANK": text}, "RANK", 7) for text in ("", "x", "-1", "9" * 5000, "\u00b2")] == [7] * 5
+    assert Failure.of(RuntimeError("gone"), {"RANK": "x"}).headline == "RuntimeError: gone"

@@ -185,3 +185,23 @@ def test_get_cpu_distributed_information() -> None:
 )
 def test_an_open_group_knows_rank_and_size(environ: dict[str, str], topology: Topology) -> None:
     assert environments.detect_in_group(environ, 5, 8) == topology
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "algo-1", "[1]", "{}", "null"], ids=["deep", "word", "number", "object", "null"]
+)
+def test_hosts_that_are_no_list_are_refused(text: str) -> None:
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL"}
+    with pytest.raises(ConfigurationError, match="^SM_HOSTS="):
+        environments.detect({**variables, "SM_HOSTS": text})
+
+
+@pytest.mark.parametrize("text", ["x", "9" * 400, "9" * 5000, "1e999", "\u00b2"], ids=lambda text: text[:9])
+def test_numbers_that_are_none_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="^RANK="):
+        environments.detect({"RANK": text, "WORLD_SIZE": "2"})
+
+
+def test_words_that_are_neither_yes_nor_no_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="^ACCELERATE_USE_SAGEMAKER='perhaps'"):
+        environments.detect({"ACCELERATE_USE_SAGEMAKER": "perhaps"})
