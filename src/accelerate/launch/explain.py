@@ -59,6 +59,7 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
             },
         },
         indent=2,
+        default=str,
     )
 
 

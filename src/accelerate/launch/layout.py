@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from accelerate.base.errors import wrong_value
+from accelerate.base.text import whole_number
 from accelerate.launch.machine import Machine
-from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings
+from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 
+MOST_PROCESSES = 10**6
 CHOSEN = "chosen for this machine"
 
 
@@ -27,9 +29,12 @@ def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
     if not given:
         return settings, ()
     flag = "--processes_per_machine"
-    if not all(part.isdigit() and int(part) for part in given):
+    try:
+        shares = tuple(whole_number(part) for part in given)
+    except ValueError:
+        shares = (0,)
+    if min(shares) < 1:
         raise wrong_value(flag, ",".join(given), "these are no numbers from 1 on", "Write for example 8,4")
-    shares = tuple(int(part) for part in given)
     for name, found in (("num_machines", len(shares)), ("num_processes", sum(shares))):
         wanted = settings.values[name]
         if settings.given(name) and wanted not in (None, -1, found):
@@ -95,6 +100,8 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     place = where(settings, "num_processes")
     if total < 1:
         raise wrong_value(place, total, "at least one process is needed", "Use 1 or more")
+    if total > MOST_PROCESSES:
+        raise wrong_value(place, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
     if total % machines and not shares:
         mend = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
         raise wrong_value(place, total, f"it cannot be divided over {machines} machines", mend)
@@ -133,7 +140,9 @@ def where(settings: Settings, name: str) -> str:
         name: of the option.
 
     Returns:
-        ``--name``, or the file and the key in it.
+        ``--name``, the variable, or the file and the key in it.
     """
-    source = settings.source(name)
+    source, variables = settings.source(name), all_options()[name].variables
+    if source == ENVIRONMENT and variables:
+        return variables[0]
     return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {name}"

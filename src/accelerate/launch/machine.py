@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base.errors import ConfigurationError, shortened
+from accelerate.base.system import expanded
 from accelerate.devices.backend import DeviceBackend
 from accelerate.devices.catalogue import CPU, count_visible
 from accelerate.launch.ports import get_free_port, is_port_in_use
@@ -42,9 +42,10 @@ def read_file(path: str) -> str:
         ConfigurationError: it cannot be read.
     """
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"The file {path} cannot be read: {error}. Check the path.") from error
+        return expanded(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = f"The file {shortened(path)} cannot be read: {shortened(str(error))}"
+        raise ConfigurationError(f"{reason}. Check the path.") from error
 
 
 def has_module(name: str) -> bool:

@@ -122,8 +122,7 @@ class LaunchPlan:
     @property
     def ranks(self) -> str:
         """The ranks of this machine, in words."""
-        before = self.shares[: self.machine] or (self.local_processes,) * self.machine
-        first = sum(before)
+        first = sum(self.shares[: self.machine]) if self.shares else self.local_processes * self.machine
         last = first + self.local_processes - 1
         return f"rank {first}" if first == last else f"ranks {first} to {last}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 from accelerate.settings.sections.rendezvous import RendezvousSection
 
+STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 """Ways of training that need a process group, even with one process."""
 
@@ -222,8 +224,20 @@ def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Re
     if several and not wanted.main_process_ip and not starter.finds_address:
         mend = "Pass the address of the machine of rank 0"
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", mend)
+    _check_streams(settings)
     port, notes = _port(settings, machine, several and not starter.called_once)
     return Rendezvous.of(wanted, port), notes
+
+
+def _check_streams(settings: Settings) -> None:
+    """Refuse what torch would refuse of the streams that are shown, and of further settings."""
+    streams, further = settings.values["tee"], settings.values["rdzv_conf"]
+    if not STREAMS.fullmatch(streams):
+        mend = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
+        raise wrong_value(where(settings, "tee"), streams, "this names no streams", mend)
+    if further and not all("=" in pair.strip("=") for pair in further.split(",")):
+        mend = "Write for example timeout=900,read_timeout=60"
+        raise wrong_value(where(settings, "rdzv_conf"), further, "a setting has no name or no value", mend)
 
 
 def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tuple[str, ...]]:

@@ -27,7 +27,7 @@ KNOWS_ADDRESS = ("pdsh", "slurm")
 ALL_SLOTS = ("openmpi", "mpich", "mvapich")
 """Launchers that use every slot of the host file, and take neither counts nor filters."""
 
-SLOTS = re.compile(r"^[^#\s]\S*\s+slots=(\d+)", re.MULTILINE)
+SLOTS = re.compile(r"^[^#\s]\S*\s+slots=(\d{1,9})\b", re.MULTILINE)
 FILE_VARIABLE = "DS_ENV_FILE"
 USUAL_FILE = ".deepspeed_env"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from accelerate.base.environ import current, patch_environment
-from accelerate.base.errors import LaunchError
+from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.backends.ranks import Ranks, started_by_agent
 from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, taken_signals
@@ -41,6 +42,7 @@ class ElasticLauncher(Launcher):
         Raises:
             LaunchError: the processes did not meet.
         """
+        _make_log_folder(plan)
         ranks = Ranks(folder_of(plan))
         with taken_signals(ranks.on_request, REQUESTS), _interruptible():
             check_reach(plan, say)
@@ -79,6 +81,12 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     held = hold_loopback_store(plan.rendezvous.address, plan.rendezvous.port) if _is_alone(plan) else None
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
+    except ValueError as error:  # before a process is started
+        reason = " ".join(str(error).split()).rstrip(".?")
+        raise ConfigurationError(
+            f"torch cannot use these settings of the rendezvous: {reason}. Correct --main_process_ip, "
+            f"--rdzv_backend or --rdzv_conf."
+        ) from error
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         return exit_code(_code_of_first(plan, ranks) or first.exitcode) or 1
@@ -109,6 +117,16 @@ def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
     seen.write(folder)
     first = find_first(collect(folder, 1))
     return 0 if first is None or first.rank in seen.asked else seen.codes.get(first.rank, 0)
+
+
+def _make_log_folder(plan: LaunchPlan) -> None:
+    folder = plan.rendezvous.log_dir
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        reason = f"this folder cannot be made ({error.strerror})"
+        raise wrong_value("--log_dir", folder, reason, "Choose another place") from error
 
 
 def _code_after(number: signal.Signals) -> int:

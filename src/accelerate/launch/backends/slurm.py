@@ -13,9 +13,11 @@ from signal import SIGINT, SIGTERM
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.base.slurm import first_host, per_node, port_of_step
+from accelerate.base.text import whole_number
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.command import accelerate_command
+from accelerate.launch.layout import where
 from accelerate.launch.local_store import run_key
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
@@ -74,7 +76,7 @@ class SlurmLauncher(Launcher):
             agent=(*words[:end], "--no_slurm"),
             target=tuple(words[end:]),
             cores=min(cores) if cores else None,
-            options=tuple(shlex.split(settings.values["slurm_options"])),
+            options=tuple(_options(settings)),
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
@@ -109,6 +111,15 @@ def _agreed_machines(settings: Settings, nodes: int) -> Settings:
     return settings if explicit else settings.replaced(ALLOCATION, num_machines=nodes)
 
 
+def _options(settings: Settings) -> list[str]:
+    text = settings.values["slurm_options"]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        reason = f"a shell cannot split it into words ({error})"
+        raise wrong_value(where(settings, "slurm_options"), text, reason, "Close the quotes") from None
+
+
 def _processes(facts: Mapping[str, str]) -> int | None:
     """Processes on each machine, as the job was asked for: one for each device, else for each task."""
     devices = _whole(facts, "SLURM_GPUS_ON_NODE")
@@ -116,8 +127,11 @@ def _processes(facts: Mapping[str, str]) -> int | None:
 
 
 def _whole(facts: Mapping[str, str], name: str) -> int | None:
-    text = facts.get(name, "")
-    return int(text) if text.isdigit() and int(text) else None
+    try:
+        number = whole_number(facts.get(name, "0"))
+    except ValueError:
+        return None
+    return number if number > 0 else None
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,7 @@ class SbatchLauncher(Launcher):
         """Write the script: this command again, without the submission."""
         name = Path(plan.target.name).stem
         given = settings.values["slurm_script"]
-        options = shlex.split(settings.values["slurm_options"])
+        options = _options(settings)
         words = accelerate_command(settings, plan.target, *OWN[1:], "num_machines")
         lines = [
             "#!/bin/sh",
