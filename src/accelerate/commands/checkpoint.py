@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -160,7 +161,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     from accelerate.checkpointing import catalogue, manifest
     from accelerate.checkpointing.files import files_under
 
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise wrong_value("folder", str(folder), "there is no such folder", "name a checkpoint")
     found: dict[str, Any] = {}
     for name in files_under(folder):
@@ -243,7 +244,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _parent(folder: Path) -> Path:
     """The folder that holds numbered checkpoints: the given one, or `checkpoints` in it."""
     inner = folder / "checkpoints"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
     return inner if inner.is_dir() else folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError
+from accelerate.base.errors import ConfigurationError, shown
 from accelerate.base.lazy import attach
 from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
 from accelerate.launch import machine
@@ -121,7 +122,8 @@ def _missing_script(words: Sequence[str]) -> str:
     """Say that there is no script, and where it may have gone."""
     last = [part for word in words[-2:] for part in word.split("=", 1)]
     flag, value = ["", "", *last][-2:]
-    taken = f" ({flag} took {value!r} as its value)" if flag.startswith("-") and value.endswith(".py") else ""
+    is_value = flag.startswith("-") and value.endswith(".py")
+    taken = f" ({flag} took {shown(value)} as its value)" if is_value else ""
     return f"the script to run is missing{taken}: accelerate launch [options] train.py"
 
 
@@ -211,8 +213,8 @@ def launch_command(args: argparse.Namespace) -> None:
     if getattr(args, "explain", False) or getattr(args, "dry_run", False):
         print(_explained(args, plan, settings))
         return
-    if plan.target.kind == "script" and not Path(plan.target.name).exists():
-        raise ConfigurationError(f"There is no script {plan.target.name!r} here. Check the path.")
+    if plan.target.kind == "script" and not os.path.exists(plan.target.name):
+        raise ConfigurationError(f"There is no script {shown(plan.target.name)} here. Check the path.")
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()

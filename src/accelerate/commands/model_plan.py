@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 WHOLE = "_Block"
+MOST_DIGITS = 6
+"""Of the number of a device."""
 PLACES = ("mps", "cpu", "disk")
 
 
@@ -31,11 +33,12 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
     found: dict[Any, str] = {}
     for word in words:
         place, equals, size = word.partition("=")
-        if not equals or not (place.isdecimal() or place in PLACES):
+        is_number = place.isdecimal() and len(place) <= MOST_DIGITS
+        if not equals or not (is_number or place in PLACES):
             raise wrong_value(
                 "--device_map", word, "this is no device with its memory", "write 0=24GB, or cpu=64GB"
             )
-        found[int(place) if place.isdecimal() else place] = size
+        found[int(place) if is_number else place] = size
     return get_max_memory(found)
 
 

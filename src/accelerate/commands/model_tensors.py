@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.packages import require
+from accelerate.base.system import expanded
+from accelerate.base.text import describe
 
 CONFIG_NAME = "config.json"
 BITS = {"BOOL": 8, "F4": 4, "F6": 6}
@@ -79,10 +82,10 @@ def read_tensors(
         ConfigurationError: there is no such model, it may not be read, or it says nothing about its tensors.
         MissingPackageError: an empty model is needed, and the library that builds it is missing.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = expanded(model)
+    if os.path.isdir(path):
         return _of_folder(path, library, trust_remote_code)
-    if path.is_file():
+    if os.path.isfile(path):
         return _of_file(path, trust_remote_code)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise wrong_value("MODEL", model, "there is no such file or folder", "Check the path")
@@ -103,10 +106,22 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 def _safetensors_of(path: Path) -> list[Path]:
     index = path / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [path / name for name in sorted(set(names))]
+        return [path / name for name in sorted(_names_in(index))]
     usual = path / SAFE_WEIGHTS_NAME
     return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def _names_in(index: Path) -> set[str]:
+    try:
+        held = json.loads(index.read_text(encoding="utf-8"))
+        names = list(held["weight_map"].values())
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        reason = f"this index of safetensors files cannot be read: {describe(error)}"
+        raise wrong_value("MODEL", str(index), reason, "Check the file") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        reason = "the weight_map of this index names no files"
+        raise wrong_value("MODEL", str(index), reason, "Check the file")
+    return set(names)
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Tensors:

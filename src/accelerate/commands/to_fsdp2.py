@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.system import expanded
 from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings.file_layer import read_mapping, write_file
+from accelerate.settings.file_layer import existing_file, read_mapping, write_file
 from accelerate.settings.migrations import ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING
 from accelerate.settings.migrations import ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING
 from accelerate.settings.migrations import ConversionStatus as ConversionStatus
@@ -42,7 +44,7 @@ def load_config(config_file: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: it is missing, cannot be read, or holds no settings.
     """
-    return read_mapping(Path(config_file).expanduser())
+    return read_mapping(expanded(config_file))
 
 
 def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
@@ -51,11 +53,10 @@ def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: the source is missing, there is no place to write, or it is taken.
     """
-    if not Path(args.config_file).expanduser().is_file():
-        raise wrong_value("--config_file", args.config_file, "there is no such file", "Check the path")
+    existing_file("--config_file", args.config_file)
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")
-    if args.output_file is not None and Path(args.output_file).expanduser().exists() and not args.overwrite:
+    if args.output_file is not None and os.path.exists(expanded(args.output_file)) and not args.overwrite:
         mend = "Choose another, or add --overwrite"
         raise wrong_value("--output_file", args.output_file, "there is a file already", mend)
 
@@ -72,7 +73,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     _validate_to_fsdp2_args(args)
     old = load_config(args.config_file)
     new = convert_config_to_fsdp2(old)
-    target = Path(args.output_file or args.config_file).expanduser()
+    target = expanded(args.output_file or args.config_file)
     write_file(target, _as_text(new, target))
     for note in fsdp2_notes(old):
         print(f"accelerate to-fsdp2: {note}.")

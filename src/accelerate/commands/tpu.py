@@ -7,11 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
+from accelerate.base.errors import ConfigurationError, LaunchError
 from accelerate.commands.utils import make_parser, run_command
+from accelerate.launch.machine import read_file
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig
 from accelerate.settings.config_file import default_config_file as default_config_file
@@ -108,10 +108,8 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
 
 
 def _read_lines(file: str) -> list[str]:
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise wrong_value("--command_file", file, "there is no such file", "Check the path")
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    path = file_layer.existing_file("--command_file", file)
+    lines = (line.strip() for line in read_file(str(path)).splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
 

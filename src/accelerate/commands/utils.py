@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from accelerate.base.errors import AccelerateError, ConfigurationError
@@ -47,6 +48,7 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
 
     Exit codes: 0 when all went well, 2 for wrong settings, 1 for other failures, 130 after Ctrl-C.
     """
+    _print_everything()
     try:
         command(args)
         sys.stdout.flush()
@@ -59,3 +61,9 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
+
+
+def _print_everything() -> None:
+    """Escape characters that the output cannot take, such as parts of a path that are no UTF-8."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from accelerate.base.environ import patch_environment
+from accelerate.base.errors import ConfigurationError
 from accelerate.commands import accelerate_cli
+from accelerate.settings.config_file import ClusterConfig, load_config_from_file
+from accelerate.settings.file_layer import read_mapping
 
 LAUNCH = ("launch", "--dry_run", "--cpu")
 TRAIN = "train.py"
@@ -47,7 +50,7 @@ FLAGS = [
     (("launch", "--dry_run", "--multi_gpu", "--num_processes", "2", TRAIN), "shows no accelerator"),
     ((*LAUNCH, "-m", "--no_python", "a"), "--module and --no_python exclude each other"),
     ((*LAUNCH, "--config_file", "nowhere.yaml", TRAIN), "'nowhere.yaml': there is no such file"),
-    ((*LAUNCH, "--config_file", ".", TRAIN), "there is no such file"),
+    ((*LAUNCH, "--config_file", ".", TRAIN), "it is a folder"),
     (("launch", "--cpu", "nowhere.py"), "There is no script 'nowhere.py' here"),
     (("config", "show", "--confg_file=x"), "did you mean --config_file?"),
     (("config", "default", "--mixed_precision", "fp8"), "invalid choice: 'fp8'"),
@@ -70,6 +73,42 @@ FLAGS = [
     (("completion", "cmd"), "invalid choice: 'cmd'"),
 ]  # fmt: skip
 
+LONG = "a" * 400
+TWO = (*LAUNCH, "--num_processes", "2")
+FLAGS += [
+    ((*LAUNCH, "--config_file", LONG, TRAIN), "it cannot be looked at (File name too long)"),
+    ((*LAUNCH, "--config_file", "~no-such-user/c", TRAIN), "'~no-such-user/c': there is no such file"),
+    ((*LAUNCH, "--num_processes", "9" * 400, TRAIN), "99: this number is out of range"),
+    ((*LAUNCH, "--num_processes", "9" * 5000, TRAIN), "9...9"),
+    ((*LAUNCH, "--num_processes", "9999999", TRAIN), "--num_processes=9999999: so many cannot be started"),
+    ((*LAUNCH, "--num_machines", "9" * 18, TRAIN), "so many cannot be started"),
+    ((*LAUNCH, "--processes_per_machine", "\u00b2", TRAIN), "these are no numbers from 1 on"),
+    ((*LAUNCH, "--processes_per_machine", "9" * 5000, TRAIN), "these are no numbers from 1 on"),
+    ((*LAUNCH, "--max_time", "9" * 400, TRAIN), "this is not a span of time"),
+    ((*LAUNCH, "--gpu_ids", "a\0b", TRAIN), "--gpu_ids='a\\x00b': no variable and no path can hold"),
+    ((*LAUNCH, "--mpirun_hostfile", LONG, TRAIN), "cannot be read: [Errno 36] File name too long"),
+    ((*LAUNCH, "--slurm", "--submit", "--slurm_options", "'", TRAIN), "a shell cannot split it into words"),
+    ((*LAUNCH, "--use_deepspeed", "--deepspeed_config_file", LONG, TRAIN), "there is no such file"),
+    ((*TWO, "--monitor_interval", "nan", TRAIN), "--monitor_interval=nan: this must be a number"),
+    ((*TWO, "--monitor_interval", "0", TRAIN), "--monitor_interval=0.0: this number is out of range"),
+    ((*TWO, "--max_restarts", "-1", TRAIN), "--max_restarts=-1: this number is out of range"),
+    ((*TWO, "--tee", "abc", TRAIN), "--tee='abc': this names no streams"),
+    ((*TWO, "--rdzv_conf", "foo", TRAIN), "--rdzv_conf='foo': a setting has no name or no value"),
+    (("launch", "--cpu", LONG), "There is no script 'aaa"),
+    (("config", "default", "--config_file", f"{LONG}/c.yaml"), "it cannot be written (File name too long)"),
+    (("estimate-memory", LONG + "/a/b"), "there is no such file or folder"),
+    (("checkpoint", "list", LONG), "there is no such folder"),
+    (("merge-weights", LONG, "out"), "this is no folder with a sharded checkpoint"),
+    (("to-fsdp2", "--config_file", ".", "--overwrite"), "--config_file='.': it is a folder"),
+    (("tpu-config", "--tpu_name=a", "--tpu_zone=b", "--command_file", "."), "it is a folder"),
+]  # fmt: skip
+
+BOMB = "a0: &a0 [x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
 FILES = [
     ("num_proceses: 2", "num_proceses: there is no such setting. Did you mean num_processes?"),
     ("fsdp_config: {fsdp_versoin: 2}", "fsdp_config.fsdp_versoin: there is no such setting. Did you"),
@@ -99,9 +138,41 @@ FILES = [
     ("\tx: 1", "is not valid"),
     ("a: &a [*a", "is not valid"),
     ("!!python/object/apply:os.system ['true']", "is not valid"),
+    ("{" * 5000, "is not valid: it has more than 50 levels of values in each other"),
+    ("[" * 5000, "is not valid: it has more than 50 levels of values in each other"),
+    (BOMB, "is not valid: with those that aliases repeat, it has more than 10000 values"),
+    (MERGE_BOMB, "is not valid: with those that aliases repeat, it has more than 10000 values"),
+    ("- a\n" * 20000, "is not valid: with those that aliases repeat, it has more than 10000 values"),
+    ("#" * (2**20 + 1), "is not valid: it has more than 1024 KiB"),
+    ("1: x", "is not valid: it has the key 1, which is no text: write it in quotes"),
+    ("dynamo_config: {1: x}", "dynamo_config has the key 1, which is no text"),
+    ("fsdp_config: {null: x}", "fsdp_config has the key None, which is no text"),
+    ("megatron_lm_config: {on: x}", "megatron_lm_config has the key True, which is no text"),
+    ("deepspeed_config: {[1, 2]: x}", "is not valid: while constructing a mapping"),
+    ("debug: !!bool x", "is not valid: 'x' is no bool at line 1, column 8"),
+    ("max_time: 2020-13-45", "is not valid: '2020-13-45' is no timestamp at line 1"),
+    (f"num_processes: {'9' * 5000}", "has more than 400 digits at line 1"),
+    (f"num_processes: {'9' * 400}", "this number is out of range"),
+    ("num_processes: 9999999", "so many cannot be started"),
+    (f"megatron_lm_config: {{megatron_lm_gradient_clipping: {'9' * 400}}}", "this must be a number"),
+    ("megatron_lm_config: {megatron_lm_gradient_clipping: .inf}", "=inf: this must be a number"),
+    ("deepspeed_config: {zero_stage: .nan}", "deepspeed_config.zero_stage=nan: this must be a whole number"),
+    ('main_process_ip: "a\\0b"', "main_process_ip='a\\x00b': no variable and no path can hold"),
+    ('gpu_ids: "\\uD800"', "gpu_ids='\\ud800': no variable and no path can hold"),
+    ("main_process_ip: !!binary aGk=", "main_process_ip=b'hi': this must be one text"),
+    ("tpu_vm: [{a: 1}]", "tpu_vm=[{'a': 1}]: this must be a list"),
+    ("fp8_config: {override_linear_precision: [true]}", "=[True]: this must be 3 words"),
+    ("dynamo_backend: eager\ndynamo_config: 3", "dynamo_config=3: this must be a group of settings"),
 ]  # fmt: skip
 
 VARIABLES = [
+    ({"ACCELERATE_MAX_TIME": "9" * 400}, "ACCELERATE_MAX_TIME='999"),
+    ({"ACCELERATE_MAX_TIME": "9" * 5000}, "ACCELERATE_MAX_TIME='999"),
+    ({"ACCELERATE_STOP_MARGIN": "-1"}, "ACCELERATE_STOP_MARGIN='-1': this number is out of range"),
+    ({"ACCELERATE_HANG_TIMEOUT": "9" * 5000}, "9': this must be a whole number"),
+    ({"MEGATRON_LM_GRADIENT_CLIPPING": "1e999"}, "_CLIPPING='1e999': this must be a number"),
+    ({"MEGATRON_LM_TP_DEGREE": "\u00b2"}, "MEGATRON_LM_TP_DEGREE='\u00b2': this must be a whole number"),
+    ({"HF_HOME": "a" * 400}, "the default configuration file below it cannot be looked at"),
     ({"ACCELERATE_MIXED_PRECISION": "fp32"}, "ACCELERATE_MIXED_PRECISION='fp32'"),
     ({"ACCELERATE_USE_CPU": "perhaps"}, "ACCELERATE_USE_CPU='perhaps': this must be yes or no"),
     ({"ACCELERATE_DEBUG_MODE": "maybe"}, "ACCELERATE_DEBUG_MODE='maybe': this must be yes or no"),
@@ -110,15 +181,20 @@ VARIABLES = [
     ({"FSDP_VERSION": "3"}, "FSDP_VERSION='3': this is not one of the accepted values"),
     ({"FSDP_MIN_NUM_PARAMS": "lots"}, "FSDP_MIN_NUM_PARAMS='lots': this must be a whole number"),
     ({"PARALLELISM_CONFIG_TP_SIZE": "two"}, "PARALLELISM_CONFIG_TP_SIZE='two': this must be a whole number"),
-    ({"ACCELERATE_FP8_OVERRIDE_FPROP": "x"}, "ACCELERATE_FP8_OVERRIDE_FPROP='x': this must be yes or no"),
+    ({"ACCELERATE_FP8_OVERRIDE_FPROP": "x"}, "ACCELERATE_FP8_OVERRIDE_FPROP='x': neither a yes nor a no"),
     ({"FSDP_VERSION": "3", "ACCELERATE_USE_CPU": "x"}, "2 settings are wrong"),
 ]  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
+    with patch_environment(HF_HOME=folder / "home"):
+        return run_here(monkeypatch, folder, *words)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["accelerate", *words])
-    with patch_environment(HF_HOME=folder / "home"), pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as caught:
         accelerate_cli.main()
     return int(caught.value.code or 0)
 
@@ -150,7 +226,7 @@ def test_flags(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("text", "problem"), FILES)
+@pytest.mark.parametrize(("text", "problem"), FILES, ids=lambda value: value[:40])
 def test_files(
     text: str,
     problem: str,
@@ -171,6 +247,93 @@ def test_variables(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with patch_environment(**variables):
-        assert run(monkeypatch, tmp_path, *LAUNCH, TRAIN) == 2
+    with patch_environment(**{"HF_HOME": tmp_path / "home", **variables}):
+        assert run_here(monkeypatch, tmp_path, *LAUNCH, TRAIN) == 2
     assert_one_message(capsys.readouterr().err, problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 5000, '{"a":' * 500 + "1" + "}" * 500, "\x80", ""],
+    ids=["list", "object", "bytes", "nothing"],
+)
+def test_deepspeed_files(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_bytes(text.encode("latin-1"))
+    words = (*LAUNCH, "--use_deepspeed", "--deepspeed_config_file", "ds.json", TRAIN)
+    assert run(monkeypatch, tmp_path, *words) == 2
+    assert_one_message(capsys.readouterr().err, "--deepspeed_config_file='ds.json': it ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", '{"weight_map": {"a": 1}}', '{"weight_map": {}}', "[" * 5000, "\x80"],
+    ids=["list", "number", "nothing", "deep", "bytes"],
+)
+def test_indices_of_weights(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    assert run(monkeypatch, tmp_path, "estimate-memory", ".") == 2
+    assert_one_message(capsys.readouterr().err, "MODEL='model.safetensors.index.json': ")
+
+
+def test_what_a_terminal_cannot_show_is_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run(monkeypatch, tmp_path, *LAUNCH[:1], "--explain", "--cpu", "\udcff.py") == 0
+    out.flush()
+    assert "\\udcff.py" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", "a: &a {x: 1, y: 2}\nb:\n  <<: [*a]\n  y: 3"],
+)
+def test_aliases_and_merge_keys_are_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert read_mapping(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+
+
+def test_values_of_a_file_have_the_type_of_their_option(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("use_cpu: 'false'\nnum_processes: '2'\ncommands: ls -l, pwd\n")
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+    assert (config.use_cpu, config.num_processes, config.commands) == (False, 2, ["ls -l", "pwd"])
+
+
+def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("num_processes: many")
+    with pytest.raises(ConfigurationError, match="c.yaml: num_processes='many'"):
+        load_config_from_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--log_dir", TRAIN), "--log_dir='train.py': this folder cannot be made (File exists)"),
+        (("--log_dir", LONG), "this folder cannot be made (File name too long)"),
+        (("--rdzv_backend", "foo"), "settings of the rendezvous: The rendezvous backend 'foo'"),
+        (("--rdzv_conf", "timeout=x"), "settings of the rendezvous: invalid literal for int()"),
+        (("--main_process_ip", "no such host"), "settings of the rendezvous: The hostname"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_what_torch_refuses_before_a_process_is_started(
+    words: tuple[str, ...],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / TRAIN).write_text("")
+    launch = ("launch", "--quiet", *TWO[2:], *words, TRAIN)
+    with patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM"):  # torch's agent changes it
+        assert run(monkeypatch, tmp_path, *launch) == 2
+    assert problem in capsys.readouterr().err

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
+from accelerate.base.system import expanded
 from accelerate.commands.config.cluster import get_cluster_input as get_cluster_input
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
@@ -90,9 +91,9 @@ def config_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: on a pipe, an answer is wrong or missing.
     """
-    path = Path(args.config_file).expanduser() if args.config_file else default_place()
+    path = expanded(args.config_file) if args.config_file else default_place()
     prompt = prompt_of_this_process()
-    known = suggest(str(path) if path.is_file() else None)
+    known = suggest(str(path) if os.path.isfile(path) else None)
     while True:
         config = get_user_input(prompt, known)
         prompt.say(f"\n{_shown(config)}")

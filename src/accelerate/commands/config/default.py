@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate.base import environ
 from accelerate.base.enums import ComputeEnvironment, DistributedType
 from accelerate.base.errors import wrong_value
 from accelerate.base.lazy import attach
+from accelerate.base.system import expanded
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.launch.machine import look
 from accelerate.settings.config_file import ClusterConfig, default_config_file
@@ -52,8 +54,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     if precision not in PRECISIONS:
         mend = f"Use one of {', '.join(PRECISIONS)}"
         raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", mend)
-    path = Path(save_location).expanduser()
-    if path.exists():
+    path = expanded(save_location)
+    if os.path.exists(path):
         print(f"{path} is there already and is left as it is. Remove it to write a new one.")
         return False
     _save(_config_of_this_machine(precision), path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from accelerate.base.system import expanded
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.settings.config_file import default_config_file as default_config_file
 from accelerate.settings.config_file import load_config_from_file as load_config_from_file
@@ -28,11 +28,11 @@ def update_config(args: argparse.Namespace) -> str:
     Raises:
         ConfigurationError: there is no such file, or its content is wrong.
     """
-    path = args.config_file or str(default_place())
+    path = str(expanded(args.config_file or default_place()))
     config = load_config_from_file(path)
-    write = config.to_json_file if Path(path).suffix == ".json" else config.to_yaml_file
+    write = config.to_json_file if path.endswith(".json") else config.to_yaml_file
     write(path)
-    return str(path)
+    return path
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -139,7 +139,7 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 
 def _find(source: Path) -> Path:
     candidates = (source, source / f"{FSDP_MODEL_NAME}_0")
-    found = next((path for path in candidates if (path / catalogue.NAME).is_file()), None)
+    found = next((path for path in candidates if os.path.isfile(path / catalogue.NAME)), None)
     if found is None:
         reason = f"this is no folder with a sharded checkpoint: it has no file {catalogue.NAME}"
         raise wrong_value(
