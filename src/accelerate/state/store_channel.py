@@ -42,7 +42,7 @@ class StoreChannel:
     def __init__(self, store: Store, scope: str, environ: Mapping[str, str]) -> None:
         self._store: Any = store
         self._scope = scope
-        self._key = environ.get(KEY_VARIABLE, "").encode()
+        self._key = environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape")
         self._has_warned = False
 
     @property
