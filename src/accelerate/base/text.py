@@ -1,9 +1,11 @@
 """Sizes, names and dictionaries as text: pure functions without torch."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from functools import reduce
+from pathlib import PurePath
 from typing import Any
 
 from accelerate.base.errors import AccelerateError, wrong_value
@@ -105,6 +107,33 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     """
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def refuse_outside(name: object) -> str | None:
+    """Say why a name read from a file does not stay inside the folder that it is relative to.
+
+    Only the name is judged: a link of that name may lead to another folder.
+
+    Args:
+        name: What a file gives as the name of another file: any value that JSON can hold.
+
+    Returns:
+        The reason, to follow the name in a message; None for a relative name without `..`.
+    """
+    if not isinstance(name, str):
+        return f"is not text but of type {type(name).__name__}"
+    if "\0" in name:
+        return "contains a NUL character"
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return "cannot be written as the name of a file"
+    path = PurePath(name)
+    if path.anchor:
+        return "is an absolute path"
+    if ".." in path.parts:
+        return "has a component '..', which leads out of the folder"
+    return None if path.name else "names no file"
 
 
 def describe(error: BaseException) -> str:

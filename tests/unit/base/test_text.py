@@ -1,5 +1,6 @@
 """Sizes, names and dictionaries as text."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -110,3 +111,40 @@ def test_other_texts_are_no_whole_numbers(written):
 def test_a_size_that_no_number_holds_is_refused():
     with pytest.raises(ConfigurationError, match="too large"):
         text.convert_file_size_to_int("9" * 400 + "GB")
+
+
+@pytest.mark.parametrize("name", ["a.bin", "folder/a-1.bin", "a..b", "..a", "./a", "-", "a\udcff"])
+def test_names_inside_a_folder_are_accepted(name: str) -> None:
+    assert text.refuse_outside(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (None, "is not text but of type NoneType"),
+        (["a"], "is not text but of type list"),
+        (True, "is not text but of type bool"),
+        (b"a", "is not text but of type bytes"),
+        ("", "names no file"),
+        (".", "names no file"),
+        ("/etc/passwd", "is an absolute path"),
+        ("//a", "is an absolute path"),
+        ("..", "has a component '..'"),
+        ("a/../b", "has a component '..'"),
+        ("../a", "has a component '..'"),
+        ("a/..", "has a component '..'"),
+        ("a\0b", "contains a NUL character"),
+        ("\ud800", "cannot be written as the name of a file"),
+    ],
+)
+def test_names_outside_a_folder_are_refused(name: object, reason: str) -> None:
+    refused = text.refuse_outside(name)
+
+    assert refused is not None
+    assert refused.startswith(reason)
+
+
+@given(st.text())
+def test_a_name_that_is_accepted_joins_to_a_path_below_the_folder(name: str) -> None:
+    if text.refuse_outside(name) is None:
+        assert os.path.normpath(os.path.join("/folder", name)).startswith("/folder/")
