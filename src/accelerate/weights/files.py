@@ -28,7 +28,7 @@ from torch import Tensor
 from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import place_of, resolve_device
-from accelerate.weights.shared import drop_shared, restore_shared
+from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -47,9 +47,6 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"},
 ]
 """What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
-
-ALIASES = "aliases"
-"""Entry of the metadata: further names of tensors, as JSON."""
 
 _METADATA = {"format": "pt"}
 
@@ -110,10 +107,10 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
     try:
         with safe_open(path, "pt", device=str(device)) as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            aliases = json.loads((opened.metadata() or {}).get(ALIASES, "{}"))
+            metadata = opened.metadata()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    return restore_shared(state, aliases)
+    return restore_shared(state, read_aliases(metadata, state.keys(), path))
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

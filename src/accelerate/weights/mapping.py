@@ -73,7 +73,7 @@ class MappedFile:
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
             self._ranges = _read_header(self._file)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
 
     def __reduce__(self) -> Any:
@@ -114,7 +114,10 @@ def _read_header(file: int) -> dict[str, Range]:
 
 def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
     first, last = entry["data_offsets"]
-    found = Range(data + first, data + last, DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
+    shape = tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
+        raise ValueError(f"{name} has a shape or offsets that are not sizes")
+    found = Range(data + first, data + last, DTYPES.get(entry["dtype"]), shape)
     if not data <= found.start <= found.end <= size:
         raise ValueError(f"{name} is cut off")
     if found.dtype is not None and found.end - found.start != prod(found.shape) * found.dtype.itemsize:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accelerate.base.errors import CheckpointError
-from accelerate.weights.files import ALIASES, read_torch
+from accelerate.weights.files import read_torch
+from accelerate.weights.shared import read_aliases
 
 
 class WeightFile(Protocol):
@@ -65,11 +65,10 @@ class SafetensorsFile:
         shapes = {
             name: torch.Size(opened.get_slice(name).get_shape()) for name in names if not is_extra(name)
         }
-        aliases = json.loads((opened.metadata() or {}).get(ALIASES, "{}"))
-        self._first = {name: first for name, first in aliases.items() if first in shapes}
+        self._first = read_aliases(opened.metadata(), names, path)
         self.shapes: Mapping[str, torch.Size] = {
             **shapes,
-            **{name: shapes[first] for name, first in self._first.items()},
+            **{name: shapes[first] for name, first in self._first.items() if first in shapes},
         }
 
     def read(self, name: str, device: torch.device) -> Tensor:

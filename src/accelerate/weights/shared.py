@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.text import describe
 
 RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""
 
+ALIASES = "aliases"
+"""Entry of the metadata: further names of tensors, as JSON."""
 
 WITHOUT_ADDRESS = ("xla",)
 """Devices whose tensors do not say where they lie: which of them share memory cannot be told."""
@@ -80,17 +85,50 @@ def _check_storable(name: object, tensor: object) -> None:
         raise wrong_value(name, tensor.layout, "safetensors holds dense tensors only", mend)
 
 
+def read_aliases(metadata: Mapping[str, str] | None, names: Collection[str], path: Path) -> dict[str, str]:
+    """Return the further names of tensors that the metadata of a file gives.
+
+    Args:
+        metadata: of a file of safetensors; None where it has none.
+        names: of the tensors in the file.
+        path: the file, for messages.
+
+    Returns:
+        Further name -> the name of the tensor in the file.
+
+    Raises:
+        CheckpointError: they are not JSON of that form, or do not belong to the tensors in the file.
+    """
+    try:
+        aliases = json.loads((metadata or {}).get(ALIASES, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise _wrong_aliases(path, f"is not JSON ({describe(error)})") from error
+    if not isinstance(aliases, dict):
+        raise _wrong_aliases(path, f"holds a {type(aliases).__name__} instead of a dictionary of names")
+    for name, first in aliases.items():
+        if not isinstance(first, str):
+            raise _wrong_aliases(path, f"gives {name!r} a {type(first).__name__} instead of a name")
+        if name in names:
+            raise _wrong_aliases(path, f"names {name!r}, and there is a tensor of that name already")
+        if first not in names:
+            raise _wrong_aliases(path, f"says that {name!r} is {first!r}, and no tensor has that name")
+    return aliases
+
+
+def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: the entry {ALIASES!r} of its metadata {reason}. Save the weights again."
+    )
+
+
 def restore_shared(state: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
     """Give each of several names of a tensor that tensor.
 
     Args:
-        state: tensors by their first names; added to.
-        aliases: other names with the first one.
+        state: tensors by their first names.
+        aliases: other names with the first one, as `read_aliases` returns them.
     """
-    for name, first in aliases.items():
-        if first in state:
-            state.setdefault(name, state[first])
-    return state
+    return {**state, **{name: state[first] for name, first in aliases.items()}}
 
 
 def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:

@@ -108,3 +108,28 @@ def test_the_file_that_was_opened_is_read(tmp_path: Path) -> None:
     assert copy.deepcopy(opened).read("a").tolist() == [0, 0]
     path.unlink()
     assert opened.read("a").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [True, 4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]},
+        {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
+    ],
+)
+def test_headers_with_other_values_than_sizes_are_refused(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"a": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        MappedFile(tmp_path / "x.safetensors")
+
+
+def test_a_deeply_nested_header_is_refused(tmp_path: Path) -> None:
+    header = b"[" * 100_000
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        MappedFile(tmp_path / "x.safetensors")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.weights import shared
+from accelerate.weights.files import load_state_dict, read_safetensors
+from accelerate.weights.reading import open_weights
 from accelerate.weights.shared import drop_shared, missing_names, restore_shared
 
 
@@ -41,10 +46,31 @@ def test_what_is_no_tensor_is_named() -> None:
         drop_shared({"a": torch.ones(1), "extra": 3})
 
 
-def test_an_alias_of_what_is_not_there_is_left_out() -> None:
-    assert restore_shared({}, {"b": "a"}) == {}
-    own = torch.ones(1)
-    assert restore_shared({"a": torch.zeros(1), "b": own}, {"b": "a"})["b"] is own
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('["a"]', "holds a list instead of a dictionary"),
+        ("7", "holds a int instead"),
+        ('{"b": 1}', "gives 'b' a int instead of a name"),
+        ('{"b": ["a"]}', "gives 'b' a list instead of a name"),
+        ('{"b": null}', "gives 'b' a NoneType instead of a name"),
+        ('{"b": "none"}', "'b' is 'none', and no tensor has that name"),
+        ('{"b": "c", "c": "b"}', "'b' is 'c', and no tensor has that name"),
+        ('{"b": "b"}', "'b' is 'b', and no tensor has that name"),
+        ('{"a": "a"}', "names 'a', and there is a tensor of that name"),
+        ('{"a": "other"}', "names 'a', and there is a tensor of that name"),
+    ],
+)
+def test_wrong_aliases_of_a_file_are_named_by_all_readers(tmp_path: Path, entry: str, reason: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2), "other": torch.zeros(2)}, path, {"format": "pt", shared.ALIASES: entry})
+    for read in (read_safetensors, load_state_dict, open_weights):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert reason in str(caught.value)
+        assert str(path) in str(caught.value)
 
 
 def test_one_name_of_a_shared_tensor_is_enough() -> None:
