@@ -22,8 +22,9 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.base.text import describe, listed
+from accelerate.base.text import listed
 from accelerate.weights.files import write_torch, write_whole_tensors
+from accelerate.weights.index import read_weight_map
 from accelerate.weights.shared import drop_shared
 
 _FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -154,11 +155,7 @@ def find_shards(checkpoint: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [path.parent / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of weights, or damaged: {describe(error)}") from error
+    paths = [path.parent / name for name in sorted(set(read_weight_map(path).values()))]
     if missing := [each.name for each in paths if not each.is_file()]:
         raise CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
     return paths

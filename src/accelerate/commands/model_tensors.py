@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -15,7 +14,7 @@ from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.packages import require
 from accelerate.base.system import expanded
-from accelerate.base.text import describe
+from accelerate.weights.index import read_weight_map
 
 CONFIG_NAME = "config.json"
 BITS = {"BOOL": 8, "F4": 4, "F6": 6}
@@ -106,22 +105,9 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 def _safetensors_of(path: Path) -> list[Path]:
     index = path / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        return [path / name for name in sorted(_names_in(index))]
+        return [path / name for name in sorted(set(read_weight_map(index).values()))]
     usual = path / SAFE_WEIGHTS_NAME
     return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
-
-
-def _names_in(index: Path) -> set[str]:
-    try:
-        held = json.loads(index.read_text(encoding="utf-8"))
-        names = list(held["weight_map"].values())
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
-        reason = f"this index of safetensors files cannot be read: {describe(error)}"
-        raise wrong_value("MODEL", str(index), reason, "Check the file") from error
-    if not names or not all(isinstance(name, str) for name in names):
-        reason = "the weight_map of this index names no files"
-        raise wrong_value("MODEL", str(index), reason, "Check the file")
-    return set(names)
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Tensors:

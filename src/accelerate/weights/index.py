@@ -1,4 +1,4 @@
-"""The index of a folder of weights: which file holds which tensor."""
+"""The indices of folders of weights: which file holds which tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
+from accelerate.base.text import describe, listed, refuse_outside
 
 INDEX = "index.json"
 Folder = str | os.PathLike[str]
@@ -42,12 +42,9 @@ def read_index(path: Path) -> Index:
     """Read the index of a folder.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or damaged, or names a file outside the folder.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as an index of weights: {error}") from error
+    content = _read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no index of weights: it holds a {type(content).__name__}.")
     broken = [name for name, entry in content.items() if _is_broken(entry)]
@@ -56,12 +53,57 @@ def read_index(path: Path) -> Index:
             f"{path} is damaged: {listed(broken)} without dtype and shape, and without safetensors_file. "
             "Load the model again, which writes it anew."
         )
+    for name, entry in content.items():
+        if "safetensors_file" not in entry and (reason := refuse_outside(f"{name}.dat")):
+            raise CheckpointError(f"{path} names the weight {name!r}, and the name of its file {reason}.")
     return content
 
 
 def _is_broken(entry: Any) -> bool:
-    keys = entry.keys() if isinstance(entry, dict) else ()
-    return "safetensors_file" not in keys and not {"dtype", "shape"}.issubset(keys)
+    if not isinstance(entry, dict):
+        return True
+    if "safetensors_file" in entry:
+        file = entry["safetensors_file"]
+        texts = (file, entry.get("weight_name", ""), entry.get("dtype", ""))
+        return not all(isinstance(text, str) for text in texts) or "\0" in file
+    shape = entry.get("shape")
+    return not (isinstance(entry.get("dtype"), str) and isinstance(shape, list) and all(map(_is_size, shape)))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Read the index of a model whose weights lie in several files, such as `model.safetensors.index.json`.
+
+    Args:
+        path: the index; the files lie in its folder, as files or links.
+
+    Returns:
+        Tensor by name -> the name of its file, which stays inside the folder.
+
+    Raises:
+        CheckpointError: it is missing, damaged or no such index, or names a file outside the folder.
+    """
+    content = _read_json(path)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no index of weights: it holds no dictionary 'weight_map'.")
+    for name, file in found.items():
+        if reason := refuse_outside(file):
+            raise CheckpointError(
+                f"{path} says that {name!r} lies in {file!r}, which {reason}. Each file must lie in the "
+                "folder of the index."
+            )
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index of weights: {describe(error)}") from error
 
 
 def make_folder(folder: Folder) -> None:

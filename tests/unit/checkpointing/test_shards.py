@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.shards import find_shards, save_sharded
+from accelerate.commands.model_tensors import read_tensors
 
 STATE = {f"layer{index}.weight": torch.full((256,), float(index)) for index in range(4)}
 
@@ -72,6 +73,29 @@ def test_an_index_finds_its_files(tmp_path: Path) -> None:
     written[1].unlink()
     with pytest.raises(CheckpointError, match=f"names files that are not beside it: {written[1].name}"):
         find_shards(tmp_path)
+
+
+def test_links_to_files_of_other_folders_are_read(tmp_path: Path) -> None:
+    save_sharded(STATE, tmp_path / "blobs", 2100)
+    (tmp_path / "linked").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(f"../blobs/{path.name}")
+    found = find_shards(tmp_path / "linked")
+    assert len(found) > 1
+    assert all(path.is_symlink() and path.parent.name == "linked" for path in found)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above"])
+def test_an_index_reads_no_files_of_other_folders(tmp_path: Path, kind: str) -> None:
+    (weights,) = save_sharded(STATE, tmp_path / "other")
+    name = str(weights) if kind == "absolute" else "../other/model.safetensors"
+    (tmp_path / "own").mkdir()
+    index = tmp_path / "own" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(STATE, name)}))
+    with pytest.raises(CheckpointError, match="Each file must lie in the folder of the index"):
+        find_shards(tmp_path / "own")
+    with pytest.raises(CheckpointError, match="Each file must lie in the folder of the index"):
+        read_tensors(str(tmp_path / "own"), None, False)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
