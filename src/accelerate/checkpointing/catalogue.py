@@ -1,7 +1,4 @@
-"""The file that tells what lies where in a folder of shards: `.metadata`, as torch's own reader takes it.
-
-It is a pickle, and a pickle can run code: only the classes that it needs are built.
-"""
+"""The file that tells what lies where in a folder of shards: `.metadata`, as torch's own reader takes it."""
 
 from __future__ import annotations
 
@@ -10,12 +7,13 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate.base.errors import AccelerateError, CheckpointError
 from accelerate.base.text import describe, listed
+from accelerate.checkpointing.metadata import read_metadata
 from accelerate.checkpointing.spread import Shape
 
 if TYPE_CHECKING:  # torch's part of it takes most of a second to import
@@ -30,22 +28,6 @@ NAME = ".metadata"
 
 Place = tuple[Any, ...]
 """The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
-
-_SAFE_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
-_SAFE = {
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}
 
 
 @dataclass(frozen=True)
@@ -203,6 +185,25 @@ class Catalogue:
                 files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
         return files
 
+    def check_files(self, keys: Iterable[str]) -> None:
+        """Compare the files in which some keys lie with what is said of them; nothing is read.
+
+        Raises:
+            CheckpointError: one is missing, or shorter.
+        """
+        problems = []
+        for file, size in sorted(self.needed(keys).items()):
+            path = self.folder / file
+            if not path.is_file():
+                problems.append(f"{self.folder.name}/{file} is missing")
+            elif path.stat().st_size < size:
+                problems.append(
+                    f"{self.folder.name}/{file} has {path.stat().st_size} bytes, and at least {size} are "
+                    "needed: it is cut off, or another file"
+                )
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
 
 def read(folder: Path, root: str, *, trusted: bool = False) -> Catalogue:
     """Read the catalogue of a folder.
@@ -217,8 +218,8 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> Catalogue:
     """
     name = f"{folder.name}/{NAME}"
     try:
-        with (folder / NAME).open("rb") as file:
-            found = (pickle.Unpickler if trusted else _Careful)(file).load()
+        content = (folder / NAME).read_bytes()
+        found = pickle.loads(content) if trusted else read_metadata(content)
         places = dict(found.planner_data or {})
         keys = list(found.state_dict_metadata)
         iter(found.storage_data.items())
@@ -232,41 +233,7 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> Catalogue:
         ) from error
     known = {key: tuple(places.get(key, (key,))) for key in keys}
     nested = all(len(place) > 1 and place[0] == root for place in known.values())
-    return Catalogue(folder, found, {place if nested else (root, key): key for key, place in known.items()})
-
-
-class _Careful(pickle.Unpickler):
-    """Builds catalogues and nothing else."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_layout = module == "torch" and isinstance(getattr(torch, name, None), torch.layout)
-        if is_dtype or is_layout or (module, name) in _SAFE or _is_plain_class(module, name):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"holds a `{module}.{name}`, and only what a catalogue needs is read; other objects can run code "
-            'when they are loaded. If you trust the file, pass load_kwargs={"weights_only": False}'
-        )
-
-
-def _is_plain_class(module: str, name: str) -> bool:
-    """Whether this is a class of torch's checkpoints, and no function, nor a name behind a dot."""
-    return module.startswith(_SAFE_MODULES) and name in _CLASSES
-
-
-_CLASSES = (
-    "Metadata",
-    "MetadataIndex",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-    "MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-    "_StoragePrefix",
-)
+    by_place = {place if nested else (root, key): key for key, place in known.items()}
+    if len(by_place) != len(known):
+        raise CheckpointError(f"{name} gives several entries the same place")
+    return Catalogue(folder, found, by_place)

@@ -41,20 +41,30 @@ def refuse_strangers(found: Catalogue, known: Container[str], groups: int, optim
         optimizer: named in the message.
 
     Raises:
-        CheckpointError: there are states of other parameters, or another number of groups.
+        CheckpointError: there are states of other parameters, or another number of groups, or files are
+            missing.
     """
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    wrong = [place for place in found.places if not _is_place(place)]
+    if wrong:
+        raise CheckpointError(f"{found.folder} holds something else than an optimizer: {wrong[0]}.")
+    found.check_files(found.places.values())  # before memory is reserved for what they shall hold
     strange = {str(place[2]) for place in found.places if place[1] == STATE and place[2] not in known}
     if strange:
         raise CheckpointError(
             f"{found.folder} does not fit this {kind}: it does not step {listed(sorted(strange))}. Prepare "
             "the models and optimizers in the order in which they were saved."
         )
-    saved = len({place[2] for place in found.places if place[1] == GROUPS})
-    if saved != groups:
+    saved = {place[2] for place in found.places if place[1] == GROUPS}
+    if saved != set(range(groups)):
         raise CheckpointError(
-            f"{found.folder} holds {saved} groups of parameters, and this {kind} has {groups}."
+            f"{found.folder} holds {len(saved)} groups of parameters, and this {kind} has {groups}."
         )
+
+
+def _is_place(place: Place) -> bool:
+    kinds = {STATE: str, GROUPS: int}
+    return len(place) == 4 and place[1] in kinds and isinstance(place[2], kinds[place[1]])
 
 
 def loaded_groups(
@@ -76,7 +86,10 @@ def loaded_groups(
         if place[1] == GROUPS:
             read[place[2]][place[3]] = value.slabs[0].tensor if isinstance(value, Spread) else value
     for index, group in enumerate(read):
-        saved = {places.get(name, name) for name in group.pop(PARAMETERS, [])}
+        parameters = group.pop(PARAMETERS, [])
+        if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+            raise CheckpointError(f"Group {index} of the optimizer was saved without names of parameters.")
+        saved: set[Any] = {places.get(name, name) for name in parameters}
         here = {number for name, number in places.items() if number in set(own[index][PARAMETERS])}
         if saved != here:
             names = [name for name, number in places.items() if number in here ^ saved]

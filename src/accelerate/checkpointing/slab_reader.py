@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from accelerate.base.errors import AccelerateError, CheckpointError
 from accelerate.base.text import describe
-from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.catalogue import NAME, Catalogue, Place
 from accelerate.checkpointing.spread import Spread
 from accelerate.weights.files import read_torch
 
@@ -35,11 +35,15 @@ def read(
 ) -> dict[Place, Any]:
     """Do what `slabs.read` says."""
     keys = {found.places[place]: place for place in targets}
-    _check_files(found, keys)
+    found.check_files(keys)
     planner = _Reading({key: targets[place] for key, place in keys.items()}, reading)
     by_file: dict[str, list[ReadItem]] = {}
     for item in planner.items(found.metadata):
-        by_file.setdefault(found.metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        info = found.metadata.storage_data.get(item.storage_index)
+        if info is None:
+            name = item.storage_index.fqn
+            raise CheckpointError(f"{found.folder.name}/{NAME} does not say where a part of {name} lies")
+        by_file.setdefault(info.relative_path, []).append(item)
     reader = FileSystemReader(found.folder)
     reader.set_up_storage_reader(found.metadata, True)
     for file, items in by_file.items():
@@ -56,21 +60,6 @@ def read(
         place: planner.values[key] if targets[place] is None else targets[place]
         for key, place in keys.items()
     }
-
-
-def _check_files(found: Catalogue, keys: Mapping[str, Place]) -> None:
-    problems = []
-    for file, size in sorted(found.needed(keys).items()):
-        path = found.folder / file
-        if not path.is_file():
-            problems.append(f"{found.folder.name}/{file} is missing")
-        elif path.stat().st_size < size:
-            problems.append(
-                f"{found.folder.name}/{file} has {path.stat().st_size} bytes, and at least {size} are "
-                "needed: it is cut off, or another file"
-            )
-    if problems:
-        raise CheckpointError("; ".join(problems))
 
 
 class _Reading(DefaultLoadPlanner):

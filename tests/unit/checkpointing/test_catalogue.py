@@ -42,7 +42,7 @@ def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, second: list[Ent
 
 
 def test_a_state_without_a_key_of_its_own_is_taken_as_if(tmp_path: Path) -> None:
-    flat = Entry(("a.weight",), (2,), torch.float32, (0,), (2,), "f", 0, 1)
+    flat = Entry(("a.weight",), (2,), torch.float32, (0,), (2,), "f", 0, 99)
     catalogue.write(tmp_path, [pack([flat])])
     assert set(catalogue.read(tmp_path, "model").places) == {WEIGHT}
 

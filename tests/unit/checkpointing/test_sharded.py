@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import catalogue
 from accelerate.checkpointing.groups import OPTIMIZER
 from accelerate.checkpointing.part import Load, nothing
 from accelerate.checkpointing.sharded import (
@@ -164,3 +168,70 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     two = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}])
     with pytest.raises(CheckpointError, match="holds 1 groups of parameters, and this AdamW has 2"):
         read_shards("optimizer_0", OptimizerShards(two, [[["weight"]], [["bias"]]]), empty)
+
+
+def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change what the catalogue of a folder of shards says."""
+    content = pickle.loads((folder / catalogue.NAME).read_bytes())
+    change(content)
+    (folder / catalogue.NAME).write_bytes(pickle.dumps(content))
+
+
+def move(old: str, *place: Any) -> Callable[[Any], None]:
+    return lambda content: content.planner_data.update({old: ("optimizer", *place)})
+
+
+def exchange(content: Any) -> None:
+    move(LR, "param_groups", 0, "params")(content)
+    move("optimizer.param_groups.0.params", "param_groups", 0, "lr")(content)
+
+
+def lose(content: Any) -> None:
+    content.storage_data = {
+        index: info for index, info in content.storage_data.items() if "exp_avg" not in index.fqn
+    } | {MetadataIndex(index.fqn): info for index, info in content.storage_data.items()}
+
+
+LR = "optimizer.param_groups.0.lr"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (move(LR, "state"), "holds something else than an optimizer"),
+        (move(LR, "other", 0, "lr"), "holds something else than an optimizer"),
+        (move(LR, "param_groups", "a", "lr"), "holds something else than an optimizer"),
+        (move(LR, "state", 0, "lr"), "holds something else than an optimizer"),
+        (move(LR, "param_groups", 7, "lr"), "holds 2 groups of parameters, and this AdamW has 1"),
+        (move(LR, "param_groups", 0, "params"), "gives several entries the same place"),
+        (exchange, "saved without names of parameters"),
+        (lose, "does not say where a part of optimizer.state.weight.exp_avg lies"),
+    ],
+)
+def test_a_catalogue_of_something_else_is_refused(
+    tmp_path: Path, change: Callable[[Any], None], reason: str
+) -> None:
+    model, optimizer = stepped()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = save(tmp_path, owner_of(optimizer))
+    rewrite(tmp_path / "optimizer_0", change)
+    with pytest.raises(CheckpointError, match=reason):
+        read_shards("optimizer_0", owner_of(optimizer), options)
+
+
+def test_memory_is_not_reserved_for_what_the_files_do_not_hold(tmp_path: Path) -> None:
+    def grow(content: Any) -> None:
+        entry = content.state_dict_metadata["optimizer.state.weight.step"]
+        entry.size, entry.chunks[0].sizes, entry.chunks[0].offsets = 3 * (torch.Size((2**45,)),)
+        entry.chunks[0].offsets = torch.Size((0,))
+        for index, info in content.storage_data.items():
+            info.length = 2**50 if index.fqn.endswith("weight.step") else info.length
+
+    model, optimizer = stepped()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = save(tmp_path, owner_of(optimizer))
+    rewrite(tmp_path / "optimizer_0", grow)
+    with pytest.raises(CheckpointError, match="bytes, and at least 1125899906.* are needed: it is cut off"):
+        read_shards("optimizer_0", owner_of(optimizer), options)
