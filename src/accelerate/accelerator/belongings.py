@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from accelerate import rng
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import generators, loading
+from accelerate.checkpointing.changes import Change, nothing
 from accelerate.checkpointing.groups import OPTIMIZER, ByOrder
 from accelerate.checkpointing.loading import Source
-from accelerate.checkpointing.part import Apply, Load, Part, Payload, nothing
+from accelerate.checkpointing.part import Load, Part, Payload
 from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
 from accelerate.checkpointing.saving import Site
 from accelerate.checkpointing.sharded import MODEL, EitherPart, ShardsPart, folder_of
@@ -47,7 +49,7 @@ def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload
     return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
 
 
-def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[Apply]:
+def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[Change]:
     """Read all files of a checkpoint.
 
     Args:
@@ -135,7 +137,8 @@ def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], site: Site) -> 
 
 def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
     strategy = runtime.strategy
-    whole = ModelPart(index, model=model, load=strategy.load_weights)
+    live = partial(strategy.live_weights, model)
+    whole = ModelPart(index, model=model, load=strategy.load_weights, live=live)
     return EitherPart(folder_of(MODEL, index), partial(strategy.model_shards, model), whole)
 
 
@@ -162,10 +165,11 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     ]
 
 
-def _read_generators(runtime: Runtime, source: Source, options: Load, policy: str) -> Apply:
+def _read_generators(runtime: Runtime, source: Source, options: Load, policy: str) -> Change:
     part = GeneratorsPart(runtime.state.process_index)
     if not source.resized or policy == "strict":
         return part.read(options)
     if policy == "reseed":
-        return partial(generators.reseed, options.read(GeneratorsPart(0).name), part.rank)
+        seed = generators.seed_of(options.read(GeneratorsPart(0).name), part.rank)
+        return part.change(partial(rng.set_seed, seed))
     return part.read(options) if options.has(part.name) else nothing

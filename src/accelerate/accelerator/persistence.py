@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.base.text import describe
 from accelerate.checkpointing import loading, retention, saving
+from accelerate.checkpointing.changes import Change, apply_all
 from accelerate.checkpointing.loading import Source, WorldSizePolicy
-from accelerate.checkpointing.part import Apply, Load
-from accelerate.checkpointing.parts import GeneratorsPart
+from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.progress import Progress, read_progress
 from accelerate.checkpointing.saving import Request
 from accelerate.checkpointing.shards import save_sharded
 from accelerate.checkpointing.state import read_device
@@ -110,7 +111,8 @@ class Persistence:
     ) -> None:
         """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
 
-        All files are compared with their checksums before anything is changed.
+        All files are compared with their checksums, and with the objects that they are for, before anything
+        is changed. Where an object refuses its state all the same, those before it get theirs back.
 
         Args:
             input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones
@@ -138,15 +140,15 @@ class Persistence:
             names = None if source.manifest is None else source.manifest.files
             load = Load(source.folder, device, dict(load_kwargs or {}), options, names)
             try:
-                changes = self._read(source, load, world_size_policy)
+                changes, progress = self._read(source, load, world_size_policy)
             except CheckpointError as error:
                 skipped.append(f"{source.folder}: {error}")
                 cause = error
                 continue
             for line in skipped:
                 logger.warning(f"A checkpoint was skipped. {line}.")
-            _apply_all(source, changes)
-            self._go_on_after(source)
+            apply_all(changes, source.settle)
+            self._go_on_after(source, progress)
             return
         raise loading.nothing_to_load(input_dir, skipped) from cause
 
@@ -288,54 +290,36 @@ class Persistence:
             )
         return self._runtime.checkpoints.candidates(None, _numbered_folder(project))
 
-    def _read(self, source: Source, options: Load, policy: str) -> list[Apply]:
+    def _read(self, source: Source, options: Load, policy: str) -> tuple[list[Change], Progress]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
         if self._runtime.checkpoints.load_hooks:
             source.settle()
         if not source.is_readable:
             source.settle()  # raises on all ranks
         try:
+            progress = read_progress(source, options)
             changes = belongings.read(self._runtime, source, options, policy)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             source.settle(describe(error))
             raise
         source.settle()
-        return changes
+        return changes, progress
 
-    def _go_on_after(self, source: Source) -> None:
+    def _go_on_after(self, source: Source, progress: Progress) -> None:
         """Take over what is counted."""
-        first = GeneratorsPart(0).name
-        if source.manifest is not None:
-            runtime, run = self._runtime, source.manifest.run
-            self.step = source.manifest.step
-            runtime.gradient_state._set_sync_gradients(run.get("sync_gradients", True))
-            for optimizer, updates in zip(runtime.prepared.optimizers, run.get("updates", []), strict=False):
-                optimizer.num_updates = updates
-            for model, order in zip(runtime.prepared.models, run.get("gradient_order", []), strict=False):
-                if runtime.prepared.optimizers and not source.resized:
-                    runtime.strategy.adopt_gradient_order(model, order)
-        elif (source.folder / first).is_file():
-            self.step = Load(source.folder).read(first).get("step", self.step)
+        runtime, project = self._runtime, self._runtime.request.project
+        if progress.step is not None:
+            self.step = progress.step
+        if progress.sync_gradients is not None:
+            runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
+        for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
+            optimizer.num_updates = updates
+        for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
+            if runtime.prepared.optimizers and not source.resized:
+                runtime.strategy.adopt_gradient_order(model, order)
         match = retention.PATTERN.fullmatch(source.folder.name)
-        project = self._runtime.request.project
         if match and project.automatic_checkpoint_naming:
             project.iteration = int(match[1]) + 1
-
-
-def _apply_all(source: Source, changes: Sequence[Apply]) -> None:
-    """Change all objects; whatever goes wrong on one rank is an error on all."""
-    failure: Exception | None = None
-    try:
-        for change in changes:
-            change()
-    except Exception as error:
-        failure = error
-    try:
-        source.settle("" if failure is None else describe(failure))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. A part of the run has the loaded state by now: load another one, or start again."
-        ) from failure
 
 
 def _numbered_folder(project: ProjectConfiguration) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate import rng
@@ -20,29 +22,66 @@ def capture() -> dict[str, Any]:
     return {_name_in_file(name): state for name, state in rng.capture().items()}
 
 
-def restore(states: Mapping[str, Any]) -> None:
-    """Set the generators of this process.
+def check(states: Any) -> dict[str, Any]:
+    """Return the states that the generators of this process take, tried on others of their kind.
 
     Args:
         states: content of the file; the device's may be a list with one state for each device.
 
     Raises:
         CheckpointError: one that this process has is not among them.
+        Exception: one does not fit.
     """
     if not isinstance(states, Mapping):
         raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
-    wanted = list(rng.capture())
-    missing = [name for name in wanted if _name_in_file(name) not in states]
+    current = rng.capture()
+    missing = [name for name in current if _name_in_file(name) not in states]
     if missing:
         raise CheckpointError(
             f"The checkpoint holds no state for the random generators {', '.join(missing)}: it was saved on "
             'other hardware. Load it with world_size_policy="reseed" or "ignore".'
         )
-    rng.restore({name: _own(states[_name_in_file(name)]) for name in wanted})
+    found = {name: _own(states[_name_in_file(name)]) for name in current}
+    random.Random().setstate(found["python"])
+    np.random.RandomState(0).set_state(found["numpy"])
+    torch.Generator().set_state(found["torch"])
+    for name in current.keys() - {"python", "numpy", "torch"}:
+        _check_device(name, current[name], found[name])
+    return found
 
 
-def reseed(states: Mapping[str, Any], rank: int) -> None:
+def _check_device(name: str, current: Any, state: Any) -> None:
+    is_like = type(state) is type(current)
+    if is_like and isinstance(current, torch.Tensor):
+        is_like = (state.dtype, state.shape) == (current.dtype, current.shape)
+    if not is_like:
+        raise CheckpointError(f"The checkpoint holds no state that the random generator of {name} takes.")
+
+
+def restore(states: Any) -> None:
+    """Set the generators of this process.
+
+    Args:
+        states: content of the file.
+
+    Raises:
+        CheckpointError: one that this process has is not among them.
+    """
+    rng.restore(check(states))
+
+
+def reseed(states: Any, rank: int) -> None:
     """Give this process generators that follow from the states of another one.
+
+    Args:
+        states: content of the file of rank 0.
+        rank: this process.
+    """
+    rng.set_seed(seed_of(states, rank))
+
+
+def seed_of(states: Any, rank: int) -> int:
+    """Return the seed of a process that follows from the states of another one.
 
     Args:
         states: content of the file of rank 0.
@@ -50,7 +89,7 @@ def reseed(states: Mapping[str, Any], rank: int) -> None:
     """
     state = states.get(_TORCH) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
-    rng.set_seed(int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS)
+    return int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS
 
 
 def _name_in_file(name: str) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
 from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.changes import Change
+from accelerate.checkpointing.fit import check_form, check_optimizer
+from accelerate.checkpointing.kept import inner_optimizers, keep_optimizer
 from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.spread import Spread
 
@@ -101,22 +105,25 @@ def loaded_groups(
     return [{**before, **after} for before, after in zip(own, read, strict=True)]
 
 
-def load_optimizer(
+def optimizer_change(
     optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
-) -> None:
-    """Bring an optimizer to a state.
+) -> Change:
+    """Return what brings an optimizer to a state.
 
     Args:
         optimizer: prepared or not.
         states: of its parameters, by their order.
         groups: with the numbers of their parameters.
         options: where it was read from.
-
-    Raises:
-        CheckpointError: it does not fit.
     """
-    with options.fitting(OPTIMIZER, type(optimizer).__name__):
-        optimizer.load_state_dict({STATE: dict(states), GROUPS: [dict(group) for group in groups]})
+
+    def apply() -> None:
+        with options.fitting(OPTIMIZER, type(optimizer).__name__):
+            optimizer.load_state_dict({STATE: dict(states), GROUPS: [dict(group) for group in groups]})
+            for inner in inner_optimizers(optimizer):
+                check_optimizer(inner)
+
+    return Change(apply, f"{type(optimizer).__name__} ({OPTIMIZER})", partial(keep_optimizer, optimizer))
 
 
 Names = Sequence[Sequence[Sequence[str]]]
@@ -149,11 +156,13 @@ class ByOrder:
 
     Attributes:
         kind: what messages call the owner.
+        needs_all_ranks: whether all ranks load together.
     """
 
     def __init__(self, owner: Any, names: Callable[[], Names]) -> None:
         self.owner = owner
         self.kind = type(owner).__name__
+        self.needs_all_ranks = bool(getattr(owner, "needs_all_ranks", False))
         self._names = names
 
     def state_dict(self) -> Any:
@@ -166,6 +175,7 @@ class ByOrder:
         Raises:
             CheckpointError: it has states of other parameters, or other groups.
         """
+        check_form(state)
         named = any(isinstance(key, str) for key in state[STATE]) or any(
             isinstance(each, str) for group in state[GROUPS] for each in group[PARAMETERS]
         )

@@ -12,6 +12,7 @@ import torch
 
 from accelerate.base.errors import AccelerateError, CheckpointError
 from accelerate.base.text import describe
+from accelerate.checkpointing.changes import Change
 from accelerate.weights.files import read_torch, write_torch
 
 
@@ -67,10 +68,15 @@ class Load:
         """Name the file, and what kind of object it does not fit, when it does not.
 
         Raises:
-            CheckpointError: whatever was raised inside, but for errors that say so themselves.
+            CheckpointError: whatever was raised inside, but for errors that name the file themselves, and
+                those of a wrong configuration.
         """
         try:
             yield
+        except CheckpointError as error:
+            if name in str(error):
+                raise
+            raise CheckpointError(f"{self.folder / name} does not fit this {kind}: {error}") from error
         except AccelerateError:
             raise
         except Exception as error:  # an object of the user's own may raise anything
@@ -97,10 +103,6 @@ class Payload:
     finish: Callable[[Path, Sequence[Any]], None] | None = None
 
 
-Apply = Callable[[], None]
-"""Changes an object to a state that was read."""
-
-
 class Part(Protocol):
     """One thing that is saved and loaded.
 
@@ -114,11 +116,11 @@ class Part(Protocol):
         """Take the content of its files, without copying it."""
         ...
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         """Read its files; what is returned brings the object to that state.
 
         Raises:
-            CheckpointError: a file is missing or broken.
+            CheckpointError: a file is missing or broken, or is known not to fit the object.
         """
         ...
 
@@ -128,7 +130,3 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
-
-
-def nothing() -> None:
-    """The state of something that has none in this checkpoint."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from accelerate import rng
 from accelerate.base.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -21,9 +22,19 @@ from accelerate.base.constants import (
     SCHEDULER_NAME,
 )
 from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
 from accelerate.checkpointing import generators
-from accelerate.checkpointing.part import Apply, Load, Payload, Stateful, nothing
+from accelerate.checkpointing.changes import Change, Stage, nothing
+from accelerate.checkpointing.fit import check_optimizer, check_weights, loads_its_own_way, refuse_names
+from accelerate.checkpointing.kept import (
+    inner_optimizers,
+    keep_extra,
+    keep_generators,
+    keep_loader,
+    keep_object,
+    keep_optimizer,
+    keep_weights,
+)
+from accelerate.checkpointing.part import Load, Payload, Stateful
 from accelerate.data_loader import position
 from accelerate.logging import get_logger
 from accelerate.weights.files import (
@@ -66,18 +77,30 @@ class StatePart:
     def collect(self) -> list[Payload]:
         return [Payload(self.name, self.owner.state_dict(), self.write)]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         if self.may_lack and options.is_foreign and not options.has(self.name):
             logger.warning(
                 f"{options.folder} holds no {self.name}: this {type(self.owner).__name__} starts anew."
             )
             return nothing
         state = options.read(self.name, options.device if self.on_device else "cpu")
-        return partial(self._apply, state, options)
+        if isinstance(self.owner, nn.Module) and not loads_its_own_way(self.owner):
+            own = self.owner.state_dict(keep_vars=True)
+            check_weights(own, state, options.folder / self.name, self.owner, strict=True)
+        keep = keep_optimizer if inner_optimizers(self.owner) else keep_object
+        stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
+        name = f"{self._kind} ({self.name})"
+        return Change(partial(self._apply, state, options), name, partial(keep, self.owner), stage)
+
+    @property
+    def _kind(self) -> str:
+        return str(getattr(self.owner, "kind", type(self.owner).__name__))
 
     def _apply(self, state: Any, options: Load) -> None:
-        with options.fitting(self.name, getattr(self.owner, "kind", type(self.owner).__name__)):
+        with options.fitting(self.name, self._kind):
             self.owner.load_state_dict(state)
+            for optimizer in inner_optimizers(self.owner):
+                check_optimizer(optimizer)
 
 
 def write_custom(content: Any, path: Path) -> None:
@@ -101,6 +124,7 @@ class ModelPart:
         model: the module that is filled; None where only saving is meant.
         safe: whether safetensors is written.
         load: brings weights into a prepared model, with what fills a module; None fills the model itself.
+        live: returns what the prepared model has by name; None asks the model itself.
     """
 
     index: int
@@ -108,6 +132,7 @@ class ModelPart:
     model: nn.Module | None = None
     safe: bool = True
     load: Callable[[nn.Module, Mapping[str, Tensor], Fill], None] | None = None
+    live: Callable[[], Mapping[str, Any]] | None = None
     everywhere: bool = False
 
     def collect(self) -> list[Payload]:
@@ -124,7 +149,7 @@ class ModelPart:
             )
         ]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         if self.model is None:
             return nothing
         safe, other = (
@@ -138,7 +163,10 @@ class ModelPart:
             state = read_torch(path, options.device, **options.reading)
         else:
             state = read_safetensors(path, options.device)
-        return partial(self._apply, self.model, state, options, name)
+        own = self.model.state_dict(keep_vars=True) if self.live is None else self.live()
+        return weights_change(
+            partial(self._apply, self.model, state, options, name), self.model, own, state, path, options
+        )
 
     def _apply(self, model: nn.Module, state: Any, options: Load, name: str) -> None:
         def fill_module(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -149,6 +177,70 @@ class ModelPart:
                 fill_module(model, state)
             else:
                 self.load(model, state, fill_module)
+
+
+def weights_change(
+    apply: Callable[[], None],
+    model: nn.Module,
+    own: Mapping[str, Any],
+    state: Mapping[str, Any],
+    path: Path,
+    options: Load,
+) -> Change:
+    """Compare weights with a model, and return what fills it.
+
+    Args:
+        apply: fills it.
+        model: prepared or not.
+        own: what it has by name.
+        state: what was read.
+        path: where.
+        options: `strict` is True unless given.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    keep = None
+    try:
+        check_weights(own, state, path, model, strict=options.model.get("strict", True))
+    except CheckpointError:
+        if not isinstance(state, Mapping) or not loads_its_own_way(model):
+            raise
+        keep = partial(keep_weights, model)  # its own code may know the names, or fail
+    name = f"{type(model).__name__} ({path.name})"
+    return Change(apply, name, keep, Stage.LAST, first=extra_changes(model, state, options, name))
+
+
+def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
+    """Return what brings what modules keep beside their tensors to a state, before tensors are changed.
+
+    Args:
+        model: without wrappers, or with.
+        state: what was read, by name.
+        options: how.
+        name: what messages call the model.
+    """
+    modules = {path: module for path, module in model.named_modules() if _has_extra(module)}
+    pairs = [(modules[path], value) for key, value in state.items() if (path := _path_of(key)) in modules]
+    if not pairs:
+        return ()
+
+    def apply() -> None:
+        for module, value in pairs:
+            with options.fitting(name, type(module).__name__):
+                module.set_extra_state(value)
+
+    return (Change(apply, name, partial(keep_extra, [module for module, _ in pairs])),)
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _path_of(key: str) -> str | None:
+    """Return the module to which an entry belongs that is no tensor."""
+    path, _, name = key.rpartition(".")
+    return path if name == "_extra_state" else None
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
@@ -164,17 +256,10 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
         CheckpointError: names do not fit.
         RuntimeError: shapes do not.
     """
-    strict = options.get("strict", True)
     outcome = model.load_state_dict(state, **{**options, "strict": False})
-    unexpected = list(getattr(outcome, "unexpected_keys", []))
-    missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
-    if strict and (missing or unexpected):
-        lacks = f" It lacks {listed(missing)}." if missing else ""
-        strange = f" The model does not have {listed(unexpected)}." if unexpected else ""
-        raise CheckpointError(
-            f"{path} does not fit this {type(model).__name__}.{lacks}{strange} Prepare the models "
-            "in the order in which they were saved; strict=False loads what fits."
-        )
+    if options.get("strict", True):
+        missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
+        refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
 
 
 @dataclass(frozen=True)
@@ -198,12 +283,15 @@ class GeneratorsPart:
     def collect(self) -> list[Payload]:
         return [Payload(self.name, {"step": self.step, **generators.capture()})]
 
-    def read(self, options: Load) -> Apply:
-        return partial(self._apply, options.read(self.name), options)
-
-    def _apply(self, states: Any, options: Load) -> None:
+    def read(self, options: Load) -> Change:
+        states = options.read(self.name)
         with options.fitting(self.name, "process"):
-            generators.restore(states)
+            fitting = generators.check(states)
+        return self.change(partial(rng.restore, fitting))
+
+    def change(self, apply: Callable[[], None]) -> Change:
+        """Return a change of the generators, which comes last: others may draw from them."""
+        return Change(apply, f"random generators ({self.name})", keep_generators, Stage.LAST)
 
 
 @dataclass(frozen=True)
@@ -227,7 +315,7 @@ class LoaderPart:
         state = position.capture(self.loader)
         return [] if state is None else [Payload(sampler_file(self.index), state)]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         name = sampler_file(self.index)
         if not position.is_tracked(self.loader):
             return nothing
@@ -235,7 +323,11 @@ class LoaderPart:
             return nothing
         streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
         found: Any = next((options.read(each) for each in streams if options.has(each)), {})
-        return partial(self._apply, options.read(name), found, options)
+        return Change(
+            partial(self._apply, options.read(name), found, options),
+            f"{type(self.loader).__name__} ({name})",
+            partial(keep_loader, self.loader),
+        )
 
     def _is_known(self, options: Load) -> bool:
         """Whether what other software says of order and position can be taken over; a line says if not."""
@@ -280,7 +372,7 @@ class StreamPart:
         state = position.capture_stream(self.loader)
         return [Payload(stream_file(self.index, self.rank), state)] if state else []
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         return nothing
 
 

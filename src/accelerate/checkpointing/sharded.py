@@ -15,17 +15,19 @@ from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
 from accelerate.checkpointing import catalogue, slabs
 from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.changes import Change, Stage, nothing
+from accelerate.checkpointing.fit import refuse_dtype, refuse_names
 from accelerate.checkpointing.groups import (
     GROUPS,
     OPTIMIZER,
     STATE,
     group_places,
-    load_optimizer,
     loaded_groups,
+    optimizer_change,
     refuse_strangers,
 )
-from accelerate.checkpointing.part import Apply, Load, Part, Payload, nothing
-from accelerate.checkpointing.parts import fill
+from accelerate.checkpointing.part import Load, Part, Payload
+from accelerate.checkpointing.parts import extra_changes, fill
 from accelerate.checkpointing.spread import Spread, rejoin, spread, whole
 
 MODEL = "model"
@@ -52,7 +54,7 @@ class ShardOwner(Protocol):
         """
         ...
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
         """Return what brings the object to a state that was read.
 
         Raises:
@@ -89,7 +91,7 @@ class ShardsPart:
     def collect(self) -> list[Payload]:
         return [slabs.payload(self.folder, self.rank, self.content)]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         return nothing
 
 
@@ -115,13 +117,13 @@ class EitherPart:
     def collect(self) -> list[Payload]:
         return self.whole.collect()
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         if not options.has(f"{self.folder}/{catalogue.NAME}"):
             return self.whole.read(options)
         return read_shards(self.folder, self.owner(), options)
 
 
-def read_shards(folder: str, owner: ShardOwner, options: Load) -> Apply:
+def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
     """Read what this process needs of a state in shards.
 
     Args:
@@ -158,8 +160,11 @@ class ModuleShards:
     def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
         return model_targets(self.module, self.state(), found, options)
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
-        return partial(self._apply, values, options)
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+        state = {place[1]: value for place, value in values.items()}
+        name = f"{type(self.module).__name__} ({FSDP_MODEL_NAME})"
+        first = extra_changes(self.module, state, options, name)
+        return Change(partial(self._apply, values, options), name, stage=Stage.LAST, first=first)
 
     def _apply(self, values: Mapping[Place, Any], options: Load) -> None:
         live = self.state()
@@ -191,7 +196,7 @@ def model_targets(
         strange = [str(place[1]) for place in found.places if place not in own]
         there = {id(live[place]) for place in common}  # a tensor that has several names needs one
         lacking = [str(place[1]) for place, value in live.items() if id(value) not in there]
-        _refuse(found, module, strange, lacking)
+        refuse_names(found.folder, module, lacking, strange)
     other = [
         f"{place[1]} {found.shape(place)} instead of {each.shape}"
         for place in common
@@ -199,6 +204,7 @@ def model_targets(
     ]
     if other:
         raise CheckpointError(f"{found.folder} holds tensors of other shapes: {listed(other)}.")
+    _refuse_kinds(own, found, common)
     return {
         place: each.emptied(found.entry(place).properties.dtype)  # type: ignore[union-attr]
         if isinstance(each := own[place], Spread) and found.shape(place) is not None
@@ -207,15 +213,18 @@ def model_targets(
     }
 
 
-def _refuse(found: Catalogue, model: nn.Module, strange: Sequence[str], lacking: Sequence[str]) -> None:
-    if not strange and not lacking:
-        return
-    lacks = f" It lacks {listed(lacking)}." if lacking else ""
-    has = f" The model does not have {listed(strange)}." if strange else ""
-    raise CheckpointError(
-        f"{found.folder} does not fit this {type(model).__name__}.{lacks}{has} Prepare the models in the "
-        "order in which they were saved; strict=False loads what fits."
-    )
+def _refuse_kinds(own: Mapping[Place, Any], found: Catalogue, common: Sequence[Place]) -> None:
+    """Refuse what is a tensor on one side only, and numbers that would lose a part of them."""
+    reasons = []
+    for place in common:
+        entry, each = found.entry(place), own[place]
+        if isinstance(each, Spread) != hasattr(entry, "properties"):
+            reasons.append(f"{place[1]} is a tensor on one side only")
+        elif isinstance(each, Spread):
+            dtype: torch.dtype = entry.properties.dtype  # type: ignore[union-attr]
+            reasons.append(refuse_dtype(place[1], each.dtype, dtype))
+    if wrong := [reason for reason in reasons if reason]:
+        raise CheckpointError(f"{found.folder} does not fit this model: {listed(wrong)}.")
 
 
 @dataclass(frozen=True)
@@ -258,7 +267,7 @@ class OptimizerShards:
             return own.emptied(dtype)
         return whole(torch.empty(shape, dtype=dtype))
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
         by_name = self._by_name()
         states: dict[int, dict[str, Any]] = {}
         for place, value in values.items():
@@ -268,7 +277,7 @@ class OptimizerShards:
                 states.setdefault(index, {})[place[3]] = joined
         same = {name: index for name, (index, _) in by_name.items()}
         groups = loaded_groups(self.optimizer, values, same)
-        return partial(load_optimizer, self.optimizer, states, groups, options)
+        return optimizer_change(self.optimizer, states, groups, options)
 
     def _by_name(self) -> dict[str, tuple[int, Tensor]]:
         flat = [names for group in self.names for names in group]

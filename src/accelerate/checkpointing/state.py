@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.part import Load, Part
 from accelerate.checkpointing.parts import (
     GeneratorsPart,
@@ -104,9 +106,9 @@ def load_accelerator_state(
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
     ]
     generators = GeneratorsPart(process_index)
-    for apply in [part.read(options) for part in [*parts, generators]]:
-        apply()
-    return {"step": int(options.read(generators.name).get("step", 0))}
+    step = options.read(generators.name).get("step", 0) if options.has(generators.name) else 0
+    apply_all([part.read(options) for part in [*parts, generators]], _raise)
+    return {"step": step if isinstance(step, int) else 0}
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -132,7 +134,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         CheckpointError: the file is missing, broken, or holds objects that can run code.
     """
-    custom_part(index, obj).read(Load(Path(path)))()
+    apply_all([custom_part(index, obj).read(Load(Path(path)))], _raise)
 
 
 def read_device(map_location: Any) -> Any:
@@ -144,6 +146,12 @@ def read_device(map_location: Any) -> Any:
     if map_location == "on_device":
         return PartialState().device
     return "cpu" if map_location is None else map_location
+
+
+def _raise(failure: str) -> None:
+    """Settle alone: what went wrong here is wrong."""
+    if failure:
+        raise CheckpointError(failure)
 
 
 def _save(parts: Iterable[Part], folder: Path, save_on_each_node: bool) -> None:

@@ -350,6 +350,11 @@ class Strategy:
         """Return what saves and loads this process's part of a model; no other process takes part."""
         return ModuleShards(self.unwrap(model, keep_compiled=False))
 
+    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what whole weights of a prepared model must fit: by name what has `shape` and `dtype`."""
+        state: Mapping[str, Any] = self.unwrap(model, keep_compiled=False).state_dict(keep_vars=True)
+        return state
+
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
         """Return what saves and loads this process's part of an optimizer's state.
 

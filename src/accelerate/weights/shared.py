@@ -138,7 +138,16 @@ def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
         model: the module that is to be filled.
         state: tensors by name.
     """
-    own = model.state_dict()
+    return lacking_names(model.state_dict(), state)
+
+
+def lacking_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
+    """List what a state dict lacks of another one, where a tensor that has several names needs one.
+
+    Args:
+        own: what is needed by name, tensors of a module among it.
+        state: the names that there are.
+    """
     filled = {_memory(own[name]) for name in state if name in own}
     return [name for name, tensor in own.items() if name not in state and _memory(tensor) not in filled]
 

@@ -102,7 +102,7 @@ def test_hooks_may_save_and_load_models_themselves(tmp_path: Path) -> None:
     assert len(accelerator._models) == 2
     for handle in handles:
         handle.remove()
-    with pytest.raises(CheckpointError, match=r"holds no model_1\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"weight has the shape \(1, 3\) instead of \(1, 2\)"):
         accelerator.load_state(folder)
 
 

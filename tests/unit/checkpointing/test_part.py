@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.part import Load, nothing
+from accelerate.checkpointing.changes import nothing
+from accelerate.checkpointing.part import Load
 
 
 def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import catalogue
+from accelerate.checkpointing.changes import nothing
 from accelerate.checkpointing.groups import OPTIMIZER
-from accelerate.checkpointing.part import Load, nothing
+from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.sharded import (
     MODEL,
     EitherPart,

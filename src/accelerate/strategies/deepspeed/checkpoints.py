@@ -10,8 +10,9 @@ from typing import Any
 
 from accelerate.base.constants import MODEL_NAME
 from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.changes import Change, Stage
 from accelerate.checkpointing.files import files_under
-from accelerate.checkpointing.part import Apply, Load, Payload
+from accelerate.checkpointing.part import Load, Payload
 from accelerate.checkpointing.parts import number
 from accelerate.logging import get_logger
 from accelerate.state.topology import Topology
@@ -72,7 +73,7 @@ class EnginePart:
         """Deal the files among the processes of this machine."""
         return sorted(names)[self.topology.local_rank :: self.topology.local_size]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         """Return what lets DeepSpeed load its files, on all ranks together.
 
         Raises:
@@ -86,7 +87,7 @@ class EnginePart:
                 "(offload_optimizer_device='cpu') in runs that are to go on; parameters may stay on NVMe."
             )
         if self.engine.load_universal_checkpoint():
-            return partial(self._apply, options, self._universal(options.folder))
+            return self._change(options, self._universal(options.folder))
         if not (options.folder / self.name).is_dir():
             raise CheckpointError(
                 f"{options.folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
@@ -94,7 +95,10 @@ class EnginePart:
                 "weights into the model before `prepare`."
             )
         self._check_shards(options.folder)
-        return partial(self._apply, options, self.name)
+        return self._change(options, self.name)
+
+    def _change(self, options: Load, tag: str) -> Change:
+        return Change(partial(self._apply, options, tag), f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
 
     def _universal(self, folder: Path) -> str:
         """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""

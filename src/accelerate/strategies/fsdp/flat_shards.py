@@ -17,16 +17,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing.changes import Change, Stage
 from accelerate.checkpointing.groups import (
     GROUPS,
     OPTIMIZER,
     STATE,
     group_places,
-    load_optimizer,
     loaded_groups,
+    optimizer_change,
     refuse_strangers,
 )
-from accelerate.checkpointing.part import Apply, Load
+from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.sharded import MODEL, model_targets
 from accelerate.checkpointing.spread import Shape, Spread, Value, slabs_of_range, whole
 from accelerate.strategies.fsdp.parameters import clean_name
@@ -170,6 +171,24 @@ def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
             yield full("_extra_state"), module.get_extra_state()
 
 
+def whole_shapes(root: FSDP) -> dict[str, Any]:
+    """Return what whole weights of a model have by name, without values; in any order of memory.
+
+    Args:
+        root: the outermost unit.
+    """
+    found: dict[str, Any] = {}
+    for prefix, unit in root.named_modules():
+        if isinstance(unit, FSDP) and unit._handle is not None:
+            flat, path = unit._handle.flat_param, f"{prefix}." if prefix else ""
+            aliases = _aliases(flat, path)
+            for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
+                name = clean_name(path + fqn)
+                empty = torch.empty(shape, dtype=flat.dtype, device="meta")
+                found.update(dict.fromkeys((name, *aliases.get(name, ())), empty))
+    return {**found, **dict(_others(root, set(found)))}
+
+
 @dataclass(frozen=True)
 class FlatModuleShards:
     """The weights of a model under FSDP 1.
@@ -192,8 +211,8 @@ class FlatModuleShards:
     def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
         return model_targets(self.module, self.state(), found, options)
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
-        return partial(self._apply, values)
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+        return Change(partial(self._apply, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
 
     @torch.no_grad()
     def _apply(self, values: Mapping[Place, Any]) -> None:
@@ -266,7 +285,7 @@ class FlatOptimizerShards:
             self._read[key] = torch.zeros(piece.total, dtype=dtype)
         return piece.spread(piece.part(self._read[key]), 0)
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Apply:
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
         known, places = self._by_name(), self._places()
         states: dict[int, dict[str, Any]] = {}
         for place, value in values.items():
@@ -278,7 +297,7 @@ class FlatOptimizerShards:
             states.setdefault(places[id(piece.stepped)], {})[place[3]] = filled
         numbers = {name: places[id(piece.stepped)] for name, piece in known.items()}
         groups = loaded_groups(self.optimizer, values, numbers)
-        return partial(load_optimizer, self.optimizer, states, groups, options)
+        return optimizer_change(self.optimizer, states, groups, options)
 
     def _places(self) -> dict[int, int]:
         """Return what the optimizer steps, by identity, with its number."""

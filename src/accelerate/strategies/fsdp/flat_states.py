@@ -54,6 +54,8 @@ class WholeFlatOptimizer:
         state: as `gather_flat_state` returns it, where it is to be saved.
     """
 
+    needs_all_ranks = True
+
     def __init__(
         self, optimizer: Any, root: FSDP, names: Names, offload: bool, state: Mapping[str, Any] | None
     ) -> None:

@@ -28,7 +28,7 @@ from accelerate.checkpointing.sharded import ShardOwner
 from accelerate.nested import recursively_apply
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
-from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards
+from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards, whole_shapes
 from accelerate.strategies.fsdp.flat_states import (
     Names,
     WholeFlatOptimizer,
@@ -221,6 +221,11 @@ class FullySharded(Sharded):
         """Return what saves and loads this process's part of a model."""
         root = root_of(model)
         return super().model_shards(model) if root is None else FlatModuleShards(root)
+
+    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return what whole weights of a model have, without values."""
+        root = root_of(model)
+        return super().live_weights(model) if root is None else whole_shapes(root)
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
         """Return what saves and loads this process's part of an optimizer's state."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.changes import Change, Stage
 from accelerate.checkpointing.files import files_under
-from accelerate.checkpointing.part import Apply, Load, Payload
+from accelerate.checkpointing.part import Load, Payload
 from accelerate.state.topology import Topology
 
 FOLDER = "megatron"
@@ -43,7 +44,7 @@ class MegatronPart:
         mine = sorted(files_under(place))[self.topology.local_rank :: self.topology.local_size]
         return [Payload(f"{FOLDER}/{name}", None, leave) for name in mine]
 
-    def read(self, options: Load) -> Apply:
+    def read(self, options: Load) -> Change:
         """Return what lets Megatron-LM load its files, on all ranks together.
 
         Raises:
@@ -54,7 +55,7 @@ class MegatronPart:
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
-        return partial(self._apply, options)
+        return Change(partial(self._apply, options), f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
 
     def _apply(self, options: Load) -> None:
         with options.fitting(FOLDER, "engine"):

@@ -1,0 +1,225 @@
+"""Whether a state that was read fits an object, which is asked before the object cannot be brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from accelerate.base.errors import CheckpointError
+from accelerate.base.text import listed
+from accelerate.weights.reading import is_extra
+from accelerate.weights.shared import lacking_names
+
+Strings = tuple[str, ...]
+
+NEEDED: dict[str, Strings] = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Muon": ("momentum_buffer",),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": (),
+    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
+}
+"""What torch's optimizers need of a parameter that was stepped: numbers, and tensors of its shape."""
+
+NEEDED_WITH: dict[str, dict[str, str]] = {
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
+"""What they need in groups with an option."""
+
+
+# Weights
+
+
+def check_weights(
+    own: Mapping[str, Any], state: Any, path: object, model: nn.Module, *, strict: bool
+) -> None:
+    """Compare weights with those of the model that they are meant for.
+
+    Args:
+        own: what the model has by name: anything with `shape` and `dtype`, or extra state.
+        state: what was read.
+        path: where it was read, for messages.
+        model: named in messages.
+        strict: whether each name must be there on both sides.
+
+    Raises:
+        CheckpointError: names, shapes or kinds do not fit.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{path} does not fit this {type(model).__name__}: it holds a {type(state).__name__} instead of "
+            "weights by name."
+        )
+    if strict:
+        refuse_names(path, model, lacking_names(own, state), [name for name in state if name not in own])
+    wrong = [
+        reason for name, value in state.items() if name in own and (reason := _misfit(name, own[name], value))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit this {type(model).__name__}: {listed(wrong)}. Prepare the models in the "
+            "order in which they were saved."
+        )
+
+
+def refuse_names(
+    path: object, model: nn.Module, missing: Sequence[object], strange: Sequence[object]
+) -> None:
+    """Refuse names that only one side has.
+
+    Raises:
+        CheckpointError: there are any.
+    """
+    if not missing and not strange:
+        return
+    lacks = f" It lacks {listed([str(name) for name in missing])}." if missing else ""
+    has = f" The model does not have {listed([str(name) for name in strange])}." if strange else ""
+    raise CheckpointError(
+        f"{path} does not fit this {type(model).__name__}.{lacks}{has} Prepare the models in the order in "
+        "which they were saved; strict=False loads what fits."
+    )
+
+
+def _misfit(name: str, own: Any, value: Any) -> str:
+    if is_extra(name) or is_lazy(own):
+        return ""
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__} instead of a tensor"
+    shape, wanted = tuple(value.shape), tuple(own.shape)
+    if shape != wanted and not (wanted == () and shape == (1,)):  # as torch takes it
+        return f"{name} has the shape {shape} instead of {wanted}"
+    return refuse_dtype(name, own.dtype, value.dtype)
+
+
+def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
+    """Say why numbers of a format cannot be brought to another one without losing a part of them.
+
+    Args:
+        name: of the tensor.
+        own: format of the model.
+        read: that of the file.
+
+    Returns:
+        The reason, or nothing.
+    """
+    loses = read.is_complex and not own.is_complex
+    return f"{name} has the dtype {read} instead of {own}" if loses else ""
+
+
+def loads_its_own_way(model: nn.Module) -> bool:
+    """Whether a model has code that may take weights of other names than those of its state dict.
+
+    Args:
+        model: without wrappers, or with.
+    """
+    return any(map(_has_own_code, model.modules()))
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    kind = type(module)
+    hooks = (
+        *module._load_state_dict_pre_hooks.values(),
+        *module._load_state_dict_post_hooks.values(),
+        *module._state_dict_hooks.values(),
+    )
+    return any(
+        getattr(kind, name) is not getattr(nn.Module, name) or name in vars(module) for name in _OVERRIDABLE
+    ) or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+_OVERRIDABLE = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+
+
+# Optimizers
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Compare the state that an optimizer of torch has got with what it needs to step.
+
+    Args:
+        optimizer: one of another origin is taken to have checked its state.
+
+    Raises:
+        CheckpointError: a group or a state has something else than this optimizer needs.
+    """
+    kind = type(optimizer)
+    if kind.__name__ not in NEEDED or not kind.__module__.startswith("torch.optim."):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        _check_group(f"Group {index} of the optimizer", group, optimizer.defaults)
+        further = NEEDED_WITH.get(kind.__name__, {})
+        needed = (*NEEDED[kind.__name__], *(key for option, key in further.items() if group[option]))
+        for place, parameter in enumerate(group["params"]):
+            name = f"The state of parameter {place} in group {index}"
+            _check_state(name, optimizer.state.get(parameter), parameter, needed)
+    strange = [str(key) for key in optimizer.state if not isinstance(key, Tensor)]
+    if strange:
+        raise CheckpointError(f"There are states of parameters that it does not step: {listed(strange)}.")
+
+
+def _check_group(name: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    missing = [key for key in defaults if key not in group]
+    if missing:
+        raise CheckpointError(f"{name} lacks {listed(missing)}.")
+    wrong = [key for key, value in defaults.items() if not _is_like(value, group[key])]
+    if wrong:
+        raise CheckpointError(f"{name} has another kind of value for {listed(wrong)}.")
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    if default is None or isinstance(default, bool):
+        return value is None or isinstance(value, (bool, int, float, Tensor))
+    if isinstance(default, (int, float, Tensor)):
+        return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(default, (tuple, list)):
+        fits = isinstance(value, (tuple, list)) and len(value) == len(default)
+        return fits and all(_is_like(*pair) for pair in zip(default, value, strict=True))
+    return isinstance(value, type(default))
+
+
+def _check_state(name: str, state: Any, parameter: Tensor, needed: Strings) -> None:
+    if not state:
+        return
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{name} is a {type(state).__name__} instead of a dictionary.")
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise CheckpointError(f"{name} lacks {listed(missing)}.")
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            if value.numel() != 1 and value.shape != parameter.shape:
+                shape, wanted = tuple(value.shape), tuple(parameter.shape)
+                raise CheckpointError(f"{name} has {key} with the shape {shape} instead of {wanted}.")
+        elif not (value is None or isinstance(value, (bool, int, float))):
+            raise CheckpointError(f"{name} has a {type(value).__name__} as {key}.")
+
+
+def check_form(state: Any) -> None:
+    """Refuse what is no state of an optimizer at all.
+
+    Args:
+        state: what was read.
+
+    Raises:
+        CheckpointError: it has not the form that `torch.optim.Optimizer.state_dict` gives.
+    """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    has_groups = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not has_groups or not isinstance(state.get("state"), Mapping):
+        raise CheckpointError("it is no state of an optimizer: it needs 'state' and 'param_groups'")

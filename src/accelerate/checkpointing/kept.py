@@ -1,0 +1,263 @@
+"""The state that an object has before a checkpoint is loaded: kept, and brought back if that fails.
+
+What replaces attributes of an object is undone by references. What changes tensors in their places is undone
+where these are small; of large ones no copies are made, and it is noticed that they were changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import rng
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.changes import Apply
+from accelerate.data_loader import position
+
+LARGEST = 64 * 2**20
+"""Bytes of tensors of one object that are copied, at most."""
+
+_FIXED = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Values that nothing changes in their places."""
+
+
+class _Tensors:
+    """Tensors whose values are kept, or watched where there are too many.
+
+    Args:
+        tensors: live ones.
+        largest: bytes of them that are copied; None: all.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], largest: int | None = LARGEST) -> None:
+        found = list({id(each): each for each in tensors}.values())
+        is_small = largest is None or sum(each.numel() * each.element_size() for each in found) <= largest
+        self._found = [
+            (each, _version(each), each.detach().clone() if is_small else None)
+            for each in found
+            if not each.is_meta
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring back the values.
+
+        Raises:
+            CheckpointError: large ones were changed.
+        """
+        changed = [(each, kept) for each, version, kept in self._found if _version(each) != version]
+        for each, kept in changed:
+            if kept is not None:
+                each.copy_(kept)
+        if any(kept is None for _, kept in changed):
+            raise CheckpointError("its tensors were changed before it failed")
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _restore_attributes(kept: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+    for owner, attributes in kept:
+        for name in vars(owner).keys() - attributes.keys():
+            del vars(owner)[name]
+        vars(owner).update(attributes)
+
+
+# Optimizers
+
+
+_WRAPPED = ("optimizer", "owner", "base_optimizer")
+"""Attributes under which an optimizer is wrapped."""
+
+
+def inner_optimizers(owner: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of torch that an object wraps, maybe several times, or is.
+
+    Args:
+        owner: what is loaded.
+    """
+    found: list[Any] = []
+    queue = [owner]
+    while queue:
+        each = queue.pop()
+        if any(each is known for known in found) or not hasattr(each, "__dict__"):
+            continue
+        found.append(each)
+        queue += [vars(each)[name] for name in _WRAPPED if name in vars(each)]
+    return [each for each in found if isinstance(each, torch.optim.Optimizer) and "state" in vars(each)]
+
+
+def keep_optimizer(owner: Any) -> Apply:
+    """Keep the state of what wraps optimizers, or is one: nothing large is copied.
+
+    Args:
+        owner: what is loaded.
+    """
+    optimizers = inner_optimizers(owner)
+    attributes = [(each, dict(vars(each))) for each in optimizers]
+    states = [(each.state, _contents(each.state)) for each in optimizers]
+    groups = [
+        (each.param_groups, [(group, dict(group)) for group in each.param_groups]) for each in optimizers
+    ]
+    tensors = _Tensors(_tensors_in([[list(each.state.values()), each.param_groups] for each in optimizers]))
+
+    def bring_back() -> None:
+        _restore_attributes(attributes)
+        for state, entries in states:
+            state.clear()
+            for key, (values, content) in entries.items():
+                if isinstance(values, dict):
+                    values.clear()
+                    values.update(content)
+                state[key] = values
+        for found, kept in groups:
+            found[:] = [group for group, _ in kept]
+            for group, content in kept:
+                group.clear()
+                group.update(content)
+        tensors.restore()
+
+    return bring_back
+
+
+def _contents(state: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {key: (value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()}
+
+
+# Models
+
+
+def keep_weights(model: nn.Module) -> Apply:
+    """Keep copies of the tensors of a model: as much memory as it has.
+
+    Args:
+        model: with what wraps its modules.
+    """
+    places = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
+    both = [found for _, parameters, buffers in places for found in (parameters, buffers)]
+    tensors = _Tensors([each for found in both for each in found.values() if each is not None], largest=None)
+
+    def bring_back() -> None:
+        for module, parameters, buffers in places:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        tensors.restore()
+
+    return bring_back
+
+
+def keep_extra(modules: Sequence[nn.Module]) -> Apply:
+    """Keep what modules have beside their tensors.
+
+    Args:
+        modules: each has an extra state.
+    """
+    states = [(module, copy.deepcopy(module.get_extra_state())) for module in modules]
+
+    def bring_back() -> None:
+        for module, state in states:
+            module.set_extra_state(state)
+
+    return bring_back
+
+
+# Objects with a state
+
+
+def keep_object(owner: Any) -> Apply:
+    """Keep the state of an object with `state_dict` and `load_state_dict`: scheduler, scaler, the user's own.
+
+    Args:
+        owner: what is loaded.
+    """
+    attributes = [(each, dict(vars(each))) for each in _stateful(owner)]
+    state, tensors = _state_of(owner)
+
+    def bring_back() -> None:
+        _restore_attributes(attributes)
+        if state is not None:
+            owner.load_state_dict(state)  # for what was changed in its place
+            for each, kept in attributes:
+                vars(each).update({name: value for name, value in kept.items() if isinstance(value, _FIXED)})
+        tensors.restore()
+
+    return bring_back
+
+
+def _stateful(owner: Any) -> list[Any]:
+    """Return an object and those with states that are its attributes, or lie in lists that are."""
+    found: list[Any] = []
+    queue = [owner]
+    while queue:
+        each = queue.pop()
+        if any(each is known for known in found) or not hasattr(each, "__dict__"):
+            continue
+        found.append(each)
+        values = [value for value in vars(each).values() if isinstance(value, (list, tuple))]
+        inside = [*vars(each).values(), *(item for value in values for item in value)]
+        queue += [item for item in inside if _has_state(item)]
+    return found
+
+
+def _has_state(value: Any) -> bool:
+    skipped = isinstance(value, (type, nn.Module, torch.optim.Optimizer, Tensor, *_FIXED))
+    return not skipped and callable(getattr(value, "load_state_dict", None))
+
+
+def _state_of(owner: Any) -> tuple[Any, _Tensors]:
+    """Return a copy of a state, which shares large tensors with the object; None where there is none yet."""
+    try:
+        state = owner.state_dict()
+        tensors = list(_tensors_in(state))
+        is_large = sum(each.numel() * each.element_size() for each in tensors) > LARGEST
+        return copy.deepcopy(state, {id(each): each for each in tensors} if is_large else {}), _Tensors(
+            tensors
+        )
+    except Exception:  # of the user's own: what has no state before it is loaded has none to bring back
+        return None, _Tensors([])
+
+
+# Loaders and random generators
+
+
+def keep_loader(loader: Any) -> Apply:
+    """Keep the order and position of a prepared loader.
+
+    Args:
+        loader: of any kind.
+    """
+    sampler = loader.get_sampler()
+    owners = [loader, loader.position, sampler, loader._index_sampler, loader.dataset]
+    kept = [(each, dict(vars(each))) for each in owners if hasattr(each, "__dict__")]
+    drawn = [(generator, generator.get_state()) for generator in position.generators_of(loader)]
+    epoch = loader.iteration
+
+    def bring_back() -> None:
+        _restore_attributes(kept)
+        loader.set_epoch(epoch)
+        _restore_attributes(kept)
+        for generator, state in drawn:
+            generator.set_state(state)
+
+    return bring_back
+
+
+def keep_generators() -> Apply:
+    """Keep the states of the random generators of this process."""
+    states = rng.capture()
+    return lambda: rng.restore(states)
