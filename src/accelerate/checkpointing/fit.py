@@ -31,7 +31,10 @@ NEEDED: dict[str, Strings] = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""What torch's optimizers need of a parameter that was stepped: numbers, and tensors of its shape."""
+"""What torch's optimizers need of a parameter that was stepped."""
+
+NUMBERS = ("step", "eta", "mu", "mu_product")
+"""Which of it are numbers; the others are tensors of the parameter's shape."""
 
 NEEDED_WITH: dict[str, dict[str, str]] = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
@@ -182,9 +185,9 @@ def _check_group(name: str, group: Mapping[str, Any], defaults: Mapping[str, Any
 
 def _is_like(default: Any, value: Any) -> bool:
     if default is None or isinstance(default, bool):
-        return value is None or isinstance(value, (bool, int, float, Tensor))
+        return value is None or isinstance(value, (bool, int, float))
     if isinstance(default, (int, float, Tensor)):
-        return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        return _is_number(value)
     if isinstance(default, (tuple, list)):
         fits = isinstance(value, (tuple, list)) and len(value) == len(default)
         return fits and all(_is_like(*pair) for pair in zip(default, value, strict=True))
@@ -192,20 +195,47 @@ def _is_like(default: Any, value: Any) -> bool:
 
 
 def _check_state(name: str, state: Any, parameter: Tensor, needed: Strings) -> None:
-    if not state:
+    if state is None:
         return
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} is a {type(state).__name__} instead of a dictionary.")
     missing = [key for key in needed if key not in state]
-    if missing:
+    if state and missing:
         raise CheckpointError(f"{name} lacks {listed(missing)}.")
+    check_shapes(name, state, tuple(parameter.shape))
     for key, value in state.items():
-        if isinstance(value, Tensor):
-            if value.numel() != 1 and value.shape != parameter.shape:
-                shape, wanted = tuple(value.shape), tuple(parameter.shape)
-                raise CheckpointError(f"{name} has {key} with the shape {shape} instead of {wanted}.")
-        elif not (value is None or isinstance(value, (bool, int, float))):
-            raise CheckpointError(f"{name} has a {type(value).__name__} as {key}.")
+        fits = _is_number(value) if key in NUMBERS else _is_shaped(value, parameter, key not in needed)
+        if not fits:
+            raise CheckpointError(f"{name} has a {type(value).__name__} as {key}, which does not fit.")
+
+
+def _is_number(value: Any) -> bool:
+    is_single = isinstance(value, Tensor) and value.numel() == 1
+    return isinstance(value, (bool, int, float)) or (is_single and value.layout == torch.strided)
+
+
+def _is_shaped(value: Any, parameter: Tensor, may_be_none: bool) -> bool:
+    if value is None:
+        return may_be_none
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.layout == torch.strided
+
+
+def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -> None:
+    """Compare what an optimizer keeps for a parameter with the shape of that.
+
+    Args:
+        name: of the state, for messages.
+        state: numbers, tensors of one element, and tensors of that shape.
+        wanted: the shape.
+
+    Raises:
+        CheckpointError: a tensor has another one.
+    """
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != wanted:
+            raise CheckpointError(
+                f"{name} has {key} with the shape {tuple(value.shape)} instead of {tuple(wanted)}."
+            )
 
 
 def check_form(state: Any) -> None:

@@ -42,12 +42,24 @@ def check(states: Any) -> dict[str, Any]:
             'other hardware. Load it with world_size_policy="reseed" or "ignore".'
         )
     found = {name: _own(states[_name_in_file(name)]) for name in current}
-    random.Random().setstate(found["python"])
-    np.random.RandomState(0).set_state(found["numpy"])
-    torch.Generator().set_state(found["torch"])
+    try_on_cpu(found)
     for name in current.keys() - {"python", "numpy", "torch"}:
         _check_device(name, current[name], found[name])
     return found
+
+
+def try_on_cpu(states: Mapping[str, Any]) -> None:
+    """Set generators that nobody uses to states of those of Python, numpy and torch.
+
+    Args:
+        states: by the names that `rng.capture_on_cpu` gives them.
+
+    Raises:
+        Exception: one is missing, or does not fit.
+    """
+    random.Random().setstate(states["python"])
+    np.random.RandomState(0).set_state(states["numpy"])
+    torch.Generator().set_state(states["torch"])
 
 
 def _check_device(name: str, current: Any, state: Any) -> None:

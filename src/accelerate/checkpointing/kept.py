@@ -30,12 +30,12 @@ class _Tensors:
 
     Args:
         tensors: live ones.
-        largest: bytes of them that are copied; None: all.
+        whole: copy them however large they are.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], largest: int | None = LARGEST) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, whole: bool = False) -> None:
         found = list({id(each): each for each in tensors}.values())
-        is_small = largest is None or sum(each.numel() * each.element_size() for each in found) <= largest
+        is_small = whole or _size_of(found) <= LARGEST
         self._found = [
             (each, _version(each), each.detach().clone() if is_small else None)
             for each in found
@@ -57,6 +57,10 @@ class _Tensors:
             raise CheckpointError("its tensors were changed before it failed")
 
 
+def _size_of(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -71,11 +75,19 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _restore_attributes(kept: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+def _restore_attributes(
+    kept: Iterable[tuple[Any, Mapping[str, Any]]], only: type | tuple[type, ...] = object
+) -> None:
+    """Give objects the attributes that they had.
+
+    Args:
+        kept: objects with their attributes.
+        only: kinds of values; attributes with others stay as they are.
+    """
     for owner, attributes in kept:
         for name in vars(owner).keys() - attributes.keys():
             del vars(owner)[name]
-        vars(owner).update(attributes)
+        vars(owner).update({name: value for name, value in attributes.items() if isinstance(value, only)})
 
 
 # Optimizers
@@ -150,7 +162,7 @@ def keep_weights(model: nn.Module) -> Apply:
     """
     places = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
     both = [found for _, parameters, buffers in places for found in (parameters, buffers)]
-    tensors = _Tensors([each for found in both for each in found.values() if each is not None], largest=None)
+    tensors = _Tensors([each for found in both for each in found.values() if each is not None], whole=True)
 
     def bring_back() -> None:
         for module, parameters, buffers in places:
@@ -190,13 +202,35 @@ def keep_object(owner: Any) -> Apply:
 
     def bring_back() -> None:
         _restore_attributes(attributes)
-        if state is not None:
-            owner.load_state_dict(state)  # for what was changed in its place
-            for each, kept in attributes:
-                vars(each).update({name: value for name, value in kept.items() if isinstance(value, _FIXED)})
+        if state is not None and not _is_same(owner.state_dict(), state):  # changed in its place
+            _load_again(owner, state)
+            _restore_attributes(attributes, only=_FIXED)
         tensors.restore()
 
     return bring_back
+
+
+def _load_again(owner: Any, state: Any) -> None:
+    try:
+        owner.load_state_dict(state)
+    except Exception:  # what refuses every state may have taken it all the same
+        if not _is_same(owner.state_dict(), state):
+            raise
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two states have the same values; other objects than plain ones are taken to differ."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Tensor):
+        return first.shape == second.shape and bool(torch.equal(first, second))
+    if isinstance(first, Mapping):
+        return list(first) == list(second) and all(_is_same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return isinstance(first, _FIXED) and bool(first == second)
 
 
 def _stateful(owner: Any) -> list[Any]:
@@ -224,7 +258,7 @@ def _state_of(owner: Any) -> tuple[Any, _Tensors]:
     try:
         state = owner.state_dict()
         tensors = list(_tensors_in(state))
-        is_large = sum(each.numel() * each.element_size() for each in tensors) > LARGEST
+        is_large = _size_of(tensors) > LARGEST
         return copy.deepcopy(state, {id(each): each for each in tensors} if is_large else {}), _Tensors(
             tensors
         )

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelerate import rng
@@ -323,8 +324,11 @@ class LoaderPart:
             return nothing
         streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
         found: Any = next((options.read(each) for each in streams if options.has(each)), {})
+        state = options.read(name)
+        with options.fitting(name, type(self.loader).__name__):
+            _check_position(state, found)
         return Change(
-            partial(self._apply, options.read(name), found, options),
+            partial(self._apply, state, found, options),
             f"{type(self.loader).__name__} ({name})",
             partial(keep_loader, self.loader),
         )
@@ -351,6 +355,26 @@ class LoaderPart:
             position.restore(self.loader, state, found.get("dataset"))
             if "torchdata" in found and state["seen"] and not state["is_over"]:
                 self.loader.go_on_by_torchdata(found)
+
+
+def _check_position(state: Any, found: Any) -> None:
+    """Refuse what a loader would notice when its next pass begins.
+
+    Args:
+        state: its order and position.
+        found: the state of its dataset.
+
+    Raises:
+        Exception: something is missing, or of another kind.
+    """
+    if not position.is_state(state) or not isinstance(found, Mapping):
+        raise CheckpointError("this is no position of a loader")
+    start = state.get("start")
+    if start is not None:
+        generators.try_on_cpu(start["global"])
+    drawn = [*state["generators"], *([] if start is None else start["generators"])]
+    if not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in drawn):
+        raise CheckpointError("it holds states of random generators that are none")
 
 
 @dataclass(frozen=True)

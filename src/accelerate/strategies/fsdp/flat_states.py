@@ -11,6 +11,9 @@ import torch
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from accelerate.checkpointing.fit import check_shapes
+from accelerate.strategies.fsdp.flat_shards import whole_shapes
+
 Names = Sequence[Sequence[str]]
 """For each group of an optimizer the names of its parameters, in the order that they had."""
 
@@ -71,8 +74,15 @@ class WholeFlatOptimizer:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's part of a whole state; called on all ranks."""
+        """Take over this rank's part of a whole state; called on all ranks.
+
+        Raises:
+            CheckpointError: it has another shape than a parameter.
+        """
         flat = [name for group in self._names for name in group]
+        shapes = whole_shapes(self._root)  # torch cuts a tensor of any shape
+        for index, values in state["state"].items():
+            check_shapes(f"The state of {flat[index]}", values, tuple(shapes[flat[index]].shape))
         named = {
             "state": {flat[index]: dict(values) for index, values in state["state"].items()},
             "param_groups": [
