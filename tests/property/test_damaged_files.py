@@ -249,7 +249,7 @@ def test_states_of_optimizers(content: bytes) -> None:
     before = copy.deepcopy(optimizer.state_dict())
     with file_of(content, "optimizer.bin") as path:
         try:
-            apply_all([StatePart("optimizer.bin", owner).read(Load(path.parent))], settle)
+            apply_all([StatePart("optimizer.bin", owner, is_optimizer=True).read(Load(path.parent))], settle)
         except AccelerateError:
             assert same(before, optimizer.state_dict())
         else:

@@ -7,6 +7,7 @@ where these are small; of large ones no copies are made, and it is noticed that 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,12 @@ class _Tensors:
 
     Args:
         tensors: live ones.
-        whole: copy them however large they are.
+        largest: bytes of them that are copied, at most.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, whole: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor], largest: float) -> None:
         found = list({id(each): each for each in tensors}.values())
-        is_small = whole or _size_of(found) <= LARGEST
+        is_small = _size_of(found) <= largest
         self._found = [
             (each, _version(each), each.detach().clone() if is_small else None)
             for each in found
@@ -49,11 +50,10 @@ class _Tensors:
         Raises:
             CheckpointError: large ones were changed.
         """
-        changed = [(each, kept) for each, version, kept in self._found if _version(each) != version]
-        for each, kept in changed:
-            if kept is not None:
+        for each, _, kept in self._found:
+            if kept is not None and not torch.equal(each, kept):
                 each.copy_(kept)
-        if any(kept is None for _, kept in changed):
+        if any(kept is None and _version(each) != version for each, version, kept in self._found):
             raise CheckpointError("its tensors were changed before it failed")
 
 
@@ -126,7 +126,9 @@ def keep_optimizer(owner: Any) -> Apply:
     groups = [
         (each.param_groups, [(group, dict(group)) for group in each.param_groups]) for each in optimizers
     ]
-    tensors = _Tensors(_tensors_in([[list(each.state.values()), each.param_groups] for each in optimizers]))
+    is_plain = all(type(each).load_state_dict is torch.optim.Optimizer.load_state_dict for each in optimizers)
+    live = _tensors_in([list(each.state.values()) for each in optimizers])
+    tensors = _Tensors(live, 0 if is_plain else LARGEST)  # torch replaces tensors, and changes none
 
     def bring_back() -> None:
         _restore_attributes(attributes)
@@ -162,7 +164,7 @@ def keep_weights(model: nn.Module) -> Apply:
     """
     places = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
     both = [found for _, parameters, buffers in places for found in (parameters, buffers)]
-    tensors = _Tensors([each for found in both for each in found.values() if each is not None], whole=True)
+    tensors = _Tensors([each for found in both for each in found.values() if each is not None], math.inf)
 
     def bring_back() -> None:
         for module, parameters, buffers in places:
@@ -259,11 +261,10 @@ def _state_of(owner: Any) -> tuple[Any, _Tensors]:
         state = owner.state_dict()
         tensors = list(_tensors_in(state))
         is_large = _size_of(tensors) > LARGEST
-        return copy.deepcopy(state, {id(each): each for each in tensors} if is_large else {}), _Tensors(
-            tensors
-        )
+        shared: dict[int, Any] = {id(each): each for each in tensors} if is_large else {}
+        return copy.deepcopy(state, shared), _Tensors(tensors, LARGEST)
     except Exception:  # of the user's own: what has no state before it is loaded has none to bring back
-        return None, _Tensors([])
+        return None, _Tensors([], 0)
 
 
 # Loaders and random generators

@@ -64,6 +64,7 @@ class StatePart:
         name: its file.
         owner: the object.
         on_device: whether its state is read to the device of the run.
+        is_optimizer: whether it is one, or wraps one.
         write: writes its state to a path.
         may_lack: whether a checkpoint of other software may be without it; the object stays as it is then.
     """
@@ -71,6 +72,7 @@ class StatePart:
     name: str
     owner: Stateful
     on_device: bool = False
+    is_optimizer: bool = False
     everywhere: bool = False
     write: Callable[[Any, Path], None] = write_torch
     may_lack: bool = False
@@ -88,7 +90,7 @@ class StatePart:
         if isinstance(self.owner, nn.Module) and not loads_its_own_way(self.owner):
             own = self.owner.state_dict(keep_vars=True)
             check_weights(own, state, options.folder / self.name, self.owner, strict=True)
-        keep = keep_optimizer if inner_optimizers(self.owner) else keep_object
+        keep = keep_optimizer if self._optimizers() else keep_object
         stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
         name = f"{self._kind} ({self.name})"
         return Change(partial(self._apply, state, options), name, partial(keep, self.owner), stage)
@@ -100,8 +102,11 @@ class StatePart:
     def _apply(self, state: Any, options: Load) -> None:
         with options.fitting(self.name, self._kind):
             self.owner.load_state_dict(state)
-            for optimizer in inner_optimizers(self.owner):
+            for optimizer in self._optimizers():
                 check_optimizer(optimizer)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return inner_optimizers(self.owner) if self.is_optimizer else []
 
 
 def write_custom(content: Any, path: Path) -> None:
@@ -418,7 +423,7 @@ def state_parts(
     """
     return [
         *(
-            StatePart(number(OPTIMIZER_NAME, index, ".bin"), each, on_device=True)
+            StatePart(number(OPTIMIZER_NAME, index, ".bin"), each, on_device=True, is_optimizer=True)
             for index, each in enumerate(optimizers)
         ),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), each) for index, each in enumerate(schedulers)),

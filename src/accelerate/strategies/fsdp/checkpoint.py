@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
 from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import CheckpointError, wrong_value
 from accelerate.checkpointing import catalogue, slabs
 from accelerate.checkpointing.catalogue import Catalogue
+from accelerate.checkpointing.changes import Change, apply_all
 from accelerate.checkpointing.groups import OPTIMIZER, ByOrder, by_name
 from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.parts import fill, number
+from accelerate.checkpointing.parts import StatePart, fill, number, weights_change
 from accelerate.checkpointing.sharded import MODEL, ShardOwner, folder_of
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
@@ -104,11 +106,8 @@ def load_fsdp_model(
         _load_shards(found, owner, options)
         stored = {str(place[1]) for place in found.places}
     else:
-        state = together(lambda: read_torch(path, "cpu"))
-        state = {names.get(name, name): value for name, value in state.items()}
-        strategy.load_weights(
-            model, state, lambda module, weights: fill(module, weights, path, options.model)
-        )
+        state = together(lambda: _read_whole(path, names))
+        apply_all([together(lambda: _whole_change(strategy, model, state, path, options))], _settle)
         stored = set(state)
     wanted = set(names.values())
     return LoadedKeys(sorted(wanted - stored), sorted(stored - own))
@@ -182,9 +181,9 @@ def load_fsdp_optimizer(
         _load_shards(together(lambda: catalogue.read(path, OPTIMIZER)), owner, Load(folder))
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
-    state = together(lambda: read_torch(path, "cpu"))
     names = strategy.parameter_names(optimizer, [model])
-    ByOrder(whole, lambda: names).load_state_dict(state)
+    part = StatePart(path.name, ByOrder(whole, lambda: names), is_optimizer=True)
+    apply_all([together(lambda: part.read(Load(path.parent)))], _settle)
 
 
 def whole_model(index: int) -> str:
@@ -231,4 +230,29 @@ def _load_shards(found: Catalogue, owner: ShardOwner, options: Load) -> None:
     change = together(
         lambda: owner.plan(slabs.read(found, owner.targets(found, options), options.reading), options)
     )
-    change()
+    apply_all([change], _settle)
+
+
+def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    state = read_torch(path, "cpu")
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} instead of weights by name.")
+    return {names.get(name, name): value for name, value in state.items()}
+
+
+def _whole_change(
+    strategy: Strategy, model: nn.Module, state: Mapping[str, Any], path: Path, options: Load
+) -> Change:
+    def fill_module(module: nn.Module, weights: Mapping[str, Any]) -> None:
+        fill(module, weights, path, options.model)
+
+    apply = partial(strategy.load_weights, model, state, fill_module)
+    return weights_change(apply, model, strategy.live_weights(model), state, path, options)
+
+
+def _settle(failure: str) -> None:
+    def fail() -> None:
+        if failure:
+            raise CheckpointError(failure)
+
+    together(fail)
