@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import stat
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -83,7 +84,7 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
     """
     metadata = {**_METADATA, ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
     try:
-        save_file(dict(kept), path, metadata)
+        _save_with_usual_mode(dict(kept), path, metadata)
     except KeyError as error:
         name = next((name for name, tensor in kept.items() if tensor.dtype == error.args[0]), None)
         if name is None:
@@ -92,6 +93,20 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
         raise wrong_value(name, error.args[0], "safetensors has no such dtype", mend) from error
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+
+
+def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file with the permissions of any new file, where safetensors gives it 0600."""
+    is_new = not path.exists()
+    with path.open("ab") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        save_file(state, path, metadata)
+        path.chmod(mode)
+    except BaseException:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:

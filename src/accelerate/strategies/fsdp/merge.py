@@ -24,6 +24,7 @@ from accelerate.base.errors import wrong_value
 from accelerate.checkpointing import catalogue, slabs
 from accelerate.checkpointing.catalogue import Catalogue, Place
 from accelerate.checkpointing.spread import whole
+from accelerate.weights.files import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
@@ -69,9 +70,7 @@ class Format:
 
 
 def _save_safely(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_whole_tensors(tensors, {}, path)
 
 
 SAFETENSORS = Format(SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, _save_safely)

@@ -56,6 +56,8 @@ def test_shards_become_one_file(checkpoint: Path, tmp_path: Path, safe: bool) ->
     path = target / names[0]
     assert_same(load_file(path) if safe else torch.load(path, weights_only=True))
     assert checkpoint.is_dir()
+    (tmp_path / "new").touch()
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_a_large_model_becomes_several_files_and_an_index(checkpoint: Path, tmp_path: Path) -> None:
