@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing.fields import FORMAT, MANIFEST, check_fields, shorten, spell_name
 from accelerate.checkpointing.files import ALGORITHM, FileRecord, checksum_of, measure, write_text
 
-NAME = "manifest.json"
-FORMAT = 1
+NAME = MANIFEST
+SAVE = "save"
+"""The fact of a run by which all manifests of one save are known, on whatever machine they lie."""
 _SEAL = "seal"
+NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,23 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write this into a folder whose files all lie on the disk."""
+        """Write this into a folder whose files all lie on the disk.
+
+        Raises:
+            CheckpointError: `read` would refuse it.
+        """
         write_text(folder / NAME, self.spell())
 
     def spell(self) -> str:
-        """Return this as JSON, with a checksum of itself."""
+        """Return this as JSON, with a checksum of itself.
+
+        Raises:
+            CheckpointError: `read` would refuse it.
+        """
         content = {**vars(self), "files": {name: asdict(record) for name, record in self.files.items()}}
         for record in content["files"].values():
             del record["name"]
+        check_fields(json.loads(json.dumps(content)))
         return json.dumps({**content, _SEAL: _seal_of(content)}, indent=1)
 
 
@@ -67,7 +80,8 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; what is wrong is said without the folder's name.
+        CheckpointError: there is none, it is damaged, or a field is not what it should be; what is wrong is
+            said without the folder's name.
     """
     path = folder / NAME
     if not path.is_file():
@@ -76,22 +90,49 @@ def read(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         seal = content.pop(_SEAL)
         version = content["format"]
+        expected = _seal_of(content)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{NAME} is damaged ({error})") from error
     except OSError as error:
         raise CheckpointError(f"{NAME} cannot be read: {error}") from error
-    if version != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise CheckpointError(
-            f"{NAME} has format {version}, and this version reads format {FORMAT}: load it with the version "
-            "of accelerate that saved it, or a later one"
+            f"{NAME} has format {shorten(version)}, and this version reads format {FORMAT}: load it with the "
+            "version of accelerate that saved it, or a later one"
         )
-    if seal != _seal_of(content):
+    if seal != expected:
         raise CheckpointError(f"{NAME} is damaged: its content does not fit its checksum")
+    check_fields(content)
+    files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
+    return Manifest(files=files, **content)
+
+
+def stamp(folder: Path) -> str:
+    """Return what tells a checkpoint from any other that had or will have its name.
+
+    It is that of the content of its manifest, which names the save, and changes with `renew`; empty where
+    there is no manifest.
+    """
+    path = folder / NAME
     try:
-        files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
-        return Manifest(files=files, **content)
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{NAME} was made by something else ({error})") from error
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return f"{os.fstat(file.fileno()).st_mtime_ns}-{checksum_of(file.read())}"
+    except OSError:  # it was just removed, or cannot be read: `read` says why
+        return ""
+
+
+def renew(folder: Path) -> None:
+    """Give a checkpoint another stamp: another one had its name for a moment, and may have been read.
+
+    Raises:
+        OSError: it could not be.
+    """
+    path = folder / NAME
+    if path.is_file():
+        facts = path.stat()
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns + NANOSECONDS_OF_A_TICK))
 
 
 def problems(
@@ -112,17 +153,17 @@ def problems(
 
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
-    path = folder / record.name
+    path, name = folder / record.name, spell_name(record.name)
     try:
         if not path.is_file():
-            return f"{record.name} is missing"
+            return f"{name} is missing"
         size = path.stat().st_size
         if size != record.size:
-            return f"{record.name} has {size} bytes instead of {record.size}: it is cut off, or another file"
+            return f"{name} has {size} bytes instead of {record.size}: it is cut off, or another file"
         if deep and measure(path)[1] != record.checksum:
-            return f"{record.name} does not fit its checksum: it is damaged, or another file"
+            return f"{name} does not fit its checksum: it is damaged, or another file"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return f"{record.name} cannot be read: {error}"
+        return f"{name} cannot be read: {error}"
     return ""
 
 

@@ -163,6 +163,11 @@ def _contents(folder: Path) -> dict[str, Any]:
 
     if not os.path.isdir(folder):
         raise wrong_value("folder", str(folder), "there is no such folder", "name a checkpoint")
+    if (folder / manifest.NAME).is_file():
+        try:
+            manifest.read(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} cannot be compared: {error}.") from error
     found: dict[str, Any] = {}
     for name in files_under(folder):
         path = folder / name
@@ -273,6 +278,7 @@ def _show(rows: list[Row], as_json: bool) -> None:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
@@ -281,7 +287,7 @@ def _show(rows: list[Row], as_json: bool) -> None:
     for row in rows:
         facts = (row.step, row.epoch, row.created, None if row.bytes is None else convert_bytes(row.bytes))
         shown = ["" if fact is None else str(fact) for fact in (*facts, row.processes)]
-        table.add_row(row.name, *shown, "complete" if row.complete else "not complete")
+        table.add_row(row.name, *map(escape, shown), "complete" if row.complete else "not complete")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     for row in rows:
         if row.fault:

@@ -142,6 +142,47 @@ def test_a_damaged_file_is_named(project: Path) -> None:
         run("diff", first, second)
 
 
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Let a manifest say something else, with the checksum that fits."""
+    content = {**json.loads((folder / manifest.NAME).read_text()), **changes}
+    del content[manifest._SEAL]
+    content[manifest._SEAL] = manifest._seal_of(content)
+    (folder / manifest.NAME).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": {"../../mine": {"size": 0, "checksum": "0" * 16}}}, "has a component '..'"),
+        ({"files": []}, "files=[], and a JSON object"),
+        ({"run": {"updates": [None]}}, "run.updates=[None]"),
+        ({"created": "[/red]\x1b[2J"}, "created="),
+        ({"format": "1"}, "has format '1'"),
+    ],
+)
+def test_a_hostile_manifest_is_one_clear_error(
+    project: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    newest, mine = project / "checkpoints/checkpoint_10", project / "checkpoints/mine"
+    mine.touch()
+    rewrite(newest, **changes)
+    run("list", project)
+    assert message in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="Not complete and undamaged: checkpoint_10"):
+        run("verify", project)
+    with pytest.raises(CheckpointError) as error:
+        run("diff", newest, newest)
+    assert message in str(error.value)
+    run("prune", project, "--keep", 1)
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["checkpoint_10", "checkpoint_2", "mine"]
+
+
+def test_what_a_manifest_says_is_no_markup(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(project / "checkpoints/checkpoint_10", created="[/red]")
+    run("list", project)
+    assert "[/red]" in capsys.readouterr().out
+
+
 def test_prune_keeps_the_newest(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("prune", project, "--keep", 1, "--json")
     gone = json.loads(capsys.readouterr().out)["deleted"]
