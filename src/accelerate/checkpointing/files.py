@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 ALGORITHM = "xxh3_64"
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems answer that have no such thing
@@ -90,6 +93,37 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def swap(first: Path, second: Path) -> None:
+    """Let two folders or files have each other's names: at no moment is either name without one.
+
+    Raises:
+        OSError: nothing was changed; the system or the file system may not be able to.
+    """
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first))
+    paths = os.fsencode(first), os.fsencode(second)
+    if _renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _find_renameat2() -> Callable[..., int] | None:
+    """Return Linux's call of that name; None on other systems, and where the C library is too old."""
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return cast("Callable[..., int] | None", call)
+
+
+_renameat2 = _find_renameat2()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,47 +1,40 @@
 """A folder that is there as a whole or not at all: written beside its place, then renamed.
 
-While a checkpoint is written it lies under a hidden name beside its place. One that takes the place of an
-older folder of the same name moves that aside first; a crash between the two renames leaves the older one
-under its hidden name, from where `recover` brings it back. Where the folder itself must stay, the same is
-done with the files in it.
+While a checkpoint is written it lies under a hidden name beside its place, which also tells other processes
+that somebody writes it. One that takes the place of an older folder of the same name swaps names with that.
+Where the file system cannot, it moves that aside first; a crash between the two renames leaves the older one
+under its hidden name, from where `recover` brings it back. Where the folder itself must stay, or cannot be
+renamed, the same is done with the files in it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import random
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import hidden, manifest
-from accelerate.checkpointing.files import files_under, sync_folder
+from accelerate.checkpointing.exchange import (
+    clear_aside,
+    exchange_files,
+    exchange_folders,
+    undo_exchange_of_files,
+)
+from accelerate.checkpointing.files import sync_folder
+from accelerate.checkpointing.hidden import Hidden
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 SECONDS_OF_A_REPLACEMENT = 1.0  # far more than two renames take
 POLL = 0.01
-
-# What the files of a checkpoint are called, for folders that have no manifest.
-_OWN_PATTERNS = (
-    "model*.safetensors*",
-    "pytorch_model*.bin*",
-    "optimizer*.bin",
-    "scheduler*.bin",
-    "sampler*.bin",
-    "stream_*.bin",
-    "dl_state_dict*.bin",
-    "scaler.pt",
-    "random_states_*.pkl",
-    "custom_checkpoint_*.pkl",
-    "pytorch_model_fsdp_*/*.distcp",
-    "pytorch_model_fsdp_*/.metadata",
-    "optimizer_*/*.distcp",
-    "optimizer_*/.metadata",
-)
+ATTEMPTS = 20  # to be the only process that writes a checkpoint
 
 
 @dataclass(frozen=True)
@@ -63,15 +56,19 @@ class Workplace:
         """Make the folder.
 
         Raises:
-            CheckpointError: it cannot be made.
+            CheckpointError: it cannot be made, or another process writes the same checkpoint.
         """
         try:
             if self.target.exists() and not self.target.is_dir():
                 raise NotADirectoryError(20, "it is a file", str(self.target))
             _make_parents(self.folder.parent)
             recover(self.target)
-            hidden.sweep(self.folder.parent)
-            self.folder.mkdir()
+            hidden.sweep(self.target.parent)
+            hidden.sweep(self.target)
+            self._make_alone()
+        except CheckpointError:
+            hidden.release(self.folder)
+            raise
         except OSError as error:
             hidden.release(self.folder)
             raise CheckpointError(
@@ -79,23 +76,50 @@ class Workplace:
                 "on a disk with space left."
             ) from error
 
+    def _make_alone(self) -> None:
+        """Make the folder where no other process writes the same checkpoint.
+
+        Each looks for others before and after: of two that begin at the same moment at least one sees the
+        other, and where both do, both try again after pauses of different length.
+        """
+        for _ in range(ATTEMPTS):
+            _refuse_writers(self.target)
+            self.folder.mkdir()
+            if not _writers(self.target):
+                return
+            self.folder.rmdir()
+            time.sleep(POLL * (1 + random.random()))
+        _refuse_writers(self.target)
+        raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later")
+
     def publish(self) -> None:
         """Give the folder, complete with its manifest, its name; what was there before is removed.
 
         Raises:
             OSError: it could not be given its name, and what was there before is there still.
+            CheckpointError: the same; a link in what was there leads out of it.
         """
         sync_folder(self.folder)
-        parent = self.target if self.inside else self.target.parent
-        aside = hidden.claim(self.target.name, parent, hidden.OLD)
+        if self.inside or not self._takes_the_name():
+            aside = hidden.claim(self.target.name, self.target, hidden.OLD)
+            try:
+                exchange_files(self.folder, self.target, aside)
+            finally:
+                hidden.release(aside)
+
+    def _takes_the_name(self) -> bool:
+        """Rename the folder; False where the old one cannot be, as in a lower layer of overlayfs."""
+        aside = hidden.claim(self.target.name, self.target.parent, hidden.OLD)
         try:
-            if self.inside:
-                _exchange_files(self.folder, self.target, aside)
-            else:
-                _exchange(self.folder, self.target, aside)
-                _clear_aside(aside, self.target)
+            exchange_folders(self.folder, self.target, aside)
+            clear_aside(aside, self.target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return False
         finally:
             hidden.release(aside)
+        return True
 
     def discard(self) -> None:
         """Remove what was written so far, if it has not become the checkpoint."""
@@ -129,7 +153,13 @@ def remove(folder: Path) -> None:
     Raises:
         OSError: it cannot be.
     """
-    hidden.dispose(folder, folder.name)
+    try:
+        hidden.dispose(folder, folder.name)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # it cannot be renamed, as in a lower layer of overlayfs
+            raise
+        (folder / manifest.NAME).unlink(missing_ok=True)  # from here on it is not complete
+        shutil.rmtree(folder)
 
 
 def recover(target: Path) -> None:
@@ -139,23 +169,53 @@ def recover(target: Path) -> None:
         target: the checkpoint.
     """
     for aside in hidden.find(target, hidden.OLD):
-        if not aside.is_needed:
-            _undo_exchange_of_files(aside.path, target)
+        if aside.is_in_use:
+            _await(aside.path, there=False)
+        else:
+            undo_exchange_of_files(aside.path, target)
     for aside in hidden.find(target.parent, hidden.OLD):
-        if aside.name != target.name:
+        if not aside.belongs_to(target.name):
             continue
         if aside.is_needed:
-            _await(target)
+            _await(target, there=True)
         if not target.exists():
             _bring_back(aside.path, target)
         elif not aside.is_needed:
-            _clear_aside(aside.path, target)
+            clear_aside(aside.path, target)
 
 
 def recover_all(parent: Path) -> None:
     """Bring back all folders in a folder that interrupted saves had moved aside."""
-    for name in {each.name for each in hidden.find(parent, hidden.OLD)}:
+    for name in {each.name for each in hidden.find(parent, hidden.OLD) if each.has_whole_name}:
         recover(parent / name)
+
+
+def is_changing(target: Path) -> bool:
+    """Whether the files of a folder that must stay are being exchanged for others."""
+    return any(each.is_in_use for each in hidden.find(target, hidden.OLD))
+
+
+def _writers(target: Path) -> list[Hidden]:
+    """Return the folders by which other processes write a checkpoint of a name at this moment."""
+    found = [*hidden.find(target.parent, hidden.SAVING), *hidden.find(target, hidden.SAVING, hidden.OLD)]
+    return [each for each in found if each.belongs_to(target.name) and each.is_in_use and not each.is_own]
+
+
+def _refuse_writers(target: Path) -> None:
+    """Refuse to write a checkpoint that another process writes.
+
+    Raises:
+        CheckpointError: tells which process that is, and since when.
+    """
+    for writer in _writers(target):
+        since = datetime.fromtimestamp(writer.since, timezone.utc).isoformat() if writer.since else ""
+        raise CheckpointError(
+            f"{target} is being written by another process: process {writer.pid} on {writer.host}"
+            f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
+            "give each run a folder of its own, or end one of them. A process that was killed does not "
+            "count; one on another machine counts until it has written nothing for "
+            f"{hidden.SECONDS_TO_BELIEVE_STRANGERS:.0f} s"
+        )
 
 
 def _holds_mount(folder: Path) -> bool:
@@ -177,15 +237,16 @@ def _make_parents(folder: Path) -> None:
         sync_folder(each.parent)
 
 
-def _await(target: Path) -> None:
+def _await(folder: Path, *, there: bool) -> None:
     """Give another process, which is just replacing a folder, the time to end that."""
     end = time.monotonic() + SECONDS_OF_A_REPLACEMENT
-    while not target.exists() and time.monotonic() < end:
+    while folder.exists() != there and time.monotonic() < end:
         time.sleep(POLL)
 
 
 def _bring_back(aside: Path, target: Path) -> None:
     try:
+        manifest.renew(aside)
         os.rename(aside, target)
     except OSError as error:
         if not target.exists():  # otherwise another process was faster
@@ -194,98 +255,3 @@ def _bring_back(aside: Path, target: Path) -> None:
             )
         return
     logger.warning(f"{target} was being replaced when a save was interrupted: the older one is back.")
-
-
-def _exchange(folder: Path, target: Path, aside: Path) -> None:
-    """Give a folder a name, and what had it another one; on an error all is as before.
-
-    Args:
-        folder: the new one.
-        target: its name.
-        aside: the name for what is there.
-    """
-    done: list[tuple[Path, Path]] = []
-    try:
-        for old, new in ((target, aside), (folder, target)):
-            if old == folder or target.exists():
-                os.rename(old, new)
-                done.append((old, new))
-        sync_folder(target.parent)
-    except OSError:
-        for old, new in reversed(done):
-            os.rename(new, old)
-        raise
-
-
-def _clear_aside(aside: Path, target: Path) -> None:
-    """Move what the user kept in a replaced checkpoint to the new one, and remove the rest."""
-    if not aside.exists():
-        return
-    try:
-        _move_others(aside, target, _own_files(aside))
-        hidden.dispose(aside, target.name)
-    except OSError as error:
-        logger.warning(f"{target} is saved, and what it replaces could not be removed from {aside}: {error}.")
-
-
-def _move_others(source: Path, target: Path, ours: set[str], prefix: str = "") -> None:
-    """Move everything that is not part of a checkpoint and has no namesake."""
-    for entry in sorted(source.iterdir()):
-        name, there = prefix + entry.name, target / entry.name
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        if is_folder and (there.is_dir() or _holds(ours, name)):
-            _move_others(entry, there, ours, f"{name}/")
-        elif name not in ours and not os.path.lexists(there):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(entry, there)
-
-
-def _holds(files: Iterable[str], folder: str) -> bool:
-    return any(file.startswith(f"{folder}/") for file in files)
-
-
-def _own_files(folder: Path) -> set[str]:
-    try:
-        return {*manifest.read(folder).files, manifest.NAME}
-    except CheckpointError:
-        names = {
-            path.relative_to(folder).as_posix() for pattern in _OWN_PATTERNS for path in folder.glob(pattern)
-        }
-        return {*names, manifest.NAME}
-
-
-def _exchange_files(folder: Path, target: Path, aside: Path) -> None:
-    """Put the files of one folder in the place of those of another; on an error all is as before.
-
-    Args:
-        folder: the new files.
-        target: the folder that they come to.
-        aside: for the files that are there. When that is gone, the exchange is done.
-    """
-    aside.mkdir()
-    try:
-        _shift(target, aside, _own_files(target))
-        _shift(folder, target, files_under(folder))
-        hidden.dispose(aside, target.name)
-    except OSError:
-        _undo_exchange_of_files(aside, target)
-        raise
-
-
-def _undo_exchange_of_files(aside: Path, target: Path) -> None:
-    """Bring files back that were moved aside in the same folder."""
-    _shift(aside, target, files_under(aside))
-    hidden.dispose(aside, target.name)
-
-
-def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Move files to another folder and bring their names to the disk, that of the manifest last."""
-    files = [name for name in names if name != manifest.NAME and (source / name).is_file()]
-    for name in files:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / name, target / name)
-    for each in {target, *((target / name).parent for name in files)}:
-        sync_folder(each)
-    if (source / manifest.NAME).is_file():
-        os.replace(source / manifest.NAME, target / manifest.NAME)
-        sync_folder(target)

@@ -18,12 +18,17 @@ from pathlib import Path
 
 import psutil
 
+from accelerate.checkpointing.files import checksum_of
+
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 SAVING, OLD, DOOMED = "saving", "old", "deleting"
 SECONDS_TO_KEEP_STRANGERS = 3600.0  # since another machine wrote to one
-LETTERS_SHOWN = 40  # of a long name; only what is brought back needs all of them
-_PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DOOMED})-(.+)-(\d+)-(\w+)", re.DOTALL)
+SECONDS_TO_BELIEVE_STRANGERS = 60.0  # since another machine wrote to one, that its save goes on
+LONGEST_NAME = 96  # bytes of a name that is used whole: file systems take 255, and the rest needs its part
+BYTES_OF_A_LONG_NAME = 60
+_SHORTENED = re.compile(r".+~[0-9a-f]{16}", re.DOTALL)
+_PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DOOMED})-(.+)-([0-9]{{1,9}})-(\w+)", re.DOTALL)
 _count = itertools.count()
 _needed: set[str] = set()
 
@@ -34,11 +39,12 @@ class Hidden:
 
     Attributes:
         path: the folder.
-        name: of the folder that it shall be, or was.
+        name: of the folder that it shall be, or was, as `spell` gives it.
         kind: what it is for.
         host: machine of the process that made it.
         pid: that process.
         birth: when that process began, so that another one of the same number is told from it.
+        since: when it was made, in seconds since 1970; 0 where the name does not tell.
     """
 
     path: Path
@@ -47,6 +53,16 @@ class Hidden:
     host: str
     pid: int
     birth: str
+    since: int = 0
+
+    @property
+    def has_whole_name(self) -> bool:
+        """Whether `name` is that of the folder, and not the beginning of a long one."""
+        return not _SHORTENED.fullmatch(self.name)
+
+    def belongs_to(self, name: str) -> bool:
+        """Whether it shall be, or was, the folder of a name."""
+        return self.name in (name, spell(name))
 
     @property
     def is_needed(self) -> bool:
@@ -55,7 +71,19 @@ class Hidden:
             return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_STRANGERS
         if self.pid == os.getpid():
             return self.path.name in _needed
-        return psutil.pid_exists(self.pid) and birth_of(self.pid) in (self.birth, "")
+        return _runs(self.pid) and birth_of(self.pid) in (self.birth, "")
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the process that made it is at work with it, as far as can be seen."""
+        if self.host != socket.gethostname():
+            return _seconds_unchanged(self.path) < SECONDS_TO_BELIEVE_STRANGERS
+        return self.is_needed
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it."""
+        return self.host == socket.gethostname() and self.pid == os.getpid()
 
 
 def claim(name: str, parent: Path, kind: str) -> Path:
@@ -66,11 +94,21 @@ def claim(name: str, parent: Path, kind: str) -> Path:
         parent: where it lies.
         kind: what it is for.
     """
-    shown = name if kind == OLD else name[:LETTERS_SHOWN]
-    mark = f"{birth_of(os.getpid())}x{next(_count)}"
-    path = parent / f".{shown}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
+    mark = f"{birth_of(os.getpid())}x{next(_count)}x{int(time.time())}"
+    path = parent / f".{spell(name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
     _needed.add(path.name)
     return path
+
+
+def spell(name: str) -> str:
+    """Return a name as it stands in hidden names: of a long one, its beginning and a checksum."""
+    whole = os.fsencode(name)
+    if len(whole) <= LONGEST_NAME:
+        return name
+    start = name[:BYTES_OF_A_LONG_NAME]
+    while len(os.fsencode(start)) > BYTES_OF_A_LONG_NAME:
+        start = start[:-1]
+    return f"{start}~{checksum_of(whole)}"
 
 
 def release(path: Path) -> None:
@@ -85,12 +123,18 @@ def find(parent: Path, *kinds: str) -> list[Hidden]:
     except OSError:
         return []
     found = ((parent / name, _PATTERN.fullmatch(name)) for name in names)
-    every = [
-        Hidden(path, match[1], match[2], match[3], int(match[4]), match[5].partition("x")[0])
+    return [
+        _read_name(path, match)
         for path, match in found
-        if match and path.is_dir()
+        if match and match[2] in kinds and path.is_dir() and not path.is_symlink()
     ]
-    return [each for each in every if each.kind in kinds]
+
+
+def _read_name(path: Path, match: re.Match[str]) -> Hidden:
+    birth, _, rest = match[5].partition("x")
+    since = rest.rpartition("x")[2] if "x" in rest else ""
+    seconds = int(since) if since.isascii() and since.isdigit() and len(since) < 12 else 0
+    return Hidden(path, match[1], match[2], match[3], int(match[4]), birth, seconds)
 
 
 def sweep(parent: Path) -> None:
@@ -123,10 +167,21 @@ def dispose(folder: Path, name: str) -> None:
 
 def birth_of(pid: int) -> str:
     """Return when a process began, in ticks since the machine did; empty where the system does not tell."""
+    facts = _facts_of(pid)
+    return facts[19] if len(facts) > 19 else ""
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit code, which nobody has asked for."""
+    return psutil.pid_exists(pid) and _facts_of(pid)[:1] not in (["Z"], ["X"])
+
+
+def _facts_of(pid: int) -> list[str]:
+    """Return what Linux tells of a process behind its name: first its state."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
 
 
 def _seconds_unchanged(folder: Path) -> float:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import folder, manifest
+from accelerate.checkpointing import folder, hidden, manifest
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
+ATTEMPTS = 5  # to look at a checkpoint that saves replace at the same time
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,27 @@ def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
     Returns:
         The manifest, None where there is no usable one, and what is wrong, empty for a complete checkpoint.
     """
+    for _ in range(ATTEMPTS):
+        stamp = manifest.stamp(path)
+        found = _read_and_compare(path, deep)
+        if not found[1] or stamp == manifest.stamp(path):
+            break
+    return found
+
+
+def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None, str]:
     try:
         read = manifest.read(path)
     except CheckpointError as error:
         return None, str(error)
     return read, "; ".join(manifest.problems(path, read, deep=deep))
+
+
+def taken_numbers(parent: Path) -> set[int]:
+    """Return the numbers of the checkpoints that are in a folder, or that other processes write to it."""
+    writing = [each.name for each in hidden.find(parent, hidden.SAVING) if each.is_in_use and not each.is_own]
+    numbers = (PATTERN.fullmatch(name) for name in writing)
+    return {*(each.number for each in survey(parent)), *(int(match[1]) for match in numbers if match)}
 
 
 def prune(parent: Path, keep: int) -> list[Path]:

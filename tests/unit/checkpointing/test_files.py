@@ -35,3 +35,22 @@ def test_files_are_listed_with_their_folders_and_without_them(tmp_path: Path) ->
     (tmp_path / "dangling").symlink_to("nowhere")
     files.sync_folder(tmp_path)
     assert list(files.files_under(tmp_path)) == ["a/deep/c", "b"]
+
+
+def test_two_folders_swap_their_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"was {name}").touch()
+    files.swap(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a" / "was b").exists()
+    assert (tmp_path / "b" / "was a").exists()
+
+
+def test_a_swap_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError, match="'b'|/b'"):
+        files.swap(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(files, "_renameat2", None)
+    with pytest.raises(OSError, match="not implemented"):
+        files.swap(tmp_path / "a", tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

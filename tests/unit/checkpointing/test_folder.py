@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import hidden, manifest
+from accelerate.checkpointing import exchange, folder, hidden, manifest
 from accelerate.checkpointing.files import seal
 from accelerate.checkpointing.folder import Workplace, plan_workplace, recover, remove
 from accelerate.checkpointing.manifest import Manifest
@@ -86,6 +93,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         plan_workplace(tmp_path / "file" / "checkpoint").open()
 
 
+def unable_to_swap(*paths: Path) -> None:
+    raise OSError(22, "Invalid argument")
+
+
 class Faults:
     """Fails the n-th of the calls that change the disk."""
 
@@ -136,7 +147,12 @@ def attempt(faults: Faults, target: Path) -> str:
     return "saved"
 
 
-def test_every_fault_leaves_the_old_or_the_new_one(faults: Faults, tmp_path: Path) -> None:
+@pytest.mark.parametrize("swaps", [True, False])
+def test_every_fault_leaves_the_old_or_the_new_one(
+    faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(exchange, "swap", unable_to_swap)
     calls = calls_of_a_save(faults, tmp_path / "count")
     assert calls >= 7
     for n in range(1, calls + 1):
@@ -190,6 +206,336 @@ def test_odd_names(tmp_path: Path, name: str) -> None:
     recover(target)
     assert content(target) == "new"
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "漢"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_long_names_can_be_saved_to_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str, inside: bool
+) -> None:
+    name = letter * (240 // len(letter.encode()))
+    monkeypatch.setattr(folder, "_holds_mount", lambda path: inside)
+    for text in ("first", "second", "third"):
+        save(tmp_path / name, text)
+    assert content(tmp_path / name) == "third"
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
+    target = tmp_path / ("x" * 240)
+    save(target, "old")
+    os.rename(target, hidden.claim(target.name, tmp_path, hidden.OLD))
+    hidden._needed.clear()
+    folder.recover_all(tmp_path)  # the name is not known here
+    assert not target.exists()
+    recover(target)
+    assert content(target) == "old"
+
+
+def test_there_is_a_whole_checkpoint_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = tmp_path / "checkpoint", []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            seen.append(content(target))
+            return result
+
+        return look
+
+    save(target, "old")
+    for owner, name in ((os, "rename"), (exchange, "swap")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    save(target, "new")
+    assert seen[0] == "old"
+    assert seen[-1] == "new"
+    assert len(seen) == 3
+
+
+def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+    (target / "mine.txt").write_text("mine")
+
+    def crash(*args: Any) -> None:
+        raise Crash
+
+    monkeypatch.setattr(folder, "clear_aside", crash)
+    with pytest.raises(Crash):
+        save(target, "new")
+    monkeypatch.undo()
+    hidden._needed.clear()
+    assert len(os.listdir(tmp_path)) == 2
+    recover(target)
+    assert content(target) == "new"
+    assert (target / "mine.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_one_that_comes_back_has_another_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+    stamp, sync = manifest.stamp(target), exchange.sync_folder
+
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(exchange, "sync_folder", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(target, "new")
+    assert content(target) == "old"
+    assert manifest.stamp(target) != stamp
+
+
+# Folders that cannot be renamed
+
+
+def rename_but_not(folder: Path) -> Callable[..., None]:
+    """Refuse to rename one folder, as overlayfs does where it comes from a lower layer."""
+    rename = os.rename
+
+    def refuse(old: Any, new: Any) -> None:
+        if Path(old) == folder:
+            raise OSError(18, "Invalid cross-device link", str(old))
+        rename(old, new)
+
+    return refuse
+
+
+def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old", "scheduler.bin")
+    (target / "mine.txt").write_text("mine")
+    monkeypatch.setattr(os, "rename", rename_but_not(target))
+    monkeypatch.setattr(exchange, "swap", unable_to_swap)
+    for text in ("new", "newer"):
+        save(target, text)
+        assert content(target) == text
+        assert sorted(os.listdir(target)) == ["manifest.json", "mine.txt", "optimizer.bin"]
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    remove(target)
+    assert os.listdir(tmp_path) == []
+
+
+LAYERS = """
+set -e
+cd "$1"
+mkdir layers merged
+mount -t tmpfs none layers
+mkdir layers/upper layers/work
+mount -t overlay overlay -o lowerdir=lower,upperdir=layers/upper,workdir=layers/work merged
+exec "$2" -c "$3"
+"""
+IN_LAYERS = """
+from pathlib import Path
+from accelerate.checkpointing import folder, manifest
+from accelerate.checkpointing.files import seal
+from accelerate.checkpointing.manifest import Manifest
+import os, sys
+target = Path("merged/checkpoint")
+try:
+    os.rename(target, "merged/other")
+    sys.exit("overlayfs renames folders of its lower layer here")
+except OSError as error:
+    assert error.errno == 18, error
+for text in ("new", "newer"):
+    workplace = folder.plan_workplace(target)
+    workplace.open()
+    (workplace.folder / "optimizer.bin").write_text(text)
+    Manifest({"optimizer.bin": seal(workplace.folder, "optimizer.bin")}, 1).write(workplace.folder)
+    workplace.publish()
+    workplace.discard()
+    assert manifest.problems(target, manifest.read(target), deep=True) == []
+    assert (target / "optimizer.bin").read_text() == text
+    assert sorted(os.listdir(target)) == ["manifest.json", "mine.txt", "optimizer.bin"]
+folder.remove(target)
+assert os.listdir("merged") == []
+print("replaced")
+"""
+
+
+def can_mount() -> bool:
+    unshare = shutil.which("unshare")
+    words = [unshare, "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return unshare is not None and subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="this process may not mount file systems")
+def test_a_folder_of_a_lower_layer_of_overlayfs_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "lower" / "checkpoint", "old", "scheduler.bin")
+    (tmp_path / "lower" / "checkpoint" / "mine.txt").write_text("mine")
+    words = ["unshare", "-m", "bash", "-c", LAYERS, "bash", str(tmp_path), sys.executable, IN_LAYERS]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "replaced\n"), done.stderr
+    assert content_of_old(tmp_path / "lower" / "checkpoint") == "old"
+
+
+def content_of_old(target: Path) -> str:
+    assert manifest.problems(target, manifest.read(target), deep=True) == []
+    return (target / "scheduler.bin").read_text()
+
+
+# Two processes
+
+
+@contextmanager
+def another_process(target: Path) -> Iterator[int]:
+    """Let another process be in the middle of a save."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        plan_workplace(target).open()
+        os.write(writer, b"x")
+        while True:
+            time.sleep(1)
+    os.read(reader, 1)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_second_writer_is_told_of_the_first(tmp_path: Path, exists: bool) -> None:
+    target = tmp_path / "checkpoint"
+    if exists:
+        save(target, "old")
+    with another_process(target) as pid:
+        with pytest.raises(
+            CheckpointError, match=rf"process {pid} on .*, since 20\d\d-.*give each run"
+        ) as error:
+            save(target, "new")
+        assert "is being written by another process" in str(error.value)
+        assert len(os.listdir(tmp_path)) == 1 + exists
+        save(tmp_path / "other", "new")
+    save(target, "newer")  # that process was killed
+    assert content(target) == "newer"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "other"]
+
+
+def test_a_second_writer_is_told_of_the_first_in_a_folder_that_must_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_holds_mount", lambda path: True)
+        with another_process(target) as pid:
+            patch.undo()  # to this process it is no mount
+            with pytest.raises(CheckpointError, match=f"process {pid} on "):
+                save(target, "new")
+    save(target, "newer")
+    assert sorted(os.listdir(target)) == ["manifest.json", "optimizer.bin"]
+
+
+def test_a_writer_on_another_machine_counts_while_it_writes(tmp_path: Path) -> None:
+    left = tmp_path / ".checkpoint.saving-other-host-7-1x0"
+    left.mkdir()
+    with pytest.raises(CheckpointError, match="process 7 on other-host. Runs"):
+        save(tmp_path / "checkpoint", "new")
+    os.utime(left, (time.time() - 61, time.time() - 61))
+    save(tmp_path / "checkpoint", "new")
+    assert content(tmp_path / "checkpoint") == "new"
+
+
+def test_saves_of_one_process_do_not_hinder_each_other(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    first, second = plan_workplace(target), plan_workplace(target)
+    for each, text in ((first, "first"), (second, "second")):
+        each.open()
+        fill(each, text)
+    for each in (second, first):
+        each.publish()
+        each.discard()
+    assert content(target) == "first"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_of_processes_that_begin_together_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, rival = [], tmp_path / ".checkpoint.saving-other-host-7-1x0"
+    writers = folder._writers
+
+    def look(target: Path) -> list[hidden.Hidden]:
+        looks.append(target)
+        if len(looks) == 2:  # both have looked, and now both have made their folders
+            rival.mkdir()
+        found = writers(target)
+        if len(looks) == 2:  # and the other gives up
+            rival.rmdir()
+        return found
+
+    monkeypatch.setattr(folder, "_writers", look)
+    save(tmp_path / "checkpoint", "new")
+    assert len(looks) == 4
+    assert content(tmp_path / "checkpoint") == "new"
+
+
+# Names that lead out of the folder
+
+
+def outside(tmp_path: Path) -> Path:
+    """A folder of the user with a file that a hostile checkpoint wants to have."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    (place / "weights.distcp").write_text("mine")
+    return place
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_holds_mount", lambda path: True)
+
+
+@pytest.mark.usefixtures("in_place")
+@pytest.mark.parametrize("name", ["../outside/weights.distcp", "/outside/weights.distcp"])
+def test_a_hostile_manifest_moves_nothing_of_the_user(tmp_path: Path, name: str) -> None:
+    mine, target = outside(tmp_path), tmp_path / "checkpoint"
+    save(target, "old")
+    name = name.replace("/outside", str(mine)) if name.startswith("/") else name
+    content_of = {
+        **vars(manifest.read(target)),
+        "files": {name: {"size": 4, "checksum": "0" * 16, "rank": 0}},
+    }
+    sealed = {**content_of, manifest._SEAL: manifest._seal_of(content_of)}
+    (target / manifest.NAME).write_text(json.dumps(sealed))
+    save(target, "new")
+    assert content(target) == "new"
+    assert (mine / "weights.distcp").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("in_place")
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_link_out_of_a_checkpoint_moves_nothing_of_the_user(tmp_path: Path, has_manifest: bool) -> None:
+    mine, target = outside(tmp_path), tmp_path / "checkpoint"
+    target.mkdir()
+    (target / "pytorch_model_fsdp_0").symlink_to(mine)
+    name = "pytorch_model_fsdp_0/weights.distcp"
+    if has_manifest:
+        Manifest({name: seal(target, name)}, world_size=1).write(target)
+    save(target, "new")
+    assert content(target) == "new"
+    with pytest.raises(CheckpointError, match="leads out of .*Remove that link"):
+        save_shards(target)
+    assert content(target) == "new"
+    assert (mine / "weights.distcp").read_text() == "mine"
+    assert os.listdir(mine) == ["weights.distcp"]
+
+
+def save_shards(target: Path) -> None:
+    workplace = plan_workplace(target)
+    workplace.open()
+    try:
+        (workplace.folder / "pytorch_model_fsdp_0").mkdir()
+        fill(workplace, "new", "pytorch_model_fsdp_0/weights.distcp")
+        workplace.publish()
+    finally:
+        workplace.discard()
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,46 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     dispose(tmp_path / "link", "link")
     dispose(tmp_path / "real", "real")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_ended_counts_as_dead_before_its_parent_asks_for_its_code(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    while hidden._facts_of(pid)[0] != "Z":
+        pass
+    left = abandoned(tmp_path, SAVING, pid, hidden.birth_of(pid))
+    sweep(tmp_path)
+    assert not left.exists()
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "漢"])
+def test_names_of_any_length_fit(tmp_path: Path, letter: str) -> None:
+    name = letter * (240 // len(letter.encode()))
+    for kind in (SAVING, OLD, DOOMED):
+        path = claim(name, tmp_path, kind)
+        path.mkdir()
+        (found,) = find(tmp_path, kind)
+        release(path)
+        assert found.belongs_to(name)
+        assert not found.belongs_to(name[:-1] + "y")
+        assert not found.has_whole_name
+        assert abs(found.since - time.time()) < 60
+
+
+def test_a_link_with_a_hidden_name_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / ".x.old-elsewhere-1-0x0").symlink_to("mine")
+    (tmp_path / ".x.saving-elsewhere-1-0x0").symlink_to("mine")
+    assert find(tmp_path, OLD, SAVING) == []
+
+
+def test_one_of_another_machine_is_in_use_while_it_is_written_to(tmp_path: Path) -> None:
+    foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
+    assert find(tmp_path, SAVING)[0].is_in_use
+    for path in (foreign, foreign / "part"):
+        os.utime(path, (time.time() - 61, time.time() - 61))
+    (found,) = find(tmp_path, SAVING)
+    assert not found.is_in_use
+    assert found.is_needed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,34 @@ def test_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
     make(tmp_path, 3, 4, complete=False)
     retention.prune(tmp_path, 1)
     assert numbers(tmp_path) == [4, 2]
+
+
+def test_numbers_that_other_processes_write_are_taken(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    (tmp_path / ".checkpoint_4.saving-elsewhere-1-0x0").mkdir()
+    (tmp_path / ".checkpoint_5.saving-elsewhere-1-0x0").mkdir()
+    os.utime(tmp_path / ".checkpoint_5.saving-elsewhere-1-0x0", (0, 0))
+    assert retention.taken_numbers(tmp_path) == {1, 4}
+
+
+def test_one_that_is_replaced_while_it_is_compared_is_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 1)
+    problems, calls = manifest.problems, []
+
+    def look(*args: Any, **choices: Any) -> list[str]:
+        calls.append(args)
+        if len(calls) > 1:
+            return problems(*args, **choices)
+        Manifest({}, world_size=2).write(tmp_path / "checkpoint_1")
+        return ["a is missing"]
+
+    monkeypatch.setattr(manifest, "problems", look)
+    read, fault = retention.look_at(tmp_path / "checkpoint_1", deep=True)
+    assert fault == ""
+    assert read is not None
+    assert read.world_size == 2
 
 
 def test_a_replacement_that_was_interrupted_is_undone_first(tmp_path: Path) -> None:
