@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,22 @@ class Persistence:
         for source in self._candidates(input_dir):
             loading.announce(source, runtime.state.num_processes, world_size_policy)
             names = None if source.manifest is None else source.manifest.files
-            load = Load(source.folder, device, dict(load_kwargs or {}), options, names)
+            load = Load(
+                source.folder, device, dict(load_kwargs or {}), options, names, confirm=source.confirm
+            )
             try:
                 changes, progress = self._read(source, load, world_size_policy)
             except CheckpointError as error:
-                skipped.append(f"{source.folder}: {error}")
+                if not source.was_replaced:
+                    skipped.append(f"{source.folder}: {error}")
                 cause = error
                 continue
-            for line in skipped:
+            for line in dict.fromkeys(skipped):
                 logger.warning(f"A checkpoint was skipped. {line}.")
-            apply_all(changes, source.settle)
+            apply_all(changes, partial(source.settle, was_read=False))
             self._go_on_after(source, progress)
             return
-        raise loading.nothing_to_load(input_dir, skipped) from cause
+        raise loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load further objects with the run.

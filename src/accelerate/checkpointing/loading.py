@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate.base.constants import RNG_STATE_NAME
 from accelerate.base.errors import CheckpointError, wrong_value
@@ -31,6 +32,8 @@ OF_OBJECTS = re.compile(
 """Names of files that belong to one object of the run each."""
 
 NO_FOLDER = "there is no such folder"
+ATTEMPTS = 5  # to read a checkpoint that saves replace at the same time
+REPLACED = "another save replaced it while it was read"
 
 WorldSizePolicy = Literal["strict", "reseed", "ignore"]
 WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
@@ -39,29 +42,49 @@ WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
 class Source:
     """A checkpoint that is about to be read; its files are compared with their checksums meanwhile.
 
+    Another run may save under the same name while it is read. Then files of two checkpoints may have been
+    read, which `settle` notices on all ranks.
+
     Args:
         folder: the checkpoint.
         council: between the ranks.
         place: of this process; decides which files it compares.
         fault: what is known to be wrong with it; nothing is compared then.
+        was_complete: whether it was seen as complete just before.
+        is_last: whether it is not read again when it was replaced.
 
     Attributes:
         folder: the checkpoint.
         manifest: what it holds; None for one that other software wrote, or that is damaged.
+        was_replaced: whether it is to be read again, as all ranks have settled.
     """
 
-    def __init__(self, folder: Path, council: Council, place: Place, fault: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        council: Council,
+        place: Place,
+        fault: str = "",
+        *,
+        was_complete: bool = False,
+        is_last: bool = True,
+    ) -> None:
         self.folder = folder
         self.manifest: Manifest | None = None
+        self.was_replaced = False
         self._council = council
         self._fault = fault
+        self._is_last = is_last
         self._faults: list[Future[list[str]]] = []
+        self._stamp = manifest.stamp(folder)
+        self._is_gone = False
         if fault:
             return
         try:
             self._begin(place)
         except CheckpointError as error:
             self._fault = str(error)
+            self._is_gone = was_complete
 
     @property
     def world_size(self) -> int | None:
@@ -80,24 +103,55 @@ class Source:
         """Whether nothing is known to be wrong with it."""
         return not self._fault
 
-    def settle(self, failure: str = "") -> None:
+    def confirm(self) -> None:
+        """Make sure that the checkpoint is still the one that was opened.
+
+        Raises:
+            CheckpointError: another one has its name, or none.
+        """
+        if self._is_other():
+            raise CheckpointError(REPLACED)
+
+    def settle(self, failure: str = "", *, was_read: bool = True) -> None:
         """Wait until all ranks have compared, or read, their files; called on all ranks.
 
         Args:
             failure: what went wrong on this rank since.
+            was_read: whether files were read since the last call.
 
         Raises:
             CheckpointError: something did, on any rank; says what, without the folder's name.
         """
         faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
-        said = self._council.decide(CALL, [line for line in faults if line], list, SECONDS_TO_VERIFY)
-        if problems := "; ".join(dict.fromkeys(line for lines in said for line in lines)):
+        place, save = self._identity()
+        own = {
+            "problems": [line for line in faults if line],
+            "replaced": was_read and (self._is_gone or self._is_other()),
+            "place": place,
+            "save": save,
+        }
+        said = self._council.decide(CALL, own, list, SECONDS_TO_VERIFY)
+        problems, again = _judge(said)
+        self.was_replaced = again and not self._is_last
+        if problems:
             raise CheckpointError(problems)
+
+    def _is_other(self) -> bool:
+        return manifest.stamp(self.folder) != self._stamp or folder.is_changing(self.folder)
+
+    def _identity(self) -> tuple[str, str]:
+        """Return what all ranks must find alike, and where: everywhere, if the manifest names its save."""
+        save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
+        return ("", save) if save else (f"{socket.gethostname()}:{self.folder}", self._stamp)
 
     def _begin(self, place: Place) -> None:
         if not self.folder.is_dir():
+            folder.recover(folder.place_of(self.folder))
+        if not self.folder.is_dir():
             raise CheckpointError(NO_FOLDER)
         if not (self.folder / manifest.NAME).is_file():
+            if folder.is_changing(self.folder):
+                raise CheckpointError(REPLACED)
             if numbered := retention.survey(self.folder):
                 newest = numbered[0].path
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
@@ -111,6 +165,28 @@ class Source:
         pool.shutdown(wait=False)
 
 
+def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Return what is wrong with a checkpoint, and whether it may be right when it is read again.
+
+    Args:
+        said: by each rank.
+    """
+    if any(each["replaced"] for each in said):
+        return f"{REPLACED}: load it when no other run saves to this name", True
+    if problems := "; ".join(dict.fromkeys(line for each in said for line in each["problems"])):
+        return problems, False
+    first: dict[str, tuple[int, str]] = {}
+    for rank, each in enumerate(said):
+        other, save = first.setdefault(each["place"], (rank, each["save"]))
+        if save != each["save"]:
+            return (
+                f"process {rank} finds another save under this name than process {other}: let all of them "
+                "see the same folder, or copy one checkpoint to all machines",
+                True,
+            )
+    return "", False
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a process is among those of its machine, which share the work."""
@@ -119,8 +195,8 @@ class Place:
     local_size: int
 
 
-def open_checkpoint(path: Path, council: Council, place: Place, patience: float) -> Source:
-    """Begin with a checkpoint that the user named; called on all ranks.
+def open_checkpoint(path: Path, council: Council, place: Place, patience: float) -> Iterator[Source]:
+    """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
         path: the checkpoint.
@@ -131,12 +207,18 @@ def open_checkpoint(path: Path, council: Council, place: Place, patience: float)
     Raises:
         StateError: a rank did not come in time.
     """
-    council.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
-    return Source(path, council, place)
+    for left in reversed(range(ATTEMPTS)):
+        council.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
+        source = Source(path, council, place, is_last=not left)
+        yield source
+        if not source.was_replaced:
+            return
 
 
 def open_newest(parent: Path, council: Council, place: Place, patience: float) -> Iterator[Source]:
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
+
+    It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
 
     Args:
         parent: the folder of the numbered checkpoints.
@@ -147,12 +229,24 @@ def open_newest(parent: Path, council: Council, place: Place, patience: float) -
     Raises:
         StateError: a rank did not come in time.
     """
+    for left in reversed(range(ATTEMPTS)):
+        for source in _open_numbered(parent, council, place, patience, is_last=not left):
+            yield source
+            if source.was_replaced:
+                break
+        else:
+            return
+
+
+def _open_numbered(
+    parent: Path, council: Council, place: Place, patience: float, is_last: bool
+) -> Iterator[Source]:
     found = {each.number: each for each in _survey(parent)}
     said = council.decide(CALL, sorted(found), list, patience)
     for number in sorted({number for numbers in said for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
-        yield Source(path, council, place, fault)
+        yield Source(path, council, place, fault, was_complete=not fault, is_last=is_last)
 
 
 def _survey(parent: Path) -> list[retention.Found]:

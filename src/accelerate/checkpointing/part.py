@@ -16,6 +16,10 @@ from accelerate.checkpointing.changes import Change
 from accelerate.weights.files import read_torch, write_torch
 
 
+def nothing() -> None:
+    """The state of something that has none in this checkpoint."""
+
+
 @dataclass(frozen=True)
 class Load:
     """How a checkpoint is read.
@@ -27,6 +31,8 @@ class Load:
         device: where weights and states of optimizers are read to.
         reading: arguments of `torch.load`.
         model: arguments of `load_state_dict` of models.
+        confirm: raises a CheckpointError when a save has replaced the folder; for what reads it only while
+            objects are changed.
     """
 
     folder: Path
@@ -35,6 +41,7 @@ class Load:
     model: Mapping[str, Any] = field(default_factory=dict)
     names: Collection[str] | None = None
     wanted: set[str] = field(default_factory=set)
+    confirm: Callable[[], None] = nothing
 
     @property
     def is_foreign(self) -> bool:

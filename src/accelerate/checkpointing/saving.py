@@ -19,7 +19,7 @@ from accelerate.checkpointing import retention
 from accelerate.checkpointing.council import Council
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
 from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.manifest import SAVE, Manifest
 from accelerate.checkpointing.part import Payload
 from accelerate.logging import get_logger
 
@@ -63,6 +63,7 @@ class Site:
         council: between the ranks.
         request: what is saved.
         is_common: whether all ranks write in one folder.
+        save: what tells this save from all others, the same on all ranks.
     """
 
     workplace: Workplace
@@ -70,6 +71,7 @@ class Site:
     council: Council
     request: Request
     is_common: bool = True
+    save: str = ""
 
     @property
     def folder(self) -> Path:
@@ -115,7 +117,7 @@ def _agree_on_site(request: Request, council: Council, target: Path, begin: Call
     places = council.decide(CALL, place, list, request.patience)
     leader = places.index(place)
     if not any(places):
-        return Site(first, council.rank == 0, council, request)
+        return Site(first, council.rank == 0, council, request, save=first.folder.name)
     commits = leader == council.rank
     own, failure = first, ""
     if commits and not sees:
@@ -125,7 +127,8 @@ def _agree_on_site(request: Request, council: Council, target: Path, begin: Call
             failure = str(error)
     offers = council.decide(CALL, {"failure": failure, "workplace": _spell(own)}, list, request.patience)
     _refuse_failures([offer["failure"] for offer in offers])
-    return Site(_workplace(target, offers[leader]["workplace"]), commits, council, request, is_common=False)
+    workplace = _workplace(target, offers[leader]["workplace"])
+    return Site(workplace, commits, council, request, is_common=False, save=first.folder.name)
 
 
 def _spell(workplace: Workplace) -> dict[str, Any]:
@@ -266,7 +269,7 @@ def _commit(site: Site, records: Sequence[FileRecord]) -> None:
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         software=f"accelerate {version('accelerate')}",
         torch=torch.__version__,
-        run=request.run,
+        run={**request.run, SAVE: site.save},
     ).write(site.folder)
     site.workplace.publish()
     if request.keep is not None:

@@ -88,7 +88,7 @@ class Session:
         """
 
         def choose(said: Sequence[int]) -> int:
-            taken = [each.number for each in retention.survey(parent)]
+            taken = retention.taken_numbers(parent)
             return said[0] if said[0] not in taken else max(taken) + 1
 
         number = int(self.council.decide(saving.CALL, wanted, choose, self.patience))
@@ -139,6 +139,6 @@ class Session:
         topology = PartialState().topology
         place = loading.Place(topology.local_rank, topology.local_size)
         if folder is not None:
-            yield loading.open_checkpoint(folder, self.council, place, self.patience)
+            yield from loading.open_checkpoint(folder, self.council, place, self.patience)
         elif parent is not None:
             yield from loading.open_newest(parent, self.council, place, self.patience)

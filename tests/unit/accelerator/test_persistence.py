@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate import Accelerator
+from accelerate import Accelerator, disk_offload
 from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing.part import Load
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -155,3 +158,80 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Objects of type object cannot be saved"):
         accelerator.register_for_checkpointing(Counter(), object())
     assert accelerator._custom_objects == []
+
+
+def build_counting() -> tuple[Accelerator, nn.Module, Counter]:
+    accelerator, model, counter = Accelerator(cpu=True), nn.Linear(2, 1), Counter()
+    accelerator.prepare(model)
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, model, counter
+
+
+def save_number(
+    accelerator: Accelerator, model: nn.Module, counter: Counter, number: int, folder: Path
+) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    counter.count = accelerator.step = number
+    accelerator.save_state(folder)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_load_never_mixes_what_a_save_replaces_meanwhile(tmp_path: Path, times: int) -> None:
+    accelerator, model, counter = build_counting()
+    folder, spare = tmp_path / "one", [tmp_path / f"spare{number}" for number in range(10)]
+    for number, path in enumerate(spare, start=2):
+        save_number(accelerator, model, counter, number, path)
+    save_number(accelerator, model, counter, 1, folder)
+    asked: list[str] = []
+
+    def hook(models: list[nn.Module], place: str) -> None:
+        asked.append(place)
+
+    accelerator.register_load_state_pre_hook(hook)
+    read = Load.has
+
+    def has(load: Load, name: str) -> bool:
+        """Let another run save after the model was read, and before the counter is."""
+        if name.startswith("custom") and len(asked) <= times:
+            os.rename(folder, tmp_path / f"gone{len(asked)}")
+            os.rename(spare[len(asked)], folder)
+        return read(load, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Load, "has", has)
+        if times == 99:
+            with pytest.raises(CheckpointError, match="another save replaced it while it was read"):
+                accelerator.load_state(folder)
+            assert {each for parameter in model.parameters() for each in parameter.flatten().tolist()} == {
+                1.0
+            }
+            return
+        accelerator.load_state(folder)
+    numbers = {each for parameter in model.parameters() for each in parameter.flatten().tolist()}
+    assert numbers == {float(counter.count)} == {float(accelerator.step)} == {3.0}
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_permissions_of_any_new_file(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(3, 2)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for name in ("state", "state"):  # the second takes the place of the first
+            accelerator.save_state(tmp_path / name)
+        accelerator.save_state(tmp_path / "torch", safe_serialization=False)
+        for name, safe in (("model", True), ("bins", False)):
+            accelerator.save_model(model, tmp_path / name, max_shard_size=10, safe_serialization=safe)
+            accelerator.save_model(model, tmp_path / name, safe_serialization=safe)
+        accelerator.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+        accelerator.save({"a": 1}, tmp_path / "a.bin")
+        disk_offload(nn.Linear(3, 2), tmp_path / "offloaded")
+    finally:
+        os.umask(before)
+    modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) >= 12
+    assert modes == dict.fromkeys(modes, mode)

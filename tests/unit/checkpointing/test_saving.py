@@ -39,7 +39,7 @@ def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
     read = manifest.read(target)
     assert sorted(read.files) == ["a.bin", "hook.txt"]
     assert (read.step, read.epoch, read.iteration, read.world_size) == (3, 2, 5, 1)
-    assert read.run == {"num_steps": 4}
+    assert read.run == {"num_steps": 4, manifest.SAVE: site.save}
     assert manifest.problems(target, read, deep=True) == []
     assert os.listdir(target.parent) == ["one"]
 

@@ -92,6 +92,16 @@ def test_an_engine_that_finds_nothing_is_an_error(tmp_path):
         apply()
 
 
+def test_an_engine_that_read_what_a_save_has_replaced_is_an_error(tmp_path):
+    def confirm():
+        raise CheckpointError("replaced")
+
+    (tmp_path / "pytorch_model").mkdir()
+    apply = EnginePart(0, Engine(), Topology()).read(Load(tmp_path, confirm=confirm))
+    with pytest.raises(CheckpointError, match="^replaced$"):
+        apply()
+
+
 @pytest.fixture
 def of_two(tmp_path):
     """A checkpoint of two processes."""

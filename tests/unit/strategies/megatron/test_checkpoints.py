@@ -70,6 +70,28 @@ def test_damage_is_found_before_anything_is_changed(start: Start, fake: Fake, tm
     assert fake.called("load_checkpoint") == []
 
 
+@pytest.mark.usefixtures("writing")
+def test_what_a_save_replaces_while_it_is_read_is_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    accelerator, *_ = start()
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_state(tmp_path / "other")
+    engine = type(accelerator._models[0])
+    read = engine.load_checkpoint
+
+    def replace(*args: object) -> None:
+        read(*args)  # type: ignore[arg-type]
+        (tmp_path / "state").rename(tmp_path / "old")
+        (tmp_path / "other").rename(tmp_path / "state")
+
+    monkeypatch.setattr(engine, "load_checkpoint", replace)
+    with pytest.raises(
+        CheckpointError, match="another save replaced it while it was read.*A part of the run"
+    ):
+        accelerator.load_state(tmp_path / "state")
+
+
 def test_checkpoints_of_other_runs_are_refused(start: Start, tmp_path: Path) -> None:
     accelerator, *_ = start()
     part = accelerator._runtime.strategy.engine_part(0, accelerator._models[0])
