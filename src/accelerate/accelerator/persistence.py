@@ -91,6 +91,9 @@ class Persistence:
         except Exception as error:
             saving.abandon(site, error)
             raise
+        except BaseException:  # an interrupt: nobody shall wait for this save to end
+            saving.discard(site)
+            raise
         write()
         return request.target
 

@@ -90,7 +90,7 @@ class Workplace:
             self.folder.rmdir()
             time.sleep(POLL * (1 + random.random()))
         _refuse_writers(self.target)
-        raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later")
+        raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later.")
 
     def publish(self) -> None:
         """Give the folder, complete with its manifest, its name; what was there before is removed.
@@ -214,7 +214,7 @@ def _refuse_writers(target: Path) -> None:
             f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
             "give each run a folder of its own, or end one of them. A process that was killed does not "
             "count; one on another machine counts until it has written nothing for "
-            f"{hidden.SECONDS_TO_BELIEVE_STRANGERS:.0f} s"
+            f"{hidden.SECONDS_TO_BELIEVE_STRANGERS:.0f} s."
         )
 
 

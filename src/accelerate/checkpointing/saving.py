@@ -251,6 +251,12 @@ def abandon(site: Site, error: Exception) -> None:
             site.workplace.discard()
 
 
+def discard(site: Site) -> None:
+    """Remove what was written so far, where this rank is the one to commit it."""
+    if site.commits:
+        site.workplace.discard()
+
+
 def _commit(site: Site, records: Sequence[FileRecord]) -> None:
     """Describe the folder, give it its name, and only then delete what it makes superfluous."""
     request = site.request

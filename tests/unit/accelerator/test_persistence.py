@@ -235,3 +235,15 @@ def test_files_have_the_permissions_of_any_new_file(tmp_path: Path, mask: int, m
     modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
     assert len(modes) >= 12
     assert modes == dict.fromkeys(modes, mode)
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
+    accelerator, *_ = build_counting()
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    accelerator.register_save_state_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state(tmp_path / "one")
+    assert os.listdir(tmp_path) == []
