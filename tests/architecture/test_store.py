@@ -7,7 +7,8 @@ from typing import Any
 
 LOADERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
 UNPICKLING = {
-    "checkpointing/catalogue.py": "the metadata of a folder of shards, with a restricted unpickler",
+    "checkpointing/catalogue.py": "metadata of a folder of shards that the user trusts",
+    "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
     "checkpointing/slab_reader.py": "names the exception class alone",
     "data_loader/messages.py": "what rank 0 sends through a collective or shared memory",
     "data_loader/packing.py": "errors and specs in such messages",
