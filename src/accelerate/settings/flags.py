@@ -88,6 +88,14 @@ class CustomArgumentParser(argparse.ArgumentParser):
             self.error(_listed(self._wrong))
         return found
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Some versions of argparse drop the value of `--flag=--` and go on with a list of nothing.
+        if arg_strings == ["--"] and action.option_strings and action.nargs is None:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)

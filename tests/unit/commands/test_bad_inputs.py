@@ -78,6 +78,8 @@ TWO = (*LAUNCH, "--num_processes", "2")
 FLAGS += [
     ((*LAUNCH, "--config_file", LONG, TRAIN), "it cannot be looked at (File name too long)"),
     ((*LAUNCH, "--config_file", "~no-such-user/c", TRAIN), "'~no-such-user/c': there is no such file"),
+    ((*LAUNCH, "--config_file=--", TRAIN), "--config_file='--': there is no such file"),
+    ((*LAUNCH, "--num_processes=--", TRAIN), "invalid int value: '--'"),
     ((*LAUNCH, "--num_processes", "9" * 400, TRAIN), "99: this number is out of range"),
     ((*LAUNCH, "--num_processes", "9" * 5000, TRAIN), "9...9"),
     ((*LAUNCH, "--num_processes", "9999999", TRAIN), "--num_processes=9999999: so many cannot be started"),
