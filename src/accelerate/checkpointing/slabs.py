@@ -81,7 +81,7 @@ def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> catal
 
 
 def _memory(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.numel():
+    if not isinstance(value, Tensor) or not value.data_ptr():  # a tensor that wraps others has no address
         return id(value)
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 

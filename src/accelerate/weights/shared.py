@@ -153,6 +153,6 @@ def lacking_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
 
 
 def _memory(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or not tensor.numel():
+    if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or not tensor.data_ptr():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

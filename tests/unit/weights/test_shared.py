@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import slabs
 from accelerate.weights import shared
 from accelerate.weights.files import load_state_dict, read_safetensors
 from accelerate.weights.reading import open_weights
@@ -89,3 +91,25 @@ def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pyt
     assert state["a"] is state["b"]
     assert state["c"] is first
     assert state["d"] == 3
+
+
+class Wrapped(torch.Tensor):
+    """Holds another tensor, and has no address of its own: float8 weights are such."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(each.inner if isinstance(each, Wrapped) else each for each in args), **(kwargs or {}))
+
+
+def test_tensors_without_an_address_are_not_taken_for_one() -> None:
+    first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
+    assert shared.lacking_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
+    assert len({slabs._memory(each) for each in (first, second, first)}) == 2
