@@ -64,7 +64,7 @@ def report_end(error: SystemExit | KeyboardInterrupt) -> None:
     trace, variables = _own_lines(error.__traceback__), environ.current()
     failure = Failure.of(error.with_traceback(trace), variables)
     hook = sys.excepthook
-    sys.excepthook = lambda kind, value, _: hook(kind, value, trace)
+    sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
     if failure.world_size == 1 or FOLDER_VARIABLE not in variables:
         return
     failure.write(Path(variables[FOLDER_VARIABLE]))

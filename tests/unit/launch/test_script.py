@@ -107,4 +107,24 @@ def test_an_interrupt_ends_it_as_ever(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise KeyboardInterrupt\n")
     plain, ours = run(tmp_path, "s.py"), run(tmp_path, str(ENTRY), "s.py", **{FOLDER_VARIABLE: str(tmp_path)})
     assert plain.returncode == ours.returncode
+    assert ours.stderr.replace(f"{tmp_path}/", "") == plain.stderr.replace(f"{tmp_path}/", "")
     assert not list(tmp_path.glob("rank-*"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "headline", "shown"),
+    [
+        ("raise KeyboardInterrupt\n", "KeyboardInterrupt", "rank 1: KeyboardInterrupt at"),
+        ("import sys\nsys.exit('no data')\n", "SystemExit: no data", "no data\n"),
+    ],
+)
+def test_one_of_several_writes_down_how_it_ends_itself(
+    tmp_path: Path, ends: str, headline: str, shown: str
+) -> None:
+    (tmp_path / "s.py").write_text(ends)
+    variables = {FOLDER_VARIABLE: str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
+    plain, ours = run(tmp_path, "s.py"), run(tmp_path, str(ENTRY), "s.py", **variables)
+    assert ours.returncode == plain.returncode
+    assert ours.stderr.startswith(shown)
+    assert len(ours.stderr.splitlines()) == 1
+    assert json.loads((tmp_path / "rank-1.attempt-0.json").read_text())["headline"] == headline
