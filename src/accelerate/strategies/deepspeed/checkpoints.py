@@ -136,4 +136,4 @@ class EnginePart:
             path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
             if path is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
-            options.confirm()
+        options.confirm()

@@ -60,4 +60,4 @@ class MegatronPart:
     def _apply(self, options: Load) -> None:
         with options.fitting(FOLDER, "engine"):
             self.engine.load_checkpoint(options.folder / FOLDER)
-            options.confirm()
+        options.confirm()
