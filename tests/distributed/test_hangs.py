@@ -26,7 +26,7 @@ from accelerate.launch.failures import FOLDER_VARIABLE, collect
 from accelerate.launch.local_store import KEY_VARIABLE
 from accelerate.launch.script import report
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import gather, gather_object, reduce
+from accelerate.utils import gather, gather_object, patch_environment, reduce
 
 Run = Callable[..., Any]
 SOURCE = Path(__file__).read_text().splitlines()
@@ -214,12 +214,19 @@ def pattern(said: str) -> re.Pattern[str]:
     return re.compile(filled, re.DOTALL)
 
 
+def meet() -> Accelerator:
+    """Build an Accelerator; that ranks of a busy machine come at times far apart is no fault here."""
+    with patch_environment(ACCELERATE_HANG_TIMEOUT="0"):
+        PartialState()
+    return Accelerator()
+
+
 def suffer(name: str) -> None:
     """As a script under the launcher: an error that nobody caught is written down."""
     if name == "skips a backward":  # takes seconds, on one rank more of them than on the other
         importlib.import_module("torch._dynamo")
     try:
-        FAULTS[name].act(Accelerator())
+        FAULTS[name].act(meet())
     except Exception as error:
         report(error)
         sys.exit(1)
@@ -269,7 +276,7 @@ def test_a_rank_that_is_stopped_from_outside_is_named(end: Run, tmp_path: Path) 
 
 
 def come_late() -> None:
-    accelerator = Accelerator()
+    accelerator = meet()
     if accelerator.process_index == 1:
         time.sleep(3)  # LATE-1
     gather(ONE)  # LATE-0
@@ -302,7 +309,7 @@ class Slow(torch.autograd.Function):
 
 def work_apart() -> None:
     """Long work on both ranks, of different kinds: nobody waits."""
-    accelerator = Accelerator()
+    accelerator = meet()
     if accelerator.process_index == 0:
         leaf = torch.ones(1, requires_grad=True)
         Slow.apply(leaf).sum().backward()

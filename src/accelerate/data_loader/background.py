@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import random
 import threading
 import time
@@ -73,6 +74,10 @@ class ReadAhead(Generic[T]):
         items: What is read.
         stays: Asked after the first item: whether reading has to stay in the caller's thread.
         enter: Called once in the thread before it reads.
+
+    Attributes:
+        thread: The thread that reads; None as long as the caller's own does.
+        takes: How often items were taken.
     """
 
     def __init__(
@@ -88,7 +93,9 @@ class ReadAhead(Generic[T]):
         self._is_over = self._is_closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        self.takes = 0
+        self._pid = os.getpid()
 
     def take(self) -> list[T]:
         """Return what is there, at least one item; up to `MESSAGE_BYTES` together where they come fast.
@@ -99,7 +106,8 @@ class ReadAhead(Generic[T]):
         Raises:
             BaseException: What reading raised, after the items before it.
         """
-        if self._thread is None:
+        self.takes += 1
+        if self.thread is None:
             item = next(self._items, None)
             if item is not None and self._stays is not None and not self._stays():
                 self._start()
@@ -117,10 +125,12 @@ class ReadAhead(Generic[T]):
 
     def close(self) -> None:
         """End the thread; what it has read is forgotten."""
+        if os.getpid() != self._pid:  # a fork has no thread, and may have the lock as it was held
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        thread = self._thread
+        thread = self.thread
         if thread is None or thread is threading.current_thread():
             return
         thread.join(_PATIENCE)
@@ -152,11 +162,11 @@ class ReadAhead(Generic[T]):
 
     def _start(self) -> None:
         modes = _modes_of_this_thread()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=copy_context().run, args=(self._run, modes), name="accelerate-read-ahead", daemon=True
         )
         _OPEN.add(self)
-        self._thread.start()
+        self.thread.start()
 
     def _run(self, modes: Callable[[], ExitStack]) -> None:
         torch.set_num_threads(1)  # holds for this thread: copying must not take the processors from training

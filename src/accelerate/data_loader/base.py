@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from accelerate.base.errors import StateError
 from accelerate.base.packages import is_torchdata_stateful_dataloader_available, require
-from accelerate.data_loader import position
+from accelerate.data_loader import position, workers
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.position import BEGINNING, Place, Position, after_first, stream_of
@@ -409,16 +409,22 @@ class DataLoaderAdapter(DataLoader[Any]):
         return getattr(self.dataset, "tagged", False)
 
     def _get_iterator(self) -> Any:
-        """Torch's own hook: its iterator reads the loader's settings here, and two of them are ours."""
-        collate, generator = self.collate_fn, self.generator
+        """Torch's own hook: its iterator reads the loader's settings here, and three of them are ours."""
+        collate, generator, init = self.collate_fn, self.generator, self.worker_init_fn
         if self._is_tagged:
             self.collate_fn = CountingCollate(collate)
         if self.plan.group and self.num_workers:
             self.generator = _generator_of_group(generator, self.plan.group)
+        if self.num_workers:
+            self.worker_init_fn = workers.make_askable(self)
         try:
-            return super()._get_iterator() if self.torchdata_goes_on else DataLoader._get_iterator(self)
+            iterator = super()._get_iterator() if self.torchdata_goes_on else DataLoader._get_iterator(self)
         finally:
-            self.collate_fn, self.generator = collate, generator
+            self.collate_fn, self.generator, self.worker_init_fn = collate, generator, init
+        if self.num_workers:
+            for call in workers.after_start:
+                call(iterator)
+        return iterator
 
     @property
     def _counts_batches(self) -> bool:

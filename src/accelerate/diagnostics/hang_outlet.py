@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import psutil
 
 from accelerate.diagnostics.bulletin import Report
 from accelerate.launch.failures import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
@@ -63,7 +66,14 @@ class Outlet:
         ).write(self._folder)
 
     def end(self) -> None:
-        """End this process at once: its main thread is blocked where no exception reaches it."""
+        """End this process at once: its main thread is blocked where no exception reaches it.
+
+        Its daemons, such as the workers of a loader, end with it, as they do when Python ends by itself.
+        """
+        own = {process.pid for process in psutil.Process().children()}
+        for child in multiprocessing.active_children():  # of a fork: those of its parent too
+            if child.daemon and child.pid in own:
+                child.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)

@@ -12,6 +12,8 @@ MOST_STACKS = 3
 
 COLLECTIVE = "collective"
 TORCH = "torch"
+STARTING = "starting"
+DATA = "data"
 ELSEWHERE = "elsewhere"
 SILENT = "silent"
 ENDED = "ended"
@@ -28,7 +30,8 @@ class RankState:
     Attributes:
         rank: of the process.
         doing: `COLLECTIVE`, an operation of this package; `TORCH`, one that the script or torch calls
-            itself; `ELSEWHERE`, none; `SILENT`, the process lives and does not answer, or may live where it
+            itself; `STARTING`, it waits for the others to open the process group; `DATA`, it waits for a
+            batch; `ELSEWHERE`, none; `SILENT`, the process lives and does not answer, or may live where it
             cannot be seen; `ENDED`.
         operation: name of the operation, or of the library function that the user's line called.
         sequence: number of the operation; 0 where they are not counted.
@@ -41,6 +44,7 @@ class RankState:
         host: machine of the process.
         pid: its number there.
         recorded: what torch's flight recorder says of it.
+        details: lines about what it waits for, such as the workers of its loader.
     """
 
     rank: int
@@ -56,11 +60,22 @@ class RankState:
     host: str = ""
     pid: int = 0
     recorded: str = ""
+    details: str = ""
 
     @property
     def waits(self) -> bool:
         """Whether it is in an operation that needs other ranks."""
-        return self.doing in (COLLECTIVE, TORCH)
+        return self.doing in (COLLECTIVE, TORCH, STARTING)
+
+
+def awaits_data(states: Sequence[RankState], seconds: float) -> bool:
+    """Whether a rank has waited for a batch this long.
+
+    Args:
+        states: of all ranks.
+        seconds: how long.
+    """
+    return any(state.doing == DATA and state.seconds >= seconds for state in states)
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
@@ -80,20 +95,23 @@ def is_hang(states: Sequence[RankState]) -> bool:
 def compose(states: Sequence[RankState], folder: str) -> str:
     """Write the report: one sentence, then the stacks of the ranks that keep the others waiting.
 
+    Ranks that wait for batches only, while no rank waits for another, are told of as such.
+
     Args:
         states: of all ranks, in their order.
         folder: paths of files below it are written without it.
     """
     groups = fold(states, folder)
     sentence = "; ".join(f"{spell_ranks([s.rank for s in group])} {text}" for text, group in groups)
-    lines = [f"accelerate: hang: {sentence}."]
-    for group in odd_groups([group for _, group in groups])[:MOST_STACKS]:
-        state = group[0]
-        if state.stack:
-            lines += [
-                f"rank {state.rank} (process {state.pid} on {state.host}) stands at:",
-                state.stack.rstrip(),
-            ]
+    is_slow = not is_hang(states) and any(state.doing == DATA for state in states)
+    lines = [f"accelerate: {'waiting for data' if is_slow else 'hang'}: {sentence}."]
+    odd = odd_groups([group for _, group in groups])
+    # Ranks that do the same stand alike, but what they wait for is of each its own.
+    shown = [state for group in odd for state in (group if group[0].details else group[:1])]
+    for state in shown[:MOST_STACKS]:
+        who = f"rank {state.rank} (process {state.pid} on {state.host})"
+        lines += [f"{who} stands at:", state.stack.rstrip()] if state.stack else []
+        lines += [f"{who} {state.details.rstrip()}"] if state.details else []
     if any(state.doing == TORCH for state in states):
         lines += _compare_records(states)
     return "\n".join(lines)
@@ -106,7 +124,7 @@ def fold(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankS
         states: of all ranks.
         folder: see `compose`.
     """
-    order = (COLLECTIVE, TORCH, ELSEWHERE, SILENT, ENDED)
+    order = (STARTING, COLLECTIVE, TORCH, DATA, ELSEWHERE, SILENT, ENDED)
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for state in sorted(states, key=lambda state: order.index(state.doing)):
         groups.setdefault(_likeness(state), []).append(state)
@@ -153,6 +171,10 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
     if state.doing == TORCH:
         verb = "wait" if plural else "waits"
         return f"{verb} in {state.operation} (not through accelerate), {place}, since {since:.0f} s"
+    if state.doing == STARTING:
+        return f"{'wait' if plural else 'waits'} in {state.operation}, {place}, since {since:.0f} s"
+    if state.doing == DATA:
+        return f"{'wait' if plural else 'waits'} for a batch, {place}, since {since:.0f} s"
     if state.doing == ELSEWHERE:
         where = f"at {place}" if state.operation.startswith("<") else f"in {state.operation}, {place}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from types import FrameType
 from typing import Any
 
-from accelerate.diagnostics import flight, stacks
-from accelerate.diagnostics.hang_report import COLLECTIVE, DEVICE, ELSEWHERE, TORCH, RankState
+from accelerate.diagnostics import flight, loading, stacks
+from accelerate.diagnostics.hang_report import COLLECTIVE, DATA, DEVICE, ELSEWHERE, TORCH, RankState
 from accelerate.ops.record import Entry, Ring
 
 MOST_WORK = 0.5
@@ -29,7 +28,7 @@ class Observation:
     def __init__(self, ring: Ring, rank: int, host: str, pid: int) -> None:
         self._ring = ring
         self._who: dict[str, Any] = {"rank": rank, "host": host, "pid": pid}
-        self._still: tuple[FrameType, int] | None = None
+        self._still: tuple[object, int] | None = None
         self._since = 0.0
         self._used = 0.0
 
@@ -48,7 +47,10 @@ class Observation:
         if frame is None:
             self._still = None
             return None, 0.0
-        seconds = self._seconds_in(frame)
+        data = loading.find_wait(frame)
+        if data is not None:
+            return (DATA, data.token), self._seconds_in(data.token, 0)
+        seconds = self._seconds_in(frame, frame.f_lasti)
         if not stacks.may_wait(frame):
             seconds = min(seconds, flight.seconds_on_device()) if seconds > STILL else 0.0
             return (("device", self._since), seconds) if seconds else (None, 0.0)
@@ -56,11 +58,11 @@ class Observation:
             return None, 0.0
         return ("torch", self._since), seconds
 
-    def _seconds_in(self, frame: FrameType) -> float:
-        """For how long the thread has been seen on the same instruction."""
+    def _seconds_in(self, what: object, instruction: int) -> float:
+        """For how long the thread has been seen on the same instruction, or in the same wait for a batch."""
         # The frame itself is kept until the next look: a number of it may come again in the next round.
-        if self._still is None or self._still[0] is not frame or self._still[1] != frame.f_lasti:
-            self._still = (frame, frame.f_lasti)
+        if self._still != (what, instruction):
+            self._still = (what, instruction)
             self._since, self._used = time.monotonic(), time.process_time()
         return time.monotonic() - self._since
 
@@ -74,6 +76,9 @@ class Observation:
         if entry is not None:
             return self._in_operation(entry, position)
         token, seconds = self.waited()
+        data = loading.find_wait(frame)
+        if data is not None:
+            return self._for_data(data, position, seconds)
         waits_in = "" if token is None else position.waits_in or DEVICE
         return RankState(
             doing=TORCH if waits_in else ELSEWHERE,
@@ -96,6 +101,17 @@ class Observation:
             line=entry.line or position.line,
             seconds=time.monotonic() - entry.started,
             stack=position.stack,
+            **self._who,
+        )
+
+    def _for_data(self, data: loading.BatchWait, position: stacks.Position, seconds: float) -> RankState:
+        return RankState(
+            doing=DATA,
+            operation="batch",
+            file=position.file,
+            line=position.line,
+            seconds=seconds,
+            details=loading.describe(data),
             **self._who,
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from accelerate.diagnostics import process_view, stacks
 from accelerate.diagnostics.bulletin import Bulletin, Identity
 from accelerate.diagnostics.hang_report import ENDED, SILENT, RankState
 
@@ -50,10 +51,9 @@ class Peers:
         if who is None:
             text = "has built no Accelerator yet, or none that watches for hangs"
         elif self._is_near(who):
-            text = (
-                f"lives (process {pid} on {host}) but gives no answer: it is stopped, or in code that keeps "
-                "Python from running"
-            )
+            text = f"lives but gives no answer: its process {pid} on {host} {process_view.describe(pid)}"
+            stack = process_view.spell_stack(stacks.without_runners(process_view.stack_of(pid)))
+            return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
         else:
             text = f"gives no answer (process {pid} on {host}): it, its machine or the way to it is lost"
         return RankState(rank, SILENT, ending=text, host=host, pid=pid)

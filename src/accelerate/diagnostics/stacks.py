@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import site
 import sys
 import traceback
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import FrameType
 
 import torch
 
+from accelerate.base.stack_dumps import Frame
 from accelerate.diagnostics.hang_report import BACKWARD
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -103,6 +105,15 @@ def waiting_operation(frames: list[FrameType]) -> str:
     return next((name for name in reversed(names) if name not in _WRAPPERS), names[-1])
 
 
+def without_runners(frames: list[Frame]) -> list[Frame]:
+    """The frames of a stack without those of the launcher, which the user did not write.
+
+    Args:
+        frames: the innermost last.
+    """
+    return [frame for frame in frames if not frame[0].startswith(_RUNNERS)]
+
+
 def _outwards(frame: FrameType | None) -> list[FrameType]:
     frames: list[FrameType] = []
     while frame is not None and not _file(frame).startswith(_RUNNERS):
@@ -122,7 +133,7 @@ def _file(frame: FrameType) -> str:
 @cache
 def _libraries() -> tuple[str, ...]:
     """Where code lies that is not the user's."""
-    import sysconfig  # slow to import, and only needed where something hangs
-
-    paths = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    # Nothing is imported here: watchers read positions, and a process that is forked while another thread
+    # imports a module never gets that module.
+    paths = {Path(os.__file__).parent, *site.getsitepackages()}
     return (_OURS, _TORCH, contextlib.__file__, "<frozen ", *(f"{path}{os.sep}" for path in paths))

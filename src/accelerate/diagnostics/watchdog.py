@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from accelerate.diagnostics.bulletin import Bulletin, Report
 from accelerate.diagnostics.hang_outlet import Outlet
-from accelerate.diagnostics.hang_report import RankState, compose, is_hang
+from accelerate.diagnostics.hang_report import DATA, RankState, awaits_data, compose, is_hang
 from accelerate.diagnostics.observation import Observation
 from accelerate.diagnostics.peers import Peers
 
@@ -81,12 +81,14 @@ class Watchdog:
         self._named: set[int] = set()  # ranks that were reported to have ended
         self._reported: object = None  # the wait that this rank had reported last
         self._over = False
+        self._patience_for_data = limits.seconds  # grows: a loader that is slow at each batch is no fault
 
     def look(self) -> None:
         """Look once: answer others, read reports, and ask when this rank waits too long."""
         token, seconds = self._observation.waited()
         if token != self._token:
-            self._token, self._next = token, self._limits.seconds
+            is_data = isinstance(token, tuple) and token[0] == DATA
+            self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
         self._attend(seconds)
         self._tell_end_of_hang()
         if token is None or seconds < self._limits.death or self._is_inquiring():
@@ -139,10 +141,13 @@ class Watchdog:
         ended = list(self._peers.ended())
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in self._all_ranks()]
         hang = is_hang(states) and self._observation.waited()[0] == self._token
-        text = compose(states, os.getcwd()) if hang else ""
+        slow = not hang and awaits_data(states, self._limits.seconds)
+        if slow:
+            self._patience_for_data = seconds * GROWTH
+        text = compose(states, os.getcwd()) if hang or slow else ""
         report = self._report(text, list(answers), ended, ends=hang and self._limits.ends)
         self._bulletin.announce(self._answered, report)
-        self._reported = self._token if hang else None
+        self._reported = self._token if hang or slow else None
         self._obey(self._answered, report)
 
     def _all_ranks(self) -> list[int]:

@@ -10,12 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Any
 
+from accelerate.base import environ as variables
+from accelerate.data_loader import workers
 from accelerate.diagnostics import stacks
+from accelerate.diagnostics.arrivals import ArrivalWatch
 from accelerate.diagnostics.bulletin import Bulletin, Report, connect
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import COLLECTIVE, TORCH, RankState, compose
+from accelerate.diagnostics.loader_watch import LoaderWatch
 from accelerate.diagnostics.observation import Observation
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
@@ -24,12 +30,14 @@ from accelerate.settings.sections.diagnostics import DiagnosticsSection
 from accelerate.settings.variables import decode
 from accelerate.state import PartialState, process_group
 from accelerate.state.store_channel import StoreChannel
+from accelerate.state.topology import Topology
 
 DEFAULT_SECONDS = 60.0
 SECONDS_TO_END = 10.0
 
 _logger = logging.getLogger(__name__)
 _KEY = "_watching"
+_LOADERS = "_watching_loaders"
 
 
 class Watching:
@@ -44,7 +52,7 @@ class Watching:
         self._watcher = watcher
         self._thread = threading.Thread(target=watcher.run, name="accelerate-watchdog", daemon=True)
         self._thread.start()
-        weakref.finalize(self, watcher.ended.set)
+        weakref.finalize(self, watcher.end_in, self._pid)
 
     def stop(self, ending: str) -> None:
         """End the watcher, and tell the others that this process takes no further part.
@@ -77,6 +85,15 @@ class _Watcher:
         self._dog = dog
         self._observation = observation
         self._outlet = outlet
+
+    def end_in(self, pid: int) -> None:
+        """End the watcher in its own process only: a fork may have the lock of the event as it was held.
+
+        Args:
+            pid: number of that process.
+        """
+        if os.getpid() == pid:
+            self.ended.set()
 
     def run(self) -> None:
         """Look until the end; without the store, what this rank knows alone is said once."""
@@ -127,7 +144,7 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
 
 
 def start(state: PartialState, environ: Mapping[str, str]) -> None:
-    """Watch this rank from now on; nothing happens in a run of one process, or a second time.
+    """Watch this rank from now on; nothing happens a second time. One process is watched as it reads loaders.
 
     Called on every rank. The watcher ends with the process group, with the state, or with the process.
 
@@ -139,9 +156,11 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
         ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
     """
     limits = read_limits(environ)
+    shared = PartialState._shared_state
+    if limits.seconds and state.num_processes == 1:
+        shared[_LOADERS] = LoaderWatch(limits, Outlet(0, 1, environ))
     if state.num_processes == 1 or not limits.seconds or not process_group.is_open():
         return
-    shared = PartialState._shared_state
     if _KEY in shared:
         return
     try:
@@ -211,6 +230,20 @@ def _stop_at_exit() -> None:
     stop(f"exited with {error.__name__}" if process_group.failed() and error else "exited (no Python error)")
 
 
+def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
+    environ = variables.current()
+    limits = read_limits(environ)
+    return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()
+
+
+def _watch_loader(iterator: Any) -> None:
+    watch: LoaderWatch | None = PartialState._shared_state.get(_LOADERS)
+    if watch is not None:
+        watch.follow(iterator)
+
+
+workers.after_start.append(_watch_loader)
+process_group.while_opening.append(_watch_arrivals)
 process_group.before_closing.append(_stop_with_group)
 # Registered after the process group's own, and so called before it.
 atexit.register(_stop_at_exit)

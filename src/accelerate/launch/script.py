@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from accelerate.base import environ
+from accelerate.base import environ, stack_dumps
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
 from accelerate.launch.pending_signals import NOTES
 
@@ -82,8 +82,12 @@ def _own_lines(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main(words: list[str]) -> None:
-    """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`."""
+    """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`.
+
+    Ranks that wait for this one can ask where it stands.
+    """
     NOTES.install()
+    stack_dumps.offer()
     try:
         run(words)
     except SystemExit as error:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -42,6 +44,9 @@ PROVIDERS = {
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _opened = [0]  # how many groups this process has opened; each has keys of its own in the store
+while_opening: list[Callable[[Topology, int], AbstractContextManager[object]]] = []
+"""Entered by each of several ranks that meet at the address of a topology, until the group is open.
+The number tells apart the groups that a process opens one after the other."""
 before_closing: list[Callable[[], None]] = []
 """Called before the default group is closed, in this order."""
 
@@ -72,6 +77,21 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     _import_provider(comm, backend)
     _check_built(comm, backend)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    with _watched(topology, kwargs):
+        _open(topology, comm, kwargs)
+    return comm
+
+
+def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
+    """The contexts in which this rank waits for the others to open the group with it."""
+    stack = ExitStack()
+    if topology.size > 1 and not {"init_method", "store"} & set(kwargs):
+        for watch in while_opening:
+            stack.enter_context(watch(topology, _opened[0]))
+    return stack
+
+
+def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     if topology.size == 1 and "init_method" not in kwargs:
         kwargs["store"] = HashStore()  # nobody else will come, so no port is needed
     else:
@@ -98,7 +118,6 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     if comm == "gloo":
         # A process that ends before its peers have connected to each other would make them fail.
         dist.barrier()
-    return comm
 
 
 def _listen_on_loopback(topology: Topology) -> object:
@@ -137,6 +156,26 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     store.set_timeout(timeout)
     # The store may outlive a restart, and a group that was closed.
     return StoreChannel(store, f"accelerate/{purpose}/{lives.name()}.{_opened[0]}", environ.current())
+
+
+def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
+    """Open a connection to the store through which ranks are about to open the default group.
+
+    Args:
+        topology: where they meet.
+        purpose: tells its keys apart from those of others.
+        timeout: how long one request may take.
+
+    Returns:
+        None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.
+    """
+    address, port = str(topology.address), int(topology.port or 0)
+    try:  # torch's own connection would wait for an answer, and print warnings meanwhile
+        socket.create_connection((address, port), timeout=timeout.total_seconds()).close()
+    except OSError:
+        return None
+    store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    return StoreChannel(store, f"accelerate/{purpose}", environ.current())
 
 
 def _connect() -> Store | None:

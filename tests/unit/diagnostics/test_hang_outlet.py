@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +41,20 @@ def test_without_a_launcher_it_is_printed_only(tmp_path: Path, capfd: pytest.Cap
     outlet.publish(REPORT)
     assert capfd.readouterr().err == f"{REPORT.text}\n"
     assert not list(tmp_path.iterdir())
+
+
+def sleep_long(told: Any) -> None:
+    told.set()
+    time.sleep(100)
+
+
+def test_the_end_takes_the_workers_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("fork")
+    told, codes = context.Event(), []
+    worker = context.Process(target=sleep_long, args=(told,), daemon=True)
+    worker.start()
+    assert told.wait(30)
+    monkeypatch.setattr("accelerate.diagnostics.hang_outlet.os._exit", codes.append)
+    Outlet(0, 2, {}).end()
+    worker.join(30)
+    assert (codes, worker.exitcode) == ([1], -signal.SIGKILL)

@@ -64,7 +64,8 @@ def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
     monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("accelerate.diagnostics.observation.flight.seconds_on_device", lambda: on_device[0])
     assert frame is not None
-    still = type("Frame", (), {"f_lasti": 1, "f_code": frame.f_code})()  # the real one goes on by itself
+    standing = {"f_lasti": 1, "f_code": frame.f_code, "f_back": None}
+    still = type("Frame", (), standing)()  # the real one goes on by itself
     monkeypatch.setattr(stacks, "innermost", lambda _: still)
 
     found = []

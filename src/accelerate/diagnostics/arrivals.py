@@ -1,0 +1,367 @@
+"""Which ranks have not come while others wait for them in `init_process_group`.
+
+Each rank that waits says so again and again on the store, from a thread of its own. One that has waited too
+long, and is the lowest of those that say so, asks the ranks of each machine what they see of the missing
+ones, and reports it. Where the store does not answer, as rank 0 is to keep it and did not come, each rank
+reports alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from uuid import uuid4
+
+from accelerate.diagnostics import process_view, siblings, stacks
+from accelerate.diagnostics.bulletin import PATIENCE, Report
+from accelerate.diagnostics.hang_outlet import Outlet
+from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, RankState, compose
+from accelerate.diagnostics.peers import own_identity
+from accelerate.diagnostics.watchdog import SECONDS_TO_ANSWER, Limits
+from accelerate.state import process_group
+from accelerate.state.store_channel import StoreChannel, as_dataclass
+from accelerate.state.topology import Topology
+
+SECONDS_TO_END = 10.0
+_PAUSES = 3
+"""Pauses within which every rank that waits has said so anew."""
+_OPERATION = "init_process_group"
+_WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be asked before it comes."
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says as long as it waits.
+
+    Attributes:
+        token: of its process.
+        beat: how often it has said so.
+        host: machine of the process.
+        space: tells machines, and containers on them, apart.
+        pid: number of the process.
+        file: the user's file that waits.
+        line: the line there.
+        seconds: how long it has waited.
+    """
+
+    token: str
+    beat: int
+    host: str
+    space: str
+    pid: int
+    file: str
+    line: int
+    seconds: float
+
+    def state(self, rank: int) -> RankState:
+        """What a report says of this rank."""
+        return RankState(
+            rank,
+            STARTING,
+            operation=_OPERATION,
+            file=self.file,
+            line=self.line,
+            seconds=self.seconds,
+            host=self.host,
+            pid=self.pid,
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What ranks see of the missing ones.
+
+    Attributes:
+        number: of the question.
+        asked: ranks that are to answer.
+        missing: ranks that it is about.
+    """
+
+    number: str
+    asked: list[int]
+    missing: list[int]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A report that was made.
+
+    Attributes:
+        rank: that made it.
+        token: of its process.
+        missing: ranks that it named.
+    """
+
+    rank: int
+    token: str
+    missing: list[int]
+
+
+@dataclass(frozen=True)
+class End:
+    """That a process is to end because of a report.
+
+    Attributes:
+        token: of the process.
+        text: the report.
+    """
+
+    token: str
+    text: str
+
+
+class ArrivalWatch:
+    """Watches this rank while it waits for the others to open the process group; a context.
+
+    Args:
+        topology: which process this is, and where the others meet.
+        opened: how many groups this process has opened before.
+        limits: when something is said, and what follows.
+        environ: variables of this process.
+    """
+
+    def __init__(self, topology: Topology, opened: int, limits: Limits, environ: Mapping[str, str]) -> None:
+        self._topology = topology
+        self._rank, self._size = topology.rank, topology.size
+        self._opened = opened
+        self._limits = limits
+        self._outlet = Outlet(topology.rank, topology.size, environ)
+        self._waiting_thread = threading.get_ident()
+        self._token = uuid4().hex  # tells this process from one of the same rank before a restart
+        self._own = own_identity()
+        self._began = time.monotonic()
+        self._next = limits.seconds
+        self._beats = 0
+        self._channel: StoreChannel | None = None
+        self._answered: set[str] = set()
+        self._reported: set[int] | None = None
+        self._is_open = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="accelerate-arrivals", daemon=True)
+
+    def __enter__(self) -> ArrivalWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_open = kind is None
+        self._done.set()
+        self._thread.join(SECONDS_TO_END)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._limits.pause):
+            try:
+                self._look()
+            except RuntimeError:  # what torch raises when a store does not answer: this rank is alone
+                self._channel = None
+        if self._is_open and self._reported is not None:
+            self._outlet.withdraw(f"accelerate: the hang is over: rank {self._rank} goes on.")
+
+    def _look(self) -> None:
+        self._channel = channel = self._channel or self._connect()
+        if channel is not None:
+            self._take_part(channel)
+        if self._waited() < self._next:
+            return
+        self._next += self._limits.seconds
+        if channel is not None:
+            self._inquire(channel)
+        elif self._reported is None:
+            self._reported = {0}
+            self._publish([self._note().state(self._rank), self._rank_0_without_store()], _WITHOUT_RANK_0)
+
+    # The store
+
+    def _connect(self) -> StoreChannel | None:
+        # Restarts share this part of the store: they tell themselves apart by the tokens of their processes.
+        return process_group.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
+
+    def _take_part(self, channel: StoreChannel) -> None:
+        """Say that this rank waits, and do what another one asks for."""
+        self._beats += 1
+        channel.post(f"here/{self._rank}", asdict(self._note()))
+        end = as_dataclass(End, channel.read(f"end/{self._rank}"))
+        if end is not None and end.token == self._token and self._may_end(channel):
+            self._end(end.text)
+        question = as_dataclass(Question, channel.read("question"))
+        if question is None or question.number in self._answered or self._rank not in question.asked:
+            return
+        self._answered.add(question.number)
+        for state in self._describe(question.missing):
+            channel.post(f"found/{question.number}/{state.rank}", asdict(state))
+
+    def _may_end(self, channel: StoreChannel) -> bool:
+        """Whether another rank may end this one: anybody may have written what is not signed."""
+        return channel.is_signed or (self._limits.ends and self._waited() >= self._limits.seconds)
+
+    def _rest(self, channel: StoreChannel) -> bool:
+        """Wait until every rank that waits has said so anew; whether the group is open meanwhile."""
+        for _ in range(_PAUSES):
+            if self._done.wait(self._limits.pause):
+                return True
+            self._take_part(channel)
+        return False
+
+    def _find_waiting(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
+        """The ranks that say at this time that they wait; others may have said so before a restart."""
+        ranks = list(ranks)
+        before = self._read_notes(channel, ranks)
+        if not ranks or self._rest(channel):
+            return {}
+        after = self._read_notes(channel, ranks)
+        return {rank: note for rank, note in after.items() if note != before.get(rank)}
+
+    def _read_notes(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
+        notes = {rank: as_dataclass(Note, channel.read(f"here/{rank}")) for rank in ranks}
+        return {rank: note for rank, note in notes.items() if note is not None}
+
+    # The report
+
+    def _inquire(self, channel: StoreChannel) -> None:
+        if self._find_waiting(channel, range(self._rank)):
+            return  # the lowest one reports
+        others = self._find_waiting(channel, range(self._rank + 1, self._size))
+        missing = [rank for rank in range(self._size) if rank != self._rank and rank not in others]
+        if self._done.is_set() or self._was_reported(channel, others, missing):
+            return
+        found = self._ask(channel, others, missing) if missing else {}
+        late = self._find_waiting(channel, missing)
+        if self._done.is_set() or (missing and len(late) == len(missing)):
+            return
+        missing = [rank for rank in missing if rank not in late]
+        notes = {**others, **late}
+        states = {
+            self._rank: self._note().state(self._rank),
+            **{rank: note.state(rank) for rank, note in notes.items()},
+            **{rank: found.get(rank) or self._unseen(rank) for rank in missing},
+        }
+        self._reported = set(missing)
+        channel.post("told", asdict(Told(self._rank, self._token, missing)))
+        advice = _advice([states[rank] for rank in missing])
+        self._publish([states[rank] for rank in sorted(states)], advice, channel, notes)
+
+    def _was_reported(self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]) -> bool:
+        """Whether this rank, or one that waits too, has reported all of these already."""
+        if self._reported is not None and self._reported >= set(missing):
+            return True
+        told = as_dataclass(Told, channel.read("told"))
+        teller = None if told is None else others.get(told.rank)
+        if told is None or teller is None or teller.token != told.token:
+            return False
+        return set(told.missing) >= set(missing)
+
+    def _ask(
+        self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]
+    ) -> dict[int, RankState]:
+        """What the lowest rank of each machine sees of the missing ones."""
+        number, asked = uuid4().hex, {(self._own.host, self._own.space): self._rank}
+        for rank, note in sorted(others.items()):
+            asked.setdefault((note.host, note.space), rank)
+        self._answered.add(number)
+        channel.post("question", asdict(Question(number, sorted(asked.values()), missing)))
+        found = {state.rank: state for state in self._describe(missing)}
+        deadline = time.monotonic() + max(SECONDS_TO_ANSWER, _PAUSES * self._limits.pause)
+        while len(asked) > 1 and len(found) < len(missing) and time.monotonic() < deadline:
+            if self._done.wait(self._limits.pause / 4):
+                return {}
+            self._take_part(channel)
+            for rank in missing:
+                state = as_dataclass(RankState, channel.read(f"found/{number}/{rank}"))
+                found |= {} if state is None else {rank: replace(state, rank=rank)}
+        return found
+
+    def _describe(self, missing: Iterable[int]) -> list[RankState]:
+        """What this process sees of the missing ranks of its machine."""
+        seen = siblings.find(self._rank)
+        if seen is None:
+            return []
+        first = self._rank - self._topology.local_rank
+        here = range(first, first + self._topology.local_size) if seen.is_complete else ()
+        return [
+            self._seen(rank, seen.pids[rank]) if rank in seen.pids else self._gone(rank, seen.starter)
+            for rank in missing
+            if rank in seen.pids or rank in here
+        ]
+
+    def _seen(self, rank: int, pid: int) -> RankState:
+        text = f"did not come: its process {pid} on {self._own.host} {process_view.describe(pid)}"
+        stack = stacks.without_runners(process_view.stack_of(pid))
+        return RankState(
+            rank,
+            SILENT,
+            ending=text,
+            stack=process_view.spell_stack(stack),
+            host=self._own.host,
+            pid=pid,
+        )
+
+    def _gone(self, rank: int, starter: int) -> RankState:
+        host = self._own.host
+        text = f"ended before it came (process {starter} on {host}, which started it, has it no more)"
+        return RankState(rank, ENDED, ending=text, host=host)
+
+    def _unseen(self, rank: int) -> RankState:
+        return RankState(rank, SILENT, ending="did not come, and no rank that waits can see what it does")
+
+    def _rank_0_without_store(self) -> RankState:
+        place = f"{self._topology.address}:{self._topology.port}"
+        (state,) = [s for s in self._describe([0]) if s.pid or s.doing == ENDED] or [self._unseen(0)]
+        return replace(state, ending=f"{state.ending}; it does not answer at {place}")
+
+    def _note(self) -> Note:
+        frame = stacks.innermost(self._waiting_thread)
+        position = None if frame is None else stacks.read_position(frame)
+        return Note(
+            self._token,
+            self._beats,
+            self._own.host,
+            self._own.space,
+            self._own.pid,
+            file=position.file if position else "",
+            line=position.line if position else 0,
+            seconds=self._waited(),
+        )
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def _publish(
+        self,
+        states: list[RankState],
+        advice: str,
+        channel: StoreChannel | None = None,
+        notes: Mapping[int, Note] | None = None,
+    ) -> None:
+        text = f"{compose(states, os.getcwd())}\n{advice}"
+        self._outlet.publish(self._report(text))
+        if not self._limits.ends:
+            return
+        if channel is not None:
+            for rank, note in (notes or {}).items():
+                channel.post(f"end/{rank}", asdict(End(note.token, text)))
+            if self._rest(channel):
+                return
+        self._end(text)
+
+    def _end(self, text: str) -> None:
+        self._outlet.prepare_end(self._report(text))
+        self._outlet.end()
+
+    def _report(self, text: str) -> Report:
+        return Report(text, self._rank, self._limits.ends, time.time(), [self._rank], [])
+
+
+def _advice(missing: list[RankState]) -> str:
+    if not missing:
+        return (
+            "All ranks have come, and do not connect to each other: look at the network interfaces "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), the addresses of the machines and their firewalls."
+        )
+    if all(state.doing == ENDED for state in missing):
+        return "Every rank has to build an Accelerator: look at why the script ended before that."
+    text = "Every rank has to build an Accelerator: look at what the script does before that."
+    blind = [str(state.pid) for state in missing if state.pid and not state.stack]
+    return f"{text} `py-spy dump --pid {blind[0]}` shows where a process stands." if blind else text

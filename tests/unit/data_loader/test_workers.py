@@ -1,0 +1,53 @@
+"""Workers of prepared loaders are started ready to tell where they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from accelerate.base import stack_dumps
+from accelerate.data_loader import prepare_data_loader, workers
+
+
+class Offers(Dataset[float]):
+    """Whether the worker that reads can be asked, and what the user's function left there."""
+
+    told = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        import os
+
+        return 10 * float(stack_dumps.offers(os.getpid())) + get_worker_info().dataset.told
+
+
+def tell(worker_id: int) -> None:
+    get_worker_info().dataset.told = 1 + worker_id
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("init", [tell, None])
+def test_workers_can_be_asked_and_the_users_function_is_called(method: str, init: Any) -> None:
+    loader = prepare_data_loader(
+        DataLoader(Offers(), num_workers=1, worker_init_fn=init, multiprocessing_context=method)
+    )
+    assert [float(batch) for batch in loader] == [10 + bool(init)] * 2
+    assert loader.worker_init_fn is init
+
+
+@pytest.mark.usefixtures("states")
+def test_who_watches_loaders_hears_of_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[int]] = []
+    monkeypatch.setattr(
+        workers, "after_start", [lambda iterator: heard.append([w.pid for w in iterator._workers])]
+    )
+    data = torch.arange(2)
+    assert len(list(prepare_data_loader(DataLoader(data, num_workers=1)))) == 2  # type: ignore[arg-type]
+    assert len(list(prepare_data_loader(DataLoader(data)))) == 2  # type: ignore[arg-type]
+    assert [len(pids) for pids in heard] == [1]

@@ -1,0 +1,90 @@
+"""One process that waits for the workers of its loader."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.loader_watch import LoaderWatch
+from accelerate.diagnostics.watchdog import Limits
+
+NAME = "accelerate-loader"
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.told = threading.Event()
+
+    def publish(self, report: Report) -> None:
+        self.texts.append(report.text)
+        self.told.set()
+
+    def withdraw(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class Gated(Dataset[int]):
+    def __init__(self, gate: Any) -> None:
+        self.gate = gate
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        self.gate.acquire()
+        return index
+
+
+def start_pass(seconds: float) -> tuple[Kept, Any, Any]:
+    gate = torch.multiprocessing.get_context("fork").Semaphore(0)
+    loader = DataLoader(Gated(gate), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    kept, batches = Kept(), iter(loader)
+    LoaderWatch(Limits(seconds, False), kept).follow(batches)  # type: ignore[arg-type]
+    return kept, gate, batches
+
+
+def is_watched() -> bool:
+    return any(thread.name == NAME for thread in threading.enumerate())
+
+
+def test_a_long_wait_is_told_of_and_its_end_too() -> None:
+    kept, gate, batches = start_pass(0.2)
+
+    def let_go_when_told() -> None:
+        kept.told.wait(30)
+        for _ in range(2):
+            gate.release()
+
+    helper = threading.Thread(target=let_go_when_told)
+    helper.start()
+    assert list(batches) == [0, 1]
+    helper.join()
+    deadline = time.monotonic() + 20
+    while kept.texts[-1] != "accelerate: the batch has come." and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first, *_, last = kept.texts
+    assert first.startswith("accelerate: waiting for data: rank 0 waits for a batch, "), first
+    assert "worker 0 (process " in first
+    assert last == "accelerate: the batch has come."
+
+
+def test_a_pass_without_long_waits_says_nothing_and_its_thread_ends_with_it() -> None:
+    kept, gate, batches = start_pass(10.0)
+    for _ in range(2):
+        gate.release()
+    assert is_watched()
+    assert list(batches) == [0, 1]
+    del batches
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while is_watched() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_watched()
+    assert kept.texts == []

@@ -1,0 +1,58 @@
+"""What the system says of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from accelerate.diagnostics import process_view
+
+SLEEPING = [sys.executable, "-c", "input()"]
+
+
+def wait_for(pid: int, status: str) -> None:
+    deadline = time.monotonic() + 20
+    while psutil.Process(pid).status() != status and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_process_sleeps_and_is_stopped() -> None:
+    with subprocess.Popen(SLEEPING, stdin=subprocess.PIPE) as process:
+        wait_for(process.pid, psutil.STATUS_SLEEPING)
+        assert process_view.describe(process.pid).startswith("sleeps")
+        assert process_view.describe(process.pid).endswith(" s of CPU time")
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_for(process.pid, psutil.STATUS_STOPPED)
+        assert process_view.describe(process.pid).startswith("is stopped by a signal, ")
+        assert process_view.stack_of(process.pid) == []
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit(3)", "has ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "has ended by signal 9"),
+    ],
+)
+def test_how_a_child_ended_is_said_and_left_to_be_read(program: str, said: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", program])
+    wait_for(process.pid, psutil.STATUS_ZOMBIE)
+    assert process_view.describe(process.pid) == said
+    assert process.wait() in (3, -9)
+    assert process_view.describe(process.pid) == "has ended"
+    assert process_view.stacks_of_all_threads(process.pid) == []
+
+
+def test_stacks_are_written_as_python_does() -> None:
+    text = process_view.spell_stack([(__file__, 1, "outer"), ("<string>", 2, "inner")])
+    assert text == (
+        f'  File "{__file__}", line 1, in outer\n    """What the system says of processes."""\n'
+        '  File "<string>", line 2, in inner\n'
+    )
