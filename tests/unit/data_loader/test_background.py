@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -216,3 +217,16 @@ def test_the_interpreter_ends_with_a_reader_under_way() -> None:
         [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2", "")
+
+
+def test_a_fork_closes_no_reader_of_its_parent() -> None:
+    reader = ReadAhead(iter(items(4)), lambda: False)
+    assert reader.take()
+    process = os.getpid()
+    with reader._changed, pytest.MonkeyPatch.context() as patch:  # as a fork may find it, held by nobody
+        patch.setattr(os, "getpid", lambda: process + 1)
+        closing = threading.Thread(target=reader.close)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    reader.close()

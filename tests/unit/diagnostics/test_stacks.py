@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from types import FrameType
@@ -64,3 +65,18 @@ def test_backward_is_named() -> None:
     leaf.register_hook(look)
     (leaf * 2).sum().backward()
     assert [(position.file, position.waits_in) for position in found] == [(HERE, "backward")]
+
+
+READ = """
+import sys
+from accelerate.diagnostics import flight, stacks
+before = set(sys.modules)
+stacks.read_position(sys._getframe())
+flight.describe_recorded()
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_reading_a_position_imports_nothing_that_a_fork_could_then_not_import() -> None:
+    done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

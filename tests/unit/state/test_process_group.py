@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -123,3 +125,48 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     if expected is not None:
         opened["store"].set("key", "of this life")
         assert agent.get(expected) == b"of this life"
+
+
+def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> None:
+    patience = timedelta(seconds=5)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody = Topology(1, 2, address="127.0.0.1", port=holder.getsockname()[1])
+        assert process_group.connect_before(nobody, "test", patience) is None
+    store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+    somebody = Topology(1, 2, address="127.0.0.1", port=store.port)
+    first = process_group.connect_before(somebody, "test", patience)
+    second = process_group.connect_before(somebody, "test", patience)
+    assert first is not None
+    assert second is not None
+    first.post("word", [1])
+    assert second.read("word") == [1]
+
+
+def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Watch:
+        def __enter__(self) -> None:
+            seen.append("entered")
+
+        def __exit__(self, kind: Any, *_: object) -> None:
+            seen.append(kind)
+
+    def watch(topology: Topology, opened: int) -> Any:
+        seen.append(topology.rank)
+        return Watch()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError("nobody came")
+
+    monkeypatch.setattr(process_group, "while_opening", [watch])
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    several = Topology(1, 2, 1, 2, address="127.0.0.1", port=1)
+    for name, text in several.variables().items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for topology in (several, Topology()):
+        with pytest.raises(TimeoutError):
+            process_group.open_group(topology, catalogue.CPU)
+    assert seen == [1, "entered", TimeoutError]
