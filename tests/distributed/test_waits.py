@@ -71,8 +71,10 @@ def test_ranks_that_all_come_late_are_no_hang(end: Run) -> None:
 
 
 BEFORE = """
-import os, signal, sys, time
+import glob, os, signal, sys, time
 from accelerate import Accelerator
+open(f"{os.environ['RANK']}.imported", "w").close()
+while len(glob.glob("*.imported")) < 3: time.sleep(0.05)
 acts = {
     "sleeps": lambda: time.sleep(100),
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -84,7 +86,7 @@ Accelerator()
 """
 BY_US = ("accelerate.commands.launch", "--cpu", "--num_processes")
 BY_TORCH = ("torch.distributed.run", "--nproc_per_node")
-STANDS = r'rank \d \(process \d+ on .*\) stands at:\n  File "\S*before.py", line 10, in <module>.*line 5, in '
+STANDS = r'rank \d \(process \d+ on .*\) stands at:\n  File "\S*before.py", line 12, in <module>.*line 7, in '
 slow = pytest.mark.slow
 
 
@@ -116,7 +118,7 @@ def test_a_rank_that_builds_no_accelerator_ends_the_run(
     )
     assert ended.returncode == 1
     others = "-".join(str(other) for other in range(3) if other != rank).replace("0-2", "0, 2")
-    found = rf"accelerate: hang: ranks {others} wait in init_process_group, before.py:11, since \d+ s{said}"
+    found = rf"accelerate: hang: ranks {others} wait in init_process_group, before.py:13, since \d+ s{said}"
     assert re.search(found, ended.stderr, re.DOTALL), ended.stderr
     by_us = launcher is BY_US
     assert ended.stderr.count("accelerate: hang: ") == 1 + by_us, ended.stderr  # on the last screen again
