@@ -258,6 +258,7 @@ def test_states_of_optimizers(content: bytes) -> None:
 
 @patiently
 @given(mutations(saved(STATE)))
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_files_of_torch(content: bytes) -> None:
     with file_of(content) as path:
         attempt(lambda: read_torch(path, "cpu"))

@@ -153,14 +153,6 @@ def weights(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
-def run_of(**changes: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        read = manifest.read(folder)
-        Manifest(read.files, read.world_size, step=read.step, run={**read.run, **changes}).write(folder)
-
-    return damage
-
-
 def optimizer(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return rewritten("optimizer.bin", change)
 
@@ -244,10 +236,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "random: of Python": rewritten("random_states_0.pkl", put("random_state", (3, (1, 2), None))),
     "random: of numpy": rewritten("random_states_0.pkl", put("numpy_random_seed", "MT19937")),
     "random: of torch": rewritten("random_states_0.pkl", put("torch_manual_seed", STATE[:9].clone())),
-    "run: a number": run_of(updates=3),
-    "run: texts": run_of(updates=["a"]),
-    "run: an order of texts": run_of(gradient_order=["a"]),
-    "run: no rounds": run_of(sync_gradients="yes"),
 }
 
 
