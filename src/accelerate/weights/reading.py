@@ -124,7 +124,7 @@ class TorchFile:
     def _open(self) -> dict[str, Any]:
         if not self._state:
             # Files of old versions of torch cannot be mapped.
-            content = read_torch(self.path, "cpu", mmap=self.path.is_file() and zipfile.is_zipfile(self.path))
+            content = read_torch(self.path, "cpu", mmap=_can_be_mapped(self.path))
             strange = _find_strange(content)
             if strange:
                 raise CheckpointError(
@@ -132,6 +132,13 @@ class TorchFile:
                 )
             self._state = dict(content)
         return self._state
+
+
+def _can_be_mapped(path: Path) -> bool:
+    try:
+        return path.is_file() and zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # what reads it says so
+        return False
 
 
 def is_extra(name: object) -> bool:

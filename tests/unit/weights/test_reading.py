@@ -109,3 +109,13 @@ def test_a_file_that_rests_is_not_mapped_and_can_be_read_again(tmp_path: Path, n
     with open("/proc/self/maps") as maps:
         assert str(path) not in maps.read()
     assert opened.read("a", CPU).sum() == 5000
+
+
+def test_a_file_that_says_it_lies_on_several_disks_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.bin")
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"PK\x06\x07")  # where zip64 says how many disks there are
+    content[place + 16] = 5
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x\.bin cannot be read"):
+        open_weights(path)
