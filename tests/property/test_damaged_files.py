@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from accelerate.base.errors import AccelerateError, CheckpointError
 from accelerate.checkpointing import catalogue
 from accelerate.checkpointing.changes import apply_all
+from accelerate.checkpointing.fit import check_optimizer
 from accelerate.checkpointing.groups import ByOrder
 from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.parts import ModelPart, StatePart
@@ -253,7 +254,9 @@ def test_states_of_optimizers(content: bytes) -> None:
         except AccelerateError:
             assert same(before, optimizer.state_dict())
         else:
-            optimizer.step()
+            check_optimizer(optimizer)
+            stepped_ones = [(each, entry) for each, entry in optimizer.state.items() if entry]
+            assert all(entry["exp_avg"].shape == each.shape for each, entry in stepped_ones)
 
 
 @patiently
