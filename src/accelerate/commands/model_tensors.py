@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
 from accelerate.base.packages import require
 from accelerate.base.system import expanded
 from accelerate.weights.index import read_weight_map
@@ -105,9 +105,19 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 def _safetensors_of(path: Path) -> list[Path]:
     index = path / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        return [path / name for name in sorted(set(read_weight_map(index).values()))]
+        return [path / name for name in _files_of(index)]
     usual = path / SAFE_WEIGHTS_NAME
     return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def _files_of(index: Path) -> list[str]:
+    try:
+        names = sorted(set(read_weight_map(index).values()))
+    except CheckpointError as error:
+        raise wrong_value("MODEL", str(index), str(error), "Check the file") from error
+    if not names:
+        raise wrong_value("MODEL", str(index), "its weight_map names no files", "Check the file")
+    return names
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Tensors:
