@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import rng
 from accelerate.base.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -292,8 +291,8 @@ class GeneratorsPart:
     def read(self, options: Load) -> Change:
         states = options.read(self.name)
         with options.fitting(self.name, "process"):
-            fitting = generators.check(states)
-        return self.change(partial(rng.restore, fitting))
+            generators.check(states)
+        return self.change(partial(generators.restore, states))
 
     def change(self, apply: Callable[[], None]) -> Change:
         """Return a change of the generators, which comes last: others may draw from them."""

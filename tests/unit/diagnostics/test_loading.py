@@ -158,11 +158,10 @@ def test_a_thread_that_reads_ahead_is_looked_at() -> None:
 
     reader = ReadAhead(read(), lambda: False)
     with waiting(lambda: [reader.take() for _ in range(3)]) as thread:
-        wait = look_until(thread, lambda wait: wait is not None)
-        text = loading.describe(wait)
+        expected = f"line {line_of('READS')}, in read"
+        look_until(thread, lambda wait: wait is not None and expected in loading.describe(wait))
         gate.set()
     reader.close()
-    assert f"line {line_of('READS')}, in read" in text
 
 
 def test_an_observation_counts_the_seconds_of_one_wait() -> None:
