@@ -2,7 +2,7 @@
 
 A process that offers its stack lets `faulthandler` write it into a file in memory. That works while the
 process is blocked in C code, or while another thread keeps the interpreter. Forked processes inherit the
-offer. Only Linux has all that this needs; elsewhere no process offers anything.
+offer. This needs Linux: on other systems no process offers its stack.
 """
 
 from __future__ import annotations
