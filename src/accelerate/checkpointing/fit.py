@@ -69,9 +69,30 @@ def check_weights(
         )
     if strict:
         refuse_names(path, model, lacking_names(own, state), [name for name in state if name not in own])
-    wrong = [
-        reason for name, value in state.items() if name in own and (reason := _misfit(name, own[name], value))
-    ]
+    common = [(name, own[name], value) for name, value in state.items() if name in own]
+    _refuse(path, model, [_misfit(*each) for each in common])
+    check_dtypes(own, state, path, model)
+
+
+def check_dtypes(own: Mapping[str, Any], state: Mapping[str, Any], path: object, model: nn.Module) -> None:
+    """Refuse weights that torch would copy into those of a model with a loss.
+
+    Args:
+        own: what the model has by name: anything with `dtype`, or extra state.
+        state: what was read.
+        path: where it was read, for messages.
+        model: named in messages.
+
+    Raises:
+        CheckpointError: a tensor is complex, and that of the model is not.
+    """
+    pairs = [(name, own[name], value) for name, value in state.items() if name in own and not is_extra(name)]
+    tensors = [(name, mine, value) for name, mine, value in pairs if isinstance(value, Tensor)]
+    _refuse(path, model, [refuse_dtype(name, mine.dtype, value.dtype) for name, mine, value in tensors])
+
+
+def _refuse(path: object, model: nn.Module, reasons: Sequence[str]) -> None:
+    wrong = [reason for reason in reasons if reason]
     if wrong:
         raise CheckpointError(
             f"{path} does not fit this {type(model).__name__}: {listed(wrong)}. Prepare the models in the "
@@ -105,7 +126,7 @@ def _misfit(name: str, own: Any, value: Any) -> str:
     shape, wanted = tuple(value.shape), tuple(own.shape)
     if shape != wanted and not (wanted == () and shape == (1,)):  # as torch takes it
         return f"{name} has the shape {shape} instead of {wanted}"
-    return refuse_dtype(name, own.dtype, value.dtype)
+    return ""
 
 
 def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:

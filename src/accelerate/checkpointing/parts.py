@@ -24,7 +24,13 @@ from accelerate.base.constants import (
 from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import generators
 from accelerate.checkpointing.changes import Change, Stage, nothing
-from accelerate.checkpointing.fit import check_optimizer, check_weights, loads_its_own_way, refuse_names
+from accelerate.checkpointing.fit import (
+    check_dtypes,
+    check_optimizer,
+    check_weights,
+    loads_its_own_way,
+    refuse_names,
+)
 from accelerate.checkpointing.kept import (
     inner_optimizers,
     keep_extra,
@@ -211,6 +217,7 @@ def weights_change(
     except CheckpointError:
         if not isinstance(state, Mapping) or not loads_its_own_way(model):
             raise
+        check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
         keep = partial(keep_weights, model)  # its own code may know the names, or fail
     name = f"{type(model).__name__} ({path.name})"
     return Change(apply, name, keep, Stage.LAST, first=extra_changes(model, state, options, name))
