@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -45,6 +46,32 @@ def describe() -> dict[str, Any]:
         "started_by": state.topology.started_by,
         "flags": (state.is_main_process, state.is_local_main_process, state.is_last_process),
     }
+
+
+POD: dict[str, str | None] = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None, "GROUP_RANK": None}
+
+
+def train_in_pod(opens_first: bool) -> dict[str, Any]:
+    if opens_first:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    before = get_cpu_distributed_information()
+    state = PartialState(timeout=timedelta(seconds=30))
+    state.wait_for_everyone()
+    return {
+        "place": (state.process_index, state.num_processes, state.local_process_index),
+        "local_size": state.topology.local_size,
+        "before": (before.local_rank, before.local_world_size),
+        "knows": not state.topology.needs_hosts,
+    }
+
+
+@pytest.mark.parametrize("opens_first", [False, True])
+def test_one_process_for_each_pod_needs_no_local_rank(run: Run, opens_first: bool) -> None:
+    pod = {**POD, "MASTER_ADDR": socket.gethostname()}
+    for rank, facts in enumerate(run(train_in_pod, opens_first, processes=2, env=pod)):
+        assert facts["place"] == (rank, 2, rank)
+        assert facts["local_size"] == 2
+        assert facts["knows"]
 
 
 @pytest.mark.parametrize("processes", [2, 3])

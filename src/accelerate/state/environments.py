@@ -6,6 +6,7 @@ mine". XLA alone keeps these facts to its runtime.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -66,28 +67,17 @@ class Starter:
         if address is None and (local_size is not None or local_rank is not None):
             self._check_one_machine(rank, size, local_rank, local_size, node)
         together = address is None or _is_loopback(address)
-        local_rank = self._local_rank(rank, local_rank, local_size, together)
-        local_size = local_size or (size if together else local_rank + 1)
         self._check_below("rank", rank, size)
+        port = _port(environ, DEFAULT_PORT)
+        if local_rank is None and local_size is None and not together:
+            return Topology(rank, size, 0, 1, rank, address, port, self.name, needs_hosts=True)
+        if local_rank is None:
+            local_rank = rank % local_size if local_size else rank
+        local_size = local_size or (size if together else local_rank + 1)
         self._check_below("local_rank", local_rank, local_size)
         self._check_sizes(size, local_size)
-        port = _port(environ, DEFAULT_PORT)
         node = rank // local_size if node is None else node
         return Topology(rank, size, local_rank, local_size, node, address or LOOPBACK, port, self.name)
-
-    def _local_rank(self, rank: int, local_rank: int | None, local_size: int | None, together: bool) -> int:
-        if local_rank is not None:
-            return local_rank
-        if local_size:
-            return rank % local_size
-        if together:
-            return rank
-        raise wrong_value(
-            self.local_rank[0],
-            None,
-            "several machines take part, and this process does not know its place on its own machine",
-            f"set {self.local_rank[0]}: 0 where each machine runs one process",
-        )
 
     def _check_one_machine(
         self, rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
@@ -150,6 +140,13 @@ def _port(environ: Mapping[str, str], default: int) -> int:
 
 def _is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _resolves_to_loopback(name: str) -> bool:
+    try:
+        return _is_loopback(socket.gethostbyname(name))
+    except OSError:
+        return False
 
 
 from_torchrun = Starter(
@@ -373,8 +370,13 @@ class CPUInformation:
 def get_cpu_distributed_information() -> CPUInformation:
     """Return where this process stands according to its environment variables.
 
+    Where these do not tell the place on the machine, all ranks are on this one if the address of rank 0
+    resolves to the loopback, and else this is the only rank here; `PartialState` exchanges host names.
+
     Raises:
         ConfigurationError: the variables contradict each other or cannot be read.
     """
     topology = detect(current())
+    if topology.needs_hosts and _resolves_to_loopback(str(topology.address)):
+        return CPUInformation(topology.rank, topology.size, topology.rank, topology.size)
     return CPUInformation(topology.rank, topology.size, topology.local_rank, topology.local_size)

@@ -76,7 +76,7 @@ class PartialState(SharedState, ProcessControl):
         device_backend, wanted = _choose_hardware(use_cpu, environ)
         if device_backend == catalogue.CPU:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
-        topology = _find_place(environ)
+        topology = process_group.find_hosts(_find_place(environ), kwargs)
         device = wanted or _own_device(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
         comm = _join_group(topology, device_backend, device, kwargs)

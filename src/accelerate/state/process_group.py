@@ -28,7 +28,7 @@ from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices.backend import DeviceBackend
 from accelerate.launch.local_store import LOOPBACK, hold_loopback_store, loopback_interface
-from accelerate.state import lives
+from accelerate.state import hosts, lives
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
@@ -80,6 +80,40 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     with _watched(topology, kwargs):
         _open(topology, comm, kwargs)
     return comm
+
+
+def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
+    """Let ranks that do not know their place on their host exchange host names. Called on every rank.
+
+    Args:
+        topology: returned as it is unless `needs_hosts` is set.
+        kwargs: what `open_group` will get; the store that was opened for the exchange is put into it.
+
+    Raises:
+        StateError: a rank did not come in time.
+    """
+    if not topology.needs_hosts:
+        return topology
+    timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
+    if is_open():
+        return _exchange_hosts(topology, distributed_c10d._get_default_store(), timeout)
+    with _watched(topology, kwargs):
+        store = kwargs.get("store") or _store_at(topology, kwargs.pop("init_method", None), timeout)
+        kwargs["store"] = store
+        return _exchange_hosts(topology, store, timeout)
+
+
+def _store_at(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
+    address = {"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)}
+    environ.assign({name: text for name, text in address.items() if not environ.current().get(name)})
+    opened = dist.rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
+    store: Store = next(opened)[0]
+    return store
+
+
+def _exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topology:
+    channel = StoreChannel(store, f"accelerate/hosts/{_opened[0]}", environ.current())
+    return hosts.find_place(topology, channel, timeout)
 
 
 def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -101,17 +102,20 @@ SAGEMAKER = {
         ({**SLURM, "SLURM_STEP_ID": ""}, Topology()),
         (SLURM | {"SLURM_PTY_PORT": "40000"}, Topology()),
         (SAGEMAKER, Topology(9, 16, 1, 8, 1, "algo-1", 29500, "sagemaker")),
-        (SAGEMAKER | {"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO"}, None),
+        # One process for each pod: the ranks have to exchange host names.
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+            Topology(1, 2, 0, 1, 1, "job-master-0", 23456, "torchrun", needs_hosts=True),
+        ),
+        # An ordinary job on SageMaker is read as Open MPI.
+        (
+            SAGEMAKER | {"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO", "MASTER_ADDR": "algo-1"},
+            Topology(9, 16, 0, 1, 9, "algo-1", 29500, "openmpi", needs_hosts=True),
+        ),
     ],
 )
-def test_detect(environ: dict[str, str], topology: Topology | None) -> None:
-    if (
-        topology is None
-    ):  # an ordinary job on SageMaker: read as Open MPI, whose variables are not complete here
-        with pytest.raises(ConfigurationError, match="OMPI_COMM_WORLD_LOCAL_RANK"):
-            environments.detect(environ | {"MASTER_ADDR": "algo-1"})
-    else:
-        assert environments.detect(environ) == topology
+def test_detect(environ: dict[str, str], topology: Topology) -> None:
+    assert environments.detect(environ) == topology
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_detect(environ: dict[str, str], topology: Topology | None) -> None:
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             "MASTER_ADDR=None: 2 processes on several machines",
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, "LOCAL_RANK=None: several machines"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, "RANK=2: with WORLD_SIZE=2 it must be 0 to 1"),
         ({**OPEN_MPI, "MASTER_ADDR": ""}, "MASTER_ADDR=None: 4 processes on several machines"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5"}, "SLURM_STEP_TASKS_PER_NODE='5'"),
         (
@@ -169,6 +173,20 @@ def test_get_cpu_distributed_information() -> None:
     assert get_cpu_distributed_information() == CPUInformation()
     with patch_environment(**TORCHRUN):
         assert get_cpu_distributed_information() == CPUInformation(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(("answer", "local"), [("127.0.1.1", (1, 2)), ("10.0.0.7", (0, 1)), (None, (0, 1))])
+def test_without_a_group_the_address_of_rank_0_tells_whether_it_is_this_machine(
+    answer: str | None, local: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(name: str) -> str:
+        if answer is None:
+            raise socket.gaierror(name)
+        return answer
+
+    monkeypatch.setattr(environments.socket, "gethostbyname", resolve)
+    with patch_environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="job-master-0"):
+        assert get_cpu_distributed_information() == CPUInformation(1, 2, *local)
 
 
 @pytest.mark.parametrize(
