@@ -22,7 +22,7 @@ from accelerate.launch.failures import collect
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.recording import recording
 from accelerate.launch.resolve import resolve
-from accelerate.settings import env, file_layer, flags
+from accelerate.settings import env, file_layer, flags, pet
 from accelerate.settings.file_layer import default_config_file as default_config_file
 from accelerate.settings.flags import CustomHelpFormatter
 from accelerate.settings.flags import clean_option as clean_option
@@ -174,7 +174,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Lay file, environment and flags over each other.
+    """Lay file, environment and flags over each other; the PET_* variables are weaker than flags alone.
 
     Raises:
         ConfigurationError: a value is wrong, a key unknown, or the file missing.
@@ -184,7 +184,8 @@ def read_settings(args: argparse.Namespace) -> Settings:
     layers: list[Layer] = []
     if path is not None:
         layers.append(file_layer.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
-    return merge(*layers, env.layer(environ.current()), flags.layer(args))
+    present = environ.current()
+    return pet.apply(merge(*layers, env.layer(present), flags.layer(args)), present)
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:

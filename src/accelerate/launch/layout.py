@@ -75,7 +75,7 @@ def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tu
 
 def _says_one_process(settings: Settings) -> bool:
     """A file with `distributed_type: NO` runs one process, unless a flag or variable asks for more."""
-    explicit = settings.source("num_processes") in (FLAG, ENVIRONMENT)
+    explicit = settings.source("num_processes") not in (BUILT_IN, settings.source("distributed_type"))
     chosen = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
     return settings.values["distributed_type"] == "NO" and not explicit and not chosen
 

@@ -18,8 +18,8 @@ class Topology:
         address: where rank 0 can be reached; None for a single process.
         port: port at which rank 0 listens; None for a single process.
         started_by: name of the detector that recognised the process.
-        needs_hosts: whether `local_rank`, `local_size` and `node` are not known yet: the ranks have to exchange
-            host names.
+        needs_hosts: whether `local_rank`, `local_size` and `node` are not known yet: the ranks have to
+            exchange host names.
     """
 
     rank: int = 0
