@@ -33,6 +33,7 @@ from accelerate.scheduler import StepPolicy
 from accelerate.settings.migrations import retired_variables
 from accelerate.settings.sections.precision import Fp8Section
 from accelerate.settings.variables import decode
+from accelerate.state.accelerator_state import is_initialized
 from accelerate.strategies.request import RunRequest
 
 _UNSET = object()
@@ -169,6 +170,8 @@ def _mixed_precision(arguments: Arguments, environ: Mapping[str, str], notes: li
     variable = next((name for name in _PRECISION_VARIABLES if environ.get(name)), _PRECISION_VARIABLES[0])
     found = _member(variable, environ[variable], known) if environ.get(variable) else None
     given = arguments.mixed_precision
+    if given is None and is_initialized():
+        return None  # this run has begun, with a number format that may differ from the launcher's
     chosen = None if given is None else _member("mixed_precision", given, known)
     return _laid_over("mixed_precision", chosen, variable, found, notes)
 

@@ -16,6 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.training import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.state.accelerator_state import ONE_STATE
 from accelerate.strategies import Context, RunRequest, Strategy, resolve
 from accelerate.strategies.base import Prepared
 from accelerate.tracking.outlet import Outlets
@@ -122,7 +123,7 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "deepspeed_plugin",
             request.deepspeed,
             "this process already runs without DeepSpeed",
-            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+            ONE_STATE,
         )
     if state.device_backend == catalogue.XLA:
         return replace(request, parallelism=state.parallelism_config)
@@ -132,7 +133,7 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "fsdp_plugin",
             request.fsdp,
             "this process already runs without FSDP",
-            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+            ONE_STATE,
         )
     if request.fsdp is not None and begun is None:
         logger.warning(
@@ -145,7 +146,7 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "megatron_lm_plugin",
             request.megatron,
             "this process already runs without Megatron-LM",
-            "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first",
+            ONE_STATE,
         )
     return replace(
         request,

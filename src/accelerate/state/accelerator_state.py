@@ -25,6 +25,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DTYPES = {PrecisionType.FP16.value: torch.float16, PrecisionType.BF16.value: torch.bfloat16}
 
+ONE_STATE = "All `Accelerator`s of a process share one state: leave the argument out, or use a new process"
+
 
 class AcceleratorState(SharedState, ProcessControl):
     """The state of a run; made by `Accelerator`, read by everything it prepares.
@@ -115,16 +117,15 @@ class AcceleratorState(SharedState, ProcessControl):
         Raises:
             ConfigurationError: the number format differs, or the CPU is asked for on another device.
         """
-        again = "All share one state; for a new run, call `AcceleratorState._reset_state(True)` first"
         if mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
             raise wrong_value(
                 "mixed_precision",
                 str(mixed_precision),
                 f"this process already runs with mixed_precision={self._mixed_precision!r}",
-                again,
+                ONE_STATE,
             )
         if cpu and self.device.type != "cpu":
-            raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", again)
+            raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
     @property
     def mixed_precision(self) -> str:

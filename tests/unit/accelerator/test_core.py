@@ -247,3 +247,16 @@ def test_one_process_has_nothing_to_shard(caplog: pytest.LogCaptureFixture) -> N
     assert not accelerator.is_fsdp2
     model = torch.nn.Linear(2, 2)
     assert accelerator.prepare(model) is model
+
+
+@pytest.mark.parametrize("launched_with", ["no", "fp16", None])
+def test_a_second_accelerator_takes_the_number_format_of_the_run(
+    launched_with: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if launched_with:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched_with)
+    Accelerator(mixed_precision="bf16", cpu=True)
+    assert Accelerator().mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="already runs with mixed_precision='bf16'") as error:
+        Accelerator(mixed_precision="no")
+    assert "_reset_state" not in str(error.value)
