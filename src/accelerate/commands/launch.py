@@ -21,7 +21,7 @@ from accelerate.launch.backends.base import Launcher, launcher_for
 from accelerate.launch.failures import collect
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.recording import recording
-from accelerate.launch.resolve import resolve
+from accelerate.launch.resolve import choose_cpu_or_devices, resolve
 from accelerate.settings import env, file_layer, flags, pet
 from accelerate.settings.file_layer import default_config_file as default_config_file
 from accelerate.settings.flags import CustomHelpFormatter
@@ -194,7 +194,7 @@ def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     Args:
         args: parsed by `launch_command_parser`.
     """
-    settings = read_settings(args)
+    settings = choose_cpu_or_devices(read_settings(args))
     here = machine.look(environ.current(), cpu=settings.values["cpu"])
     return resolve(settings, here, Target.of(args))
 

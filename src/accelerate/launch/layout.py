@@ -142,7 +142,7 @@ def where(settings: Settings, name: str) -> str:
     Returns:
         ``--name``, the variable, or the file and the key in it.
     """
-    source, variables = settings.source(name), all_options()[name].variables
-    if source == ENVIRONMENT and variables:
-        return variables[0]
-    return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {name}"
+    source, row = settings.source(name), all_options()[name]
+    if source == ENVIRONMENT and row.variables:
+        return row.variables[0]
+    return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {row.key or name}"

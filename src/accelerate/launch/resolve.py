@@ -127,6 +127,29 @@ def check_paradigm(settings: Settings) -> None:
         raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
 
 
+def choose_cpu_or_devices(settings: Settings) -> Settings:
+    """Decide between the CPU and `multi_gpu` where both are asked for: a flag wins over a variable or file.
+
+    Args:
+        settings: merged, before the devices of the machine are looked for.
+
+    Raises:
+        ConfigurationError: two flags contradict each other.
+    """
+    if not (settings.values["cpu"] and settings.values["multi_gpu"]):
+        return settings
+    sources = settings.source("cpu"), settings.source("multi_gpu")
+    if sources == (FLAG, FLAG):
+        raise ConfigurationError("--cpu and --multi_gpu exclude each other. Keep one of them.")
+    if sources[1] == FLAG:
+        note = f"--multi_gpu is used, and {where(settings, 'cpu')}=true is not"
+        return settings.replaced(FLAG, cpu=False).noted(note)
+    if sources[0] == FLAG:
+        return settings
+    way = settings.values["distributed_type"]
+    return settings.noted(f"the run stays on the CPU: {where(settings, 'cpu')}=true wins over {way}")
+
+
 def check_budget(settings: Settings) -> None:
     """Refuse a time budget that the processes could not read."""
     text = settings.values["max_time"]

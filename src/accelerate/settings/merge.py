@@ -71,6 +71,10 @@ class Settings:
             {**self.values, **values}, {**self._sources, **dict.fromkeys(values, source)}, self.notes
         )
 
+    def noted(self, note: str) -> Settings:
+        """The same settings with a line that the user should see."""
+        return Settings(self.values, self._sources, (*self.notes, note))
+
     def __iter__(self) -> Iterator[tuple[Option, Any, str]]:
         """Every option with its value and source, in the order of declaration."""
         for name, row in all_options().items():

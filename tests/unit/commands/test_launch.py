@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands import launch
-from accelerate.commands.launch import launch_command, launch_command_parser, make_plan
+from accelerate.commands.launch import launch_command, launch_command_parser, make_plan, read_settings
+from accelerate.commands.utils import run_command
 from accelerate.launch.plan import Target
-from accelerate.launch.resolve import CHOSEN
+from accelerate.launch.resolve import CHOSEN, choose_cpu_or_devices
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -180,3 +182,30 @@ def test_explaining_starts_nothing(flag: str, capsys: pytest.CaptureFixture[str]
     out, err = capsys.readouterr()
     assert "no_such_script.py" in out
     assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "stays", "note"),
+    [
+        (["--cpu"], {}, True, None),
+        (["--multi_gpu"], {}, False, r"--multi_gpu is used, and .*config.yaml: use_cpu=true is not"),
+        (["--multi_gpu"], {"ACCELERATE_USE_CPU": "1"}, False, "--multi_gpu is used, and ACCELERATE_USE_CPU="),
+        ([], {}, True, r"the run stays on the CPU: .*config.yaml: use_cpu=true wins over MULTI_GPU"),
+    ],
+)
+def test_cpu_and_multi_gpu_of_different_places(
+    words: list[str], environ: dict[str, str], stays: bool, note: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("use_cpu: true\ndistributed_type: MULTI_GPU\nnum_processes: 2\n")
+    with patch_environment(**environ):
+        settings = choose_cpu_or_devices(read_settings(parse("--config_file", str(path), *words, "x.py")))
+    assert settings.values["cpu"] is stays
+    assert [bool(re.match(note, each)) for each in settings.notes] == [True] if note else not settings.notes
+
+
+def test_cpu_and_multi_gpu_as_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_command(launch_command, parse("--cpu", "--multi_gpu", "x.py"))
+    assert end.value.code == 2
+    assert "--cpu and --multi_gpu exclude each other" in capsys.readouterr().err

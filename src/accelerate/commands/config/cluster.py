@@ -19,6 +19,7 @@ from accelerate.settings.config_file import ClusterConfig
 from accelerate.settings.merge import all_options
 from accelerate.settings.prompts import Prompt, prompt_of_this_process
 from accelerate.settings.questions import Questionnaire, as_mapping
+from accelerate.settings.sections.launch import PARADIGM_OF_TYPE
 from accelerate.settings.sections.sagemaker import SageMakerSection
 
 _AVAILABILITY = "accelerate.devices.availability"
@@ -70,8 +71,9 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
         ConfigurationError: on a pipe, an answer is wrong or missing.
     """
     known = suggestions or suggest()
+    chosen = prompt or prompt_of_this_process()
     asking = Questionnaire(
-        prompt or prompt_of_this_process(),
+        chosen,
         CLUSTER_SECTIONS,
         known.values,
         known.offers,
@@ -83,6 +85,12 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
     mapping.setdefault("use_cpu", answers["distributed_type"] == "MULTI_CPU")
     mapping.setdefault("debug", False)
     mapping.setdefault("num_processes", 1)
+    way = answers["distributed_type"]
+    if PARADIGM_OF_TYPE.get(way) == "multi_gpu" and not known.has_accelerator:
+        chosen.say(
+            f"This machine shows no accelerator: `accelerate launch` refuses {way} here. MULTI_CPU trains on "
+            "this machine."
+        )
     return ClusterConfig(**mapping)
 
 

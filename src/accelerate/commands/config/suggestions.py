@@ -48,12 +48,14 @@ class Suggestions:
         offers: by option name: the values that are listed.
         kept: what the file that is there says, by option name.
         facts: one line about the machine for each thing found.
+        has_accelerator: whether this machine has a device that is not its CPU.
     """
 
     values: Mapping[str, Any]
     offers: Mapping[str, tuple[str, ...]]
     kept: Mapping[str, Any]
     facts: tuple[str, ...]
+    has_accelerator: bool = True
 
 
 def suggest(config_file: str | None = None) -> Suggestions:
@@ -72,7 +74,9 @@ def suggest(config_file: str | None = None) -> Suggestions:
     values = {**USUAL, **found, **nodes, **kept}
     own = str(machine.hardware.distributed_type.value)
     offers = WAYS if own in WAYS else (*WAYS[:2], own, *WAYS[2:])
-    return Suggestions(values, {"distributed_type": offers}, kept, (*facts, *told, *note))
+    return Suggestions(
+        values, {"distributed_type": offers}, kept, (*facts, *told, *note), machine.has_accelerator
+    )
 
 
 def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:

@@ -27,7 +27,7 @@ from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.sagemaker import get_sagemaker_input
 from accelerate.commands.config.suggestions import suggest
-from accelerate.devices.catalogue import CUDA
+from accelerate.devices.catalogue import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
@@ -225,6 +225,20 @@ def test_the_machine_gives_the_defaults() -> None:
     assert (config.mixed_precision, config.gpu_ids, config.use_cpu) == ("bf16", "all", False)
     assert prompt.said[0].startswith("Found 4 x")
     assert "with bf16" in prompt.said[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "way", "says"), [(0, "MULTI_GPU", True), (0, "MULTI_CPU", False), (4, "MULTI_GPU", False)]
+)
+def test_a_training_method_that_cannot_run_here_is_named(
+    devices: int, way: str, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(CUDA, devices) if devices else Machine(CPU, 1)
+    monkeypatch.setattr(suggestions, "look", lambda environ, cpu: machine)
+    prompt = Defaults(training=way)
+    config = get_user_input(prompt, suggest())  # type: ignore[arg-type]
+    assert config.distributed_type == way
+    assert any(f"refuses {way} here" in line for line in prompt.said) is says
 
 
 @pytest.mark.usefixtures("four_gpus")
