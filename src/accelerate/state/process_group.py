@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
@@ -106,7 +107,7 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
 def _store_at(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
     address = {"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)}
     environ.assign({name: text for name, text in address.items() if not environ.current().get(name)})
-    opened = dist.rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
+    opened = rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
     store: Store = next(opened)[0]
     return store
 
