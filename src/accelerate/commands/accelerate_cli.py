@@ -14,6 +14,10 @@ COMMANDS = {
         "accelerate.commands.checkpoint:checkpoint_command_parser",
         "List, verify, compare and prune checkpoints.",
     ),
+    "clients": (
+        "accelerate.commands.clients:clients_command_parser",
+        "List the installed libraries that use accelerate, and whether they accept this package.",
+    ),
     "config": (
         "accelerate.commands.config:get_config_parser",
         "Create, update or show the configuration file.",

@@ -1,0 +1,255 @@
+"""`accelerate clients`: whether the installed libraries that use `accelerate` accept this package."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from accelerate.base.errors import ConfigurationError
+from accelerate.commands.utils import make_parser, run_command
+
+DESCRIPTION = (
+    "List the installed libraries that use `accelerate`, whether they accept this package, and where results "
+    "differ from those with the original."
+)
+PACKAGE = "accelerate"
+HEADER = "Home-page: https://huggingface.co/docs/accelerate"
+"""The line that `--allow` writes: where the interface of this package is described."""
+SEARCHED = "huggingface"
+HEADER_GATE = ("sentence-transformers", "setfit")
+"""Libraries whose training asks for that word in the header."""
+MEANING = (
+    "sentence-transformers, and setfit through it, trains only with a package whose metadata has the header "
+    f'"Home-page" with the word "{SEARCHED}" in it. This package is an independent implementation of the '
+    "interface and does not claim that page as its own. The header is your own statement to that one check: "
+    "that you want to train with this package all the same. It changes one line of the installed metadata, "
+    "which `pip show` displays; no code changes, and installing the package again removes it."
+)
+ORDER = "batches of loaders without workers are drawn as in plain PyTorch, not one ahead"
+WIDTH = 80
+DIFFERENCES = {
+    "transformers": "fp16 on a CPU is float16; a resumed Trainer with dispatch_batches sees the rest",
+    "trl": "none in the programs compared",
+    "peft": "none in the programs compared",
+    "diffusers": "none in the programs compared",
+    "sentence-transformers": "none in the programs compared",
+}
+"""Library -> where its results differ from those with the original."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A library that uses `accelerate`.
+
+    Attributes:
+        name: of the distribution.
+        version: that is installed.
+        refusals: why it does not accept this package; empty where it does.
+    """
+
+    name: str
+    version: str
+    refusals: tuple[str, ...]
+
+
+def clients_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of ``accelerate clients``.
+
+    Args:
+        subparsers: of `accelerate`; ``None`` for a parser of its own.
+    """
+    parser = make_parser("clients", DESCRIPTION, subparsers)
+    parser.add_argument(
+        "--allow",
+        choices=HEADER_GATE,
+        help="Say what header this library asks for, and write it.",
+    )
+    parser.add_argument("--undo", action="store_true", help="Remove that header again.")
+    parser.set_defaults(func=clients_command)
+    return parser  # type: ignore[no-any-return]
+
+
+def clients_command(args: argparse.Namespace) -> None:
+    """List the libraries, or write or remove the header.
+
+    Args:
+        args: ``allow`` and ``undo``.
+
+    Raises:
+        ConfigurationError: the package is not installed, or its metadata cannot be written.
+    """
+    package = _installed()
+    if args.undo:
+        print(_undo(package))
+    elif args.allow:
+        print(fill(MEANING, WIDTH), end="\n\n")
+        print(_allow(package))
+    else:
+        for line in _report(package):
+            print(fill(line, WIDTH, subsequent_indent="  "))
+
+
+def find_clients(package: metadata.Distribution) -> list[Client]:
+    """Return the installed libraries that ask for `accelerate`, in the order of their names.
+
+    Args:
+        package: what they find as `accelerate`.
+    """
+    found = {}
+    for each in metadata.distributions():
+        ranges = list(_ranges(each.requires or ()))
+        if ranges:
+            name = canonicalize_name(each.metadata["Name"])
+            found[name] = Client(name, each.version, tuple(_refusals(name, ranges, package)))
+    return [found[name] for name in sorted(found)]
+
+
+def _installed() -> metadata.Distribution:
+    try:
+        return metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            "No installed metadata of `accelerate` was found, and libraries look there. Install the package: "
+            "pip install ."
+        ) from None
+
+
+def _ranges(requires: Iterable[str]) -> Iterator[SpecifierSet]:
+    """The versions of `accelerate` that a distribution asks for."""
+    for line in requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:  # of old distributions; pip does not read these either
+            continue
+        if canonicalize_name(requirement.name) == PACKAGE:
+            yield requirement.specifier
+
+
+def _refusals(name: str, ranges: Iterable[SpecifierSet], package: metadata.Distribution) -> Iterator[str]:
+    for each in ranges:
+        if not each.contains(package.version, prereleases=True):
+            yield f"it requires {PACKAGE}{each}"
+    gate = _GATES.get(name)
+    reason = gate(package) if gate else None
+    if reason:
+        yield reason
+
+
+def _header_gate(package: metadata.Distribution) -> str | None:
+    if SEARCHED in (package.metadata["Home-page"] or ""):
+        return None
+    return (
+        "its training asks for a header that this package does not have (the rest works): "
+        f"`accelerate clients --allow {HEADER_GATE[0]}` says more"
+    )
+
+
+def _newest_gate(package: metadata.Distribution) -> str | None:
+    newest = Version("1.15.0")
+    if Version(package.version) <= newest:
+        return None
+    return f"it compares with <={newest}, local version included; DISABLE_VERSION_CHECK=1 skips that"
+
+
+_GATES: dict[str, Callable[[metadata.Distribution], str | None]] = {
+    **dict.fromkeys(HEADER_GATE, _header_gate),
+    "llamafactory": _newest_gate,
+}
+
+
+def _report(package: metadata.Distribution) -> Iterator[str]:
+    yield f"{PACKAGE} {package.version}, an independent implementation"
+    clients = find_clients(package)
+    if not clients:
+        yield "No installed library asks for it."
+        return
+    width = max(len(f"{each.name} {each.version}") for each in clients)
+    for client in clients:
+        head = f"{client.name} {client.version}"
+        yield f"{head:{width}}  {'refuses' if client.refusals else 'accepts'}"
+        yield from (f"  {reason}" for reason in client.refusals)
+        if client.name in DIFFERENCES:
+            yield f"  Differences: {DIFFERENCES[client.name]}"
+    yield f"In all of them {ORDER}."
+    yield 'The guide "Libraries on top" lists the programs that were compared, and the numbers.'
+
+
+def _allow(package: metadata.Distribution) -> str:
+    if SEARCHED in (package.metadata["Home-page"] or ""):
+        return "The header is there already; nothing was changed."
+    path = _file(package, "METADATA")
+    head, separator, body = path.read_text(encoding="utf-8").partition("\n\n")
+    _rewrite(package, f"{head}\n{HEADER}{separator}{body}")
+    return f"Written to {path}:\n  {HEADER}\n`accelerate clients --undo` removes it."
+
+
+def _undo(package: metadata.Distribution) -> str:
+    path = _file(package, "METADATA")
+    text = path.read_text(encoding="utf-8")
+    if f"\n{HEADER}\n" not in text:
+        return f"{path} does not have the header; nothing was changed."
+    _rewrite(package, text.replace(f"\n{HEADER}\n", "\n", 1))
+    return f"Removed from {path}:\n  {HEADER}"
+
+
+def _file(package: metadata.Distribution, name: str) -> Path:
+    """Return the path of a file of the installed metadata.
+
+    Raises:
+        ConfigurationError: this installation keeps no list of its files.
+    """
+    for each in package.files or ():
+        if each.name == name and each.parent.suffix == ".dist-info":
+            return Path(str(each.locate()))
+    raise ConfigurationError(
+        f"The installation of {PACKAGE} {package.version} lists no {name}. Install it with pip: pip install ."
+    )
+
+
+def _rewrite(package: metadata.Distribution, text: str) -> None:
+    """Replace the metadata, and its checksum in the list of installed files."""
+    path, record = _file(package, "METADATA"), _file(package, "RECORD")
+    content = text.encode()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    rows = list(csv.reader(record.read_text(encoding="utf-8").splitlines()))
+    name = f"{path.parent.name}/{path.name}"
+    listed = [[name, f"sha256={digest}", str(len(content))] if row[:1] == [name] else row for row in rows]
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(listed)
+    try:
+        for target, data in ((path, content), (record, buffer.getvalue().encode())):
+            beside = target.with_name(f"{target.name}.new")
+            beside.write_bytes(data)
+            shutil.copymode(target, beside)
+            os.replace(beside, target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}. Run this as the user who installed the package, or "
+            "in an environment of your own."
+        ) from None
+
+
+def main() -> None:
+    """Run as ``python -m accelerate.commands.clients``."""
+    args = clients_command_parser().parse_args()
+    run_command(args.func, args)
+
+
+if __name__ == "__main__":
+    main()
