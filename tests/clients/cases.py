@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,10 @@ CASES: dict[str, Case] = {
     "diffusers, two processes": Case("pipeline", ("diffusers",), processes=2),
     "sentence-transformers": Case("sentences", ("sentence_transformers",)),
     "sentence-transformers, two processes": Case("sentences", ("sentence_transformers",), processes=2),
+    "sentence-transformers, training": Case("training_sentences", ("sentence_transformers", "datasets")),
+    "sentence-transformers, training, two processes": Case(
+        "training_sentences", ("sentence_transformers", "datasets"), processes=2
+    ),
 }
 """Name -> case; the original interface gives the same numbers for each."""
 
@@ -111,6 +118,24 @@ def run(python: str, case: Case, folder: Path, prefix: Sequence[str] = (), **var
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}")
     return json.loads(lines[-1].removeprefix(MARK))
+
+
+def allow_training(folder: Path) -> dict[str, str]:
+    """Give sentence-transformers the header that its training asks for, without changing this environment.
+
+    Args:
+        folder: gets a copy of the metadata of this package.
+
+    Returns:
+        Variables with which a process finds the copy.
+    """
+    listed = metadata.distribution("accelerate").files or ()
+    source = next(Path(str(each.locate())).parent for each in listed if each.name == "METADATA")
+    shutil.copytree(source, folder / source.name)
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "-m", "accelerate.commands.clients", "--allow", "sentence-transformers"]
+    subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=True)
+    return variables
 
 
 def numbers_of(found: Any) -> list[float]:

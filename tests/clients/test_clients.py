@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from .cases import BEST, CASES, Case, numbers_of, run, sharded
+from .cases import BEST, CASES, Case, allow_training, numbers_of, run, sharded
 
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes")
 FSDP = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
@@ -198,3 +198,16 @@ def test_embeddings_split_between_processes(tmp_path: Path) -> None:
     two = found_by(CASES["sentence-transformers, two processes"], tmp_path / "two")
     assert one["shape"] == two["shape"] == [10, 384]
     assert numbers_of(two) == pytest.approx(numbers_of(one), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_sentence_transformers_trains_when_the_user_allows_it(tmp_path: Path) -> None:
+    case = CASES["sentence-transformers, training"]
+    with pytest.raises(RuntimeError, match="you need to install the `accelerate`"):
+        found_by(case, tmp_path / "refused")
+    allowed = allow_training(tmp_path)
+    found = run(sys.executable, case, tmp_path, **allowed)
+    assert len(found["losses"]) == 4
+    two = run(sys.executable, CASES["sentence-transformers, training, two processes"], tmp_path, **allowed)
+    assert len(two["losses"]) == 4
+    assert all(math.isfinite(number) for number in numbers_of([found, two]))
