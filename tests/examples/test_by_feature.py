@@ -70,7 +70,7 @@ def test_every_script_is_run() -> None:
 
 
 def test_every_script_is_in_the_docs() -> None:
-    page = (FOLDER.parents[1] / "docs" / "examples.md").read_text()
+    page = (FOLDER.parents[1] / "docs" / "tutorials" / "examples.md").read_text()
     scripts = [path.name for path in (*FOLDER.glob("*.py"), *FOLDER.parent.glob("*.py"))]
     assert [name for name in scripts if name != f"{SHARED}.py" and f"`{name}`" not in page] == []
 

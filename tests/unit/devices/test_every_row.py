@@ -61,7 +61,7 @@ def read_table() -> dict[str, str]:
     """The rows of the guide's table, by device type."""
     from pathlib import Path
 
-    page = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "hardware.md").read_text()
     return {row.split("`")[1]: row for row in re.findall(r"^\| `.*", page, re.MULTILINE)}
 
 
