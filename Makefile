@@ -16,7 +16,7 @@ CHECKPOINT := $(VENV)/.checkpoint-installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench reference docs clean
+.PHONY: help demo test test-slow check bench reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -44,6 +44,9 @@ bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw
 
 reference: $(VENV)/.test-installed ## write docs/reference and the JSON Schema anew from the declarations
 	$(BIN)/python docs/write_reference.py
+
+pictures: $(BIN)/python ## draw docs/pictures anew
+	$(BIN)/python docs/draw_pictures.py
 
 docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -1,0 +1,276 @@
+"""Draw the pictures of the guides as SVG.
+
+`make pictures` runs it; a test fails when the files are not what it would write. The pictures are narrow, so that their
+text can be read on a telephone, and have colors for a light and for a dark page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH = 400
+STYLE = """
+svg { color-scheme: light dark; }
+text { fill: #1f2430; font: 13px system-ui, "DejaVu Sans", sans-serif; }
+.back { fill: #f7f8fb; stroke: #d5d9e4; }
+.head { font-weight: bold; }
+.note { fill: #555d70; font-size: 12px; }
+.small { font-size: 12px; }
+.code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }
+.middle { text-anchor: middle; }
+rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
+.a { fill: #cfe0fc; } .b { fill: #fbdcb8; } .c { fill: #cdeccf; } .d { fill: #e6d3f7; } .plain { fill: #ffffff; }
+.filler { fill: #f7f8fb; stroke-dasharray: 4 3; }
+.arrow { marker-end: url(#tip); stroke-width: 1.5; }
+#tip path { fill: #6b7388; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e4e7ef; }
+  .back { fill: #242731; stroke: #3b4050; }
+  .note { fill: #aab1c2; }
+  rect, path { stroke: #949cb0; }
+  .a { fill: #27487d; } .b { fill: #7a4c16; } .c { fill: #275c34; } .d { fill: #5b3a7c; } .plain { fill: #2f3340; }
+  .filler { fill: #242731; }
+  #tip path { fill: #949cb0; }
+}
+"""
+
+
+class Picture:
+    """An SVG that grows downwards.
+
+    Args:
+        title: what the picture shows, in a few words.
+        description: the same for those who do not see it.
+        height: in pixels, of `WIDTH` pixels of width.
+    """
+
+    def __init__(self, title: str, description: str, height: int) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            'role="img" aria-labelledby="title desc">',
+            f'<title id="title">{escape(title)}</title>',
+            f'<desc id="desc">{escape(description)}</desc>',
+            f"<style>{STYLE}</style>",
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>',
+            f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        ]
+
+    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
+        """Write one line; `y` is its base line."""
+        self.parts.append(f'<text x="{x}" y="{y}" class="{kind}">{escape(words)}</text>')
+
+    def box(
+        self, x: float, y: float, width: float, height: float, words: str = "", kind: str = "plain", font: str = ""
+    ) -> None:
+        """Draw a box with lines of text in its middle."""
+        self.parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>')
+        lines = words.split("\n") if words else []
+        top = y + height / 2 - 8 * (len(lines) - 1) + 4.5
+        for number, line in enumerate(lines):
+            self.text(x + width / 2, top + 16 * number, line, f"middle {font}")
+
+    def arrow(self, *points: tuple[float, float]) -> None:
+        """Draw an arrow through points."""
+        way = " ".join(f"{x} {y}" for x, y in points)
+        self.parts.append(f'<path class="arrow" d="M{way}"/>')
+
+    def __str__(self) -> str:
+        return "\n".join([*self.parts, "</svg>", ""])
+
+
+def _draw_batches(picture: Picture, y: float, rows: Sequence[Sequence[Sequence[int]]], real: int = 22) -> None:
+    """Draw what each rank reads: a row for each rank, a group of cells for each batch."""
+    for rank, batches in enumerate(rows):
+        picture.text(14, y + 34 * rank + 19, f"rank {rank}", "head")
+        for step, batch in enumerate(batches):
+            for place, sample in enumerate(batch):
+                kind = "ab"[rank] if sample < real else "filler"
+                x = 68 + 110 * step + 25 * place
+                picture.box(x, y + 34 * rank, 25, 26, str(sample % real), kind, "small")
+
+
+def draw_sharding() -> Picture:
+    """Show which rank reads which batch of a map-style dataset."""
+    picture = Picture(
+        "Which rank reads which batch",
+        "A dataset of 22 samples in batches of 4. Rank 0 reads batches 0, 2 and 4, rank 1 reads batches 1, 3 and 5. "
+        "The last batch has two samples and is filled with samples 0 and 1; gather_for_metrics removes these.",
+        262,
+    )
+    picture.text(14, 26, "22 samples, batch_size=4: 6 batches", "head")
+    for batch in range(6):
+        last = min(4 * batch + 3, 21)
+        picture.box(14 + 62 * batch, 38, 58, 40, f"batch {batch}\n{4 * batch}-{last}", "ab"[batch % 2], "small")
+    for step in range(3):
+        picture.text(118 + 110 * step, 108, f"step {step}", "note middle")
+    _draw_batches(
+        picture,
+        116,
+        [[range(0, 4), range(8, 12), range(16, 20)], [range(4, 8), range(12, 16), [20, 21, 22, 23]]],
+    )
+    picture.box(14, 200, 25, 18, "", "filler")
+    picture.text(48, 214, "repeated, so that all ranks have equally many;", "note")
+    picture.text(48, 231, "gather_for_metrics removes these samples", "note")
+    picture.text(14, 251, "Each sample comes back once: 16-19, then 20 and 21.", "note")
+    return picture
+
+
+def draw_uneven_end() -> Picture:
+    """Show what becomes of the last, short batch under each setting."""
+    picture = Picture(
+        "The last batches of 22 samples on two ranks",
+        "By default the short batch is filled with samples 0 and 1. With even_batches=False rank 1 gets a batch of two "
+        "samples. With drop_last=True both ranks end after two batches. With split_batches=True each rank gets a half of "
+        "each batch, and the last half is filled.",
+        366,
+    )
+    settings: list[tuple[str, Sequence[Sequence[Sequence[int]]]]] = [
+        ("even_batches=True (default)", [[range(8, 12), range(16, 20)], [range(12, 16), [20, 21, 22, 23]]]),
+        ("even_batches=False", [[range(8, 12), range(16, 20)], [range(12, 16), [20, 21]]]),
+        ("drop_last=True in the DataLoader", [[range(8, 12), []], [range(12, 16), []]]),
+        ("split_batches=True", [[[12, 13], [16, 17], [20, 21]], [[14, 15], [18, 19], [22, 23]]]),
+    ]
+    for number, (name, rows) in enumerate(settings):
+        top = 12 + 88 * number
+        picture.text(14, top + 14, name, "code")
+        _draw_batches(picture, top + 22, rows)
+    return picture
+
+
+def draw_dispatch() -> Picture:
+    """Show how rank 0 reads for all."""
+    picture = Picture(
+        "A dispatched loader: rank 0 reads for all ranks",
+        "Rank 0 reads 8 samples of a stream, and each of two ranks receives 4 of them. Of the last 6 samples each rank "
+        "receives 3.",
+        242,
+    )
+    picture.text(14, 26, "stream of 22 samples, batch_size=4", "head")
+    picture.box(14, 38, 372, 62)
+    picture.text(24, 56, "rank 0 reads a batch for each rank and sends it", "note")
+    shares = [["0-3", "8-11", "16-18"], ["4-7", "12-15", "19-21"]]
+    for step in range(3):
+        x = 74 + 104 * step
+        for rank in range(2):
+            picture.box(x + 46 * rank, 64, 46, 26, shares[rank][step], "ab"[rank], "small")
+            picture.box(x, 134 + 40 * rank, 92, 28, shares[rank][step], "ab"[rank], "small")
+        picture.arrow((x + 46, 104), (x + 46, 128))
+    for rank in range(2):
+        picture.text(14, 153 + 40 * rank, f"rank {rank}", "head")
+    picture.text(14, 228, "The last 6 samples are divided: 3 for each rank.", "note")
+    return picture
+
+
+def _draw_ranks(picture: Picture, y: float, parts: Sequence[int], batches: Sequence[str], of: int) -> None:
+    """Draw ranks in rows of four: the part of the weights that each holds, and the batch that it reads."""
+    for rank, (part, batch) in enumerate(zip(parts, batches, strict=True)):
+        words = f"rank {rank}\nweights {part + 1}/{of}\n{batch}"
+        picture.box(14 + 94 * (rank % 4), y + 68 * (rank // 4), 90, 62, words, "abcd"[part], "small")
+
+
+def draw_mesh() -> Picture:
+    """Show three layouts of a device mesh."""
+    picture = Picture(
+        "Layouts of a device mesh",
+        "Eight ranks as two copies of four shards: each rank reads a batch of its own. Eight ranks as two copies, two "
+        "shards and two ranks that share each layer: two neighbors read the same batch. Four ranks with two shards and "
+        "two parts of each sequence: two neighbors read parts of the same sequences.",
+        498,
+    )
+    picture.text(14, 24, "dp_replicate_size=2, dp_shard_size=4", "code")
+    picture.text(14, 42, "two copies of the model, each in four shards (HSDP)", "note")
+    _draw_ranks(picture, 50, [0, 1, 2, 3] * 2, [f"batch {rank}" for rank in range(8)], 4)
+    picture.text(14, 212, "dp_replicate_size=2, dp_shard_size=2, tp_size=2", "code")
+    picture.text(14, 230, "neighbors share each layer and read the same batch", "note")
+    _draw_ranks(picture, 238, [0, 1, 2, 3] * 2, [f"batch {rank // 2}" for rank in range(8)], 4)
+    picture.text(14, 400, "dp_shard_size=2, cp_size=2", "code")
+    picture.text(14, 418, "neighbors read parts of the same sequences", "note")
+    _draw_ranks(picture, 426, [0, 1, 2, 3], ["batch 0, i", "batch 0, ii", "batch 1, i", "batch 1, ii"], 4)
+    return picture
+
+
+def draw_commit() -> Picture:
+    """Show the commit of a checkpoint."""
+    picture = Picture(
+        "How save_state commits a checkpoint",
+        "First all ranks write their files in a hidden folder beside the older checkpoint. Then they report sizes and "
+        "checksums, and rank 0 writes the manifest. Then the two folders exchange names in one operation. At last the "
+        "older one is deleted. Until the exchange the older checkpoint is complete, after it the newer one.",
+        470,
+    )
+    names = (".ckpt.saving-...", "ckpt")
+    steps: list[tuple[str, str, str, str, str, tuple[str, str]]] = [
+        ("1. All ranks write in a hidden folder", "model, optimizer,\nrandom_states_*", "b", "step 100", "a", names),
+        ("2. Rank 0 writes sizes and checksums of all files", "... and\nmanifest.json", "b", "step 100", "a", names),
+        ("3. Both folders exchange names in one operation", "step 100", "a", "step 200", "b", names),
+        ("4. The older one is deleted", "", "filler", "step 200", "b", ("", "ckpt")),
+    ]
+    for number, (head, left, left_kind, right, right_kind, (left_name, right_name)) in enumerate(steps):
+        y = 14 + 102 * number
+        picture.text(14, y + 12, head, "head")
+        picture.text(100, y + 34, left_name, "code middle")
+        picture.text(300, y + 34, right_name, "code middle")
+        picture.box(30, y + 40, 140, 42, left, left_kind, "small")
+        picture.box(230, y + 40, 140, 42, right, right_kind, "small")
+    for start, end in ((172, 228), (228, 172)):
+        picture.arrow((start, 14 + 204 + (54 if start < end else 68)), (end, 14 + 204 + (54 if start < end else 68)))
+    picture.text(14, 436, "A crash before 3 leaves step 100 complete under the name", "note")
+    picture.text(14, 453, "ckpt, a crash after it step 200.", "note")
+    return picture
+
+
+def draw_offload() -> Picture:
+    """Show when weights of offloaded blocks come and go."""
+    picture = Picture(
+        "Offloaded blocks over time",
+        "While one block computes, the weights of the next block are copied to the device. At any time there are at most "
+        "two blocks on the device.",
+        202,
+    )
+    kinds = "abcd"
+    for name, y in (("copy", 38), ("compute", 78), ("on the", 122)):
+        picture.text(14, y + 19, name, "head")
+    picture.text(14, 157, "device", "head")
+    for slot in range(5):
+        x = 82 + 61 * slot
+        if slot < 4:
+            picture.box(x, 38, 57, 28, f"block {slot}", kinds[slot], "small")
+        if slot:
+            picture.box(x, 78, 57, 28, f"block {slot - 1}", kinds[slot - 1], "small")
+            picture.box(x, 118, 57, 24, f"block {slot - 1}", kinds[slot - 1], "small")
+        if slot < 4:
+            picture.box(x, 142, 57, 24, f"block {slot}", kinds[slot], "small")
+    picture.arrow((82, 24), (386, 24))
+    picture.text(14, 28, "time", "note")
+    picture.text(14, 190, "The copy of a block runs while the block before computes.", "note")
+    return picture
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "sharding": draw_sharding,
+    "uneven_end": draw_uneven_end,
+    "dispatch": draw_dispatch,
+    "mesh": draw_mesh,
+    "commit": draw_commit,
+    "offload": draw_offload,
+}
+
+
+def make_files() -> dict[Path, str]:
+    """Give the content of each file that is written."""
+    return {FOLDER / f"{name}.svg": str(draw()) for name, draw in PICTURES.items()}
+
+
+def main() -> None:
+    """Write the files."""
+    FOLDER.mkdir(exist_ok=True)
+    for path, text in make_files().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Every page is in the navigation, every link and picture is there, and every picture is as its program draws it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+PICTURES = sorted(DOCS.rglob("*.svg"))
+TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)\s]+)\)")
+CODE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def pages_of(entry: Any) -> Iterator[str]:
+    """Yield the paths in a navigation."""
+    if isinstance(entry, str):
+        yield entry
+        return
+    for below in entry.values() if isinstance(entry, dict) else entry:
+        yield from pages_of(below)
+
+
+def load(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script, DOCS / f"{script}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name_of)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+    paths = [target.partition("#")[0] for _, _, target in links if "://" not in target]
+    assert [path for path in paths if path and not (page.parent / path).exists()] == []
+    assert [target for mark, words, target in links if mark and not words.strip()] == [], "without a text for it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_cell_shows_a_backslash(page: Path) -> None:
+    """A `|` in code ends the cell, and `\\|` in code shows its backslash on the site."""
+    assert re.findall(r"^\|.*`[^`|]*\\\|.*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=name_of)
+def test_a_picture_tells_what_it_shows(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    for name in ("title", "desc"):
+        found = root.find(f"{SVG}{name}")
+        assert found is not None and found.text
+    style = root.findtext(f"{SVG}style")
+    assert style is not None and "prefers-color-scheme: dark" in style
+    assert [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")] != []
+
+
+def test_pictures_are_as_they_are_drawn() -> None:
+    files = load("draw_pictures").make_files()
+    assert sorted(files) == PICTURES
+    assert [path.name for path, text in files.items() if path.read_text(encoding="utf-8") != text] == [], (
+        "run `make pictures`"
+    )
