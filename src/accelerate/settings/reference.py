@@ -6,9 +6,24 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from accelerate.settings import pet
 from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.flags import OneSpellingFormatter
 from accelerate.settings.option import WANTED, Option, Section
+
+PLACE = (
+    ("RANK", "Index of this process among all, from 0."),
+    ("WORLD_SIZE", "Number of processes on all machines."),
+    (
+        "LOCAL_RANK",
+        "Index of this process on its machine, which chooses its device. Where LOCAL_WORLD_SIZE is absent "
+        "too, as with one process for each pod, the processes exchange host names and count.",
+    ),
+    ("LOCAL_WORLD_SIZE", "Number of processes on this machine."),
+    ("MASTER_ADDR", "Address of the machine of rank 0; absent, all processes are on this machine."),
+    ("MASTER_PORT", "Port of that machine where the processes meet (29500)."),
+)
+"""Variables of `torch.distributed` that tell a process its place, and what they mean."""
 
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
 
@@ -105,7 +120,25 @@ def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
         if rows:
             heading = str(section.__doc__).splitlines()[0].removesuffix(".")
             parts += [f"## {heading}", _table(("variable", "flag", "meaning"), rows)]
+    place = [(f"`{name}`", meaning) for name, meaning in PLACE]
+    told = (
+        "A launcher sets these for each process: `accelerate launch`, torchrun, Kubernetes operators. The "
+        "variables of Open MPI, Intel MPI, MPICH, MVAPICH, SLURM and SageMaker are understood too."
+    )
+    parts += ["## Which process this is", told, _table(("variable", "meaning"), place)]
+    also = (
+        "`accelerate launch` reads these variables of torchrun. They are weaker than flags, and stronger "
+        "than other variables and files. `--num_machines 1` leaves out what says where machines meet."
+    )
+    parts += ["## Variables of torchrun", also, _table(("variable", "flag"), _pet())]
     return "\n\n".join(parts) + "\n"
+
+
+def _pet() -> list[tuple[str, str]]:
+    rows = [(f"`{variable}`", f"`--{name}`") for variable, name in pet.VARIABLES.items()]
+    rows.append((f"`{pet.ENDPOINT}`", "`--main_process_ip` and `--main_process_port`"))
+    rows.append((f"`{pet.PROCESSES}`", "`--num_processes`, divided by the number of machines"))
+    return rows
 
 
 def _variable(name: str, row: Option) -> tuple[str, str, str]:
