@@ -21,8 +21,8 @@ from accelerate.base.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.base.text import listed
+from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
+from accelerate.base.text import convert_file_size_to_int, listed
 from accelerate.weights.files import write_torch, write_whole_tensors
 from accelerate.weights.index import read_weight_map
 from accelerate.weights.shared import drop_shared
@@ -55,18 +55,12 @@ def save_sharded(
 
     if folder.is_file():
         raise wrong_value("save_directory", str(folder), "it is a file", "pass a folder")
+    limit = _bytes_of(max_shard_size)
     folder.mkdir(parents=True, exist_ok=True)
     weights, aliases = drop_shared(state) if safe else (_tensors_of(state), {})
     others = {name: value for name, value in state.items() if not (safe or name in weights)}
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    try:
-        split = split_torch_state_dict_into_shards(
-            weights, filename_pattern=pattern, max_shard_size=max_shard_size
-        )
-    except ValueError as error:
-        raise wrong_value(
-            "max_shard_size", max_shard_size, str(error), 'pass bytes or text such as "5GB"'
-        ) from error
+    split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
     beside = {name: folder / f".{name}.{os.getpid()}" for name in files}
     try:
@@ -87,6 +81,18 @@ def save_sharded(
     if split.is_sharded:
         _write_index(folder / _index_of(pattern), split.metadata, split.tensor_to_filename)
     return [folder / name for name in beside]
+
+
+def _bytes_of(max_shard_size: int | str) -> int:
+    """Return a size as a number, which every version of huggingface_hub takes; `b` means bytes here, too."""
+    if not isinstance(max_shard_size, str):
+        return max_shard_size
+    try:
+        return convert_file_size_to_int(max_shard_size.upper())
+    except ConfigurationError as error:
+        raise wrong_value(
+            "max_shard_size", max_shard_size, "not a size", 'pass bytes or text such as "5GB"'
+        ) from error
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -161,7 +161,7 @@ def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str
 def _headers_on_hub(hub: Any, model: str, token: str | None) -> tuple[Weight, ...]:
     try:
         files = hub.get_safetensors_metadata(model, token=token).files_metadata
-    except hub.errors.NotASafetensorsRepoError:
+    except hub.utils.NotASafetensorsRepoError:
         return ()
     tensors: Iterator[tuple[str, Any]] = (each for file in files.values() for each in file.tensors.items())
     return tuple(Weight(name, tuple(info.shape), str(info.dtype)) for name, info in tensors)
@@ -199,8 +199,9 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import utils
 
+    errors: Any = utils  # `huggingface_hub.errors` has only some of them before 0.25
     reasons: Mapping[type[Exception], tuple[str, str]] = {
         errors.GatedRepoError: (
             "its owner lets only users in who accepted the terms",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -98,9 +100,27 @@ def test_an_index_reads_no_files_of_other_folders(tmp_path: Path, kind: str) -> 
         read_tensors(str(tmp_path / "own"), None, False)
 
 
+@pytest.mark.parametrize(
+    ("size", "files"),
+    [(2100, 2), ("2.1KB", 2), (" 2.1 kb ", 2), ("3KB", 2), ("3KiB", 2), ("1GB", 1), ("10GB", 1), (0, 4)],
+)
+def test_a_size_reaches_huggingface_hub_as_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | str, files: int
+) -> None:
+    current = huggingface_hub.split_torch_state_dict_into_shards
+
+    def split_of_the_lowest_version(state: Any, *, filename_pattern: str, max_shard_size: int) -> Any:
+        assert max_shard_size < 10**12  # text has no order with numbers
+        return current(state, filename_pattern=filename_pattern, max_shard_size=max_shard_size)
+
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", split_of_the_lowest_version)
+    assert len(save_sharded(STATE, tmp_path, size)) == files
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_shard_size='much'"):
-        save_sharded(STATE, tmp_path, "much")
+        save_sharded(STATE, tmp_path / "new", "much")
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="it is a file"):
         save_sharded(STATE, tmp_path / "file")

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.errors
+import huggingface_hub.utils
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -108,7 +110,8 @@ class Hub(BaseHTTPRequestHandler):
             status, code = refusal[repo]
             return self._send(status, b"", body, **{"X-Error-Code": code, "X-Error-Message": "no"})
         if self.path.startswith("/api/models/"):
-            info = {"id": repo, "siblings": [], "library_name": "no-such-library", "tags": []}
+            facts = {"private": False, "downloads": 0, "likes": 0}  # of every model; old clients ask for them
+            info = {"id": repo, "siblings": [], "library_name": "no-such-library", "tags": [], **facts}
             return self._send(200, json.dumps(info).encode(), body, **{"Content-Type": "application/json"})
         if repo == PUBLIC and self.path.endswith("/resolve/main/model.safetensors"):
             return self._send_range(body)
@@ -217,6 +220,16 @@ def test_offline_a_downloaded_model_is_found(folder: Path, tmp_path: Path) -> No
 def test_a_wrong_name_is_one_clear_error(model: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         read_tensors(model, None, False)
+
+
+def test_errors_are_found_where_the_lowest_version_of_huggingface_hub_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GatedRepoError", "RepositoryNotFoundError", "HfHubHTTPError"):
+        monkeypatch.setattr(huggingface_hub.utils, name, getattr(huggingface_hub.utils, name), raising=False)
+        monkeypatch.delattr(huggingface_hub.errors, name, raising=False)
+    with pytest.raises(ConfigurationError, match="this is no name of a model"):
+        read_tensors("not a name", None, False)
 
 
 def test_files_that_say_nothing_are_refused(tmp_path: Path) -> None:
