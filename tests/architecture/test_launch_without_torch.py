@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def test_program_imports_without_torch(module: str) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"]], ids=" ".join)
 def test_help_runs_without_torch(arguments: list[str]) -> None:
     run_without_torch("from accelerate.commands.accelerate_cli import main\nmain()", *arguments)
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_checkpoints_are_looked_at_without_torch(action: str, tmp_path: Path) -> None:
+    from accelerate.checkpointing.manifest import Manifest
+
+    (tmp_path / "best").mkdir()
+    Manifest({}, world_size=1).write(tmp_path / "best")
+    run_without_torch(
+        "from accelerate.commands.accelerate_cli import main\nmain()", "checkpoint", action, str(tmp_path)
+    )
 
 
 def test_the_guard_bites() -> None:

@@ -116,6 +116,11 @@ def release(path: Path) -> None:
     _needed.discard(path.name)
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a folder of this name is one that a save has made for itself."""
+    return bool(_PATTERN.fullmatch(name))
+
+
 def find(parent: Path, *kinds: str) -> list[Hidden]:
     """Return the hidden folders of some kinds, sorted by name; a parent that cannot be read has none."""
     try:

@@ -8,7 +8,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
@@ -17,6 +20,9 @@ from accelerate.base.text import convert_bytes
 from accelerate.commands.utils import make_parser, run_command
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from accelerate.checkpointing.manifest import Manifest
 
 description = "List, verify, compare and prune the checkpoints that `Accelerator.save_state` writes."
@@ -31,15 +37,25 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     parser = make_parser("checkpoint", description, subparsers)
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
     for action, summary, add_arguments, run in (
-        ("list", "Show the numbered checkpoints of a folder.", _add_folder, list_command),
-        ("verify", "Compare all files with their checksums.", _add_folder, verify_command),
+        ("list", "Show all checkpoints below a folder.", _add_folder, list_command),
+        (
+            "verify",
+            "Compare the files of all checkpoints below a folder with their checksums.",
+            _add_folder,
+            verify_command,
+        ),
         (
             "diff",
             "Say what differs between two checkpoints, and how much.",
             _add_two,
             diff_command,
         ),
-        ("prune", "Delete the oldest checkpoints; the newest complete one stays.", _add_prune, prune_command),
+        (
+            "prune",
+            "Delete the oldest numbered checkpoints of a folder; the newest complete one stays.",
+            _add_prune,
+            prune_command,
+        ),
     ):
         one = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
         add_arguments(one)
@@ -50,7 +66,7 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, help="A checkpoint, the folder of numbered ones, or the folder of the project."
+        "folder", type=Path, help="A checkpoint, or a folder with checkpoints in it, at any depth."
     )
 
 
@@ -60,7 +76,9 @@ def _add_two(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
+    parser.add_argument(
+        "folder", type=Path, help="The folder of numbered checkpoints, or the folder of the project."
+    )
     parser.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
 
 
@@ -76,10 +94,11 @@ class Row:
     created: str = ""
     bytes: int | None = None
     processes: int | None = None
+    path: str = ""
 
 
 def list_command(args: argparse.Namespace) -> None:
-    """Show the checkpoints of a folder, with what is wrong with the incomplete ones."""
+    """Show the checkpoints below a folder, with what is wrong with the incomplete ones."""
     _show([_row(path, read, fault) for path, read, fault in _survey(args.folder, deep=False)], args.json)
 
 
@@ -93,6 +112,8 @@ def verify_command(args: argparse.Namespace) -> None:
     _show(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
         raise CheckpointError(f"Not complete and undamaged: {', '.join(broken)}.")
+    if not args.json:
+        print(f"{len(rows)} of {len(rows)} are complete and undamaged.")
 
 
 def prune_command(args: argparse.Namespace) -> None:
@@ -125,8 +146,14 @@ def diff_command(args: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
         return
     for entry in found:
-        print(f"{entry['name']}: {entry['difference']}")
+        print(_beside(f"{entry['name']}:", entry["difference"]))
     print(f"{len(found)} of {len({*first, *second})} entries differ.")
+
+
+def _beside(name: str, text: str) -> str:
+    """Return both on one line, or on two where the terminal is too narrow."""
+    line = f"{name} {text}"
+    return line if len(line) <= get_terminal_size().columns else f"{name}\n    {text}"
 
 
 _ABSENT = object()
@@ -255,43 +282,98 @@ def _parent(folder: Path) -> Path:
 
 
 def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, str]]:
-    from accelerate.checkpointing import manifest, retention
+    """Return all checkpoints below a folder, each with its manifest and with what is wrong."""
+    from accelerate.checkpointing import retention, search
 
-    parent = _parent(folder)
-    if (parent / manifest.NAME).is_file():
-        return [(parent, *retention.look_at(parent, deep=deep))]
-    found = [(each.path, each.manifest, each.fault) for each in retention.survey(parent, deep=deep)]
+    top = Path(os.path.abspath(folder))
+    if not top.is_dir():
+        raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
+    found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]
     if not found:
-        raise CheckpointError(f"{parent} holds no checkpoint.")
+        raise CheckpointError(f"{folder} holds no checkpoint.")
     return found
 
 
 def _row(path: Path, read: Manifest | None, fault: str) -> Row:
     if read is None:
-        return Row(path.name, False, fault)
+        return Row(path.name, False, fault, path=str(path))
     step = max(read.run.get("updates", []), default=0) or read.step
-    return Row(path.name, not fault, fault, step, read.epoch, read.created, read.size, read.world_size)
+    facts = (step, read.epoch, read.created, read.size, read.world_size)
+    return Row(path.name, not fault, fault, *facts, path=str(path))
 
 
 def _show(rows: list[Row], as_json: bool) -> None:
+    """Print rows as tables that fit their terminal, and in which nothing is cut off."""
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table()
-    for name in ("checkpoint", "step", "epoch", "saved", "size", "processes", "state"):
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        facts = (row.step, row.epoch, row.created, None if row.bytes is None else convert_bytes(row.bytes))
-        shown = ["" if fact is None else str(fact) for fact in (*facts, row.processes)]
-        table.add_row(row.name, *map(escape, shown), "complete" if row.complete else "not complete")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console = Console()
+    for number, (folder, group) in enumerate(_groups(rows, console)):
+        if number:
+            console.print()
+        console.print(Text(_from_here(folder), "bold"), soft_wrap=True)
+        console.print(_table(group, folder))
     for row in rows:
         if row.fault:
-            print(f"{row.name} is not complete: {row.fault}.")
+            print(_beside(f"{_from_here(row.path)} is not complete:", f"{row.fault}."))
+
+
+def _groups(rows: list[Row], console: Console) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of each table, and the folder to which its names are relative.
+
+    Paths that are short enough share a table; of the others there is one for each folder.
+    """
+    top = os.path.commonpath([os.path.dirname(row.path) for row in rows])
+    names = [os.path.relpath(row.path, top) for row in rows]
+    unlimited = console.options.update(max_width=sys.maxsize)
+    others = console.measure(_table(rows, top), options=unlimited).maximum - max(
+        map(len, [COLUMNS[0], *names])
+    )
+    short = [row for row, name in zip(rows, names, strict=True) if len(name) <= console.width - others]
+    if short:
+        yield top, short
+    for folder, group in groupby(
+        [row for row in rows if row not in short], lambda row: os.path.dirname(row.path)
+    ):
+        yield folder, list(group)
+
+
+COLUMNS = ("checkpoint", "step", "epoch", "saved (UTC)", "size", "ranks", "complete")
+
+
+def _table(rows: list[Row], folder: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in COLUMNS:
+        is_number = name in ("step", "epoch", "size", "ranks")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "checkpoint")
+    for row in rows:
+        size = "" if row.bytes is None else convert_bytes(row.bytes)
+        facts = (row.step, row.epoch, _minute(row.created), size, row.processes)
+        shown = [Text("" if fact is None else str(fact)) for fact in facts]
+        state = Text("yes") if row.complete else Text("no", "red")
+        table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *shown, state)
+    return table
+
+
+def _minute(created: str) -> str:
+    """Return a time as tables show it; text that is none as it is."""
+    try:
+        moment = datetime.fromisoformat(created)
+    except ValueError:
+        return created
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def _from_here(path: str) -> str:
+    """Return a path the way people name it: relative to where they are, where it lies below that."""
+    here = os.path.relpath(path)
+    return path if here.startswith(os.pardir) else here
 
 
 def main() -> None:

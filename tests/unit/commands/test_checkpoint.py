@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,89 @@ def test_list_shows_the_newest_first_and_why_one_is_broken(
     run("list", project / "checkpoints")
     text = capsys.readouterr().out
     assert "checkpoint_10" in text
-    assert "checkpoint_2 is not complete: optimizer.bin is missing" in text
+    assert "checkpoints/checkpoint_2 is not complete: optimizer.bin is missing" in " ".join(text.split())
+
+
+LONG = "epoch-3-of-the-longest-run-with-a-loss-of-0.1234567"
+
+
+HEAD = ["checkpoint", "step", "epoch", "saved", "(UTC)", "size", "ranks", "complete"]
+
+
+def words_of_tables(project: Path, capsys: pytest.CaptureFixture[str], columns: int) -> list[list[str]]:
+    """What `list` shows in a terminal of some width, when one path is long and one checkpoint is broken."""
+    shutil.copytree(project / "checkpoints/checkpoint_1", project / "named" / LONG)
+    rewrite(project / "named" / LONG, step=123456, epoch=1000)
+    (project / "checkpoints/checkpoint_2/optimizer.bin").unlink()
+    run("list", project)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    return [line.split() for line in lines]
+
+
+def test_tables_fit_80_columns_and_cut_nothing_off(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(project)
+    words = words_of_tables(project, capsys, 80)
+    begin = words.index(["named"])
+    assert words[:3] == [["checkpoints"], HEAD, ["checkpoint_10", "100", "10", *words[2][3:]]]
+    assert words[2][3:5] + words[2][-2:] == ["2026-01-01", "00:00", "2", "yes"]
+    assert words[3][-1] == "no"
+    assert words[begin + 1] == HEAD
+    assert words[begin + 2][1:5] == ["123456", "1000", "2026-01-01", "00:00"]
+    assert "".join(row[0] for row in words[begin + 2 : begin + 5]) == LONG
+    assert words[begin + 5][:3] == ["checkpoints/checkpoint_2", "is", "not"]
+
+
+def test_a_wide_terminal_shows_one_table(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(project)
+    words = words_of_tables(project, capsys, 200)
+    assert words[:2] == [["."], HEAD]
+    names = [f"checkpoints/checkpoint_{number}" for number in (10, 2, 1)]
+    assert [row[0] for row in words[2:6]] == [*names, f"named/{LONG}"]
+
+
+def test_differences_of_long_names_get_a_line_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.layers.10.self_attention.query_projection.weight"
+    for folder, value in (("a", 1.0), ("b", 1.5)):
+        (tmp_path / folder).mkdir()
+        write_safetensors({name: torch.full((4,), value)}, tmp_path / folder / "model.safetensors")
+    monkeypatch.setenv("COLUMNS", "80")
+    run("diff", tmp_path / "a", tmp_path / "b")
+    assert capsys.readouterr().out.splitlines() == [
+        f"model.safetensors:{name}:",
+        "    4 of 4 elements, by 0.5 at most",
+        "1 of 1 entries differ.",
+    ]
+
+
+def test_verify_says_what_it_has_found(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("verify", project)
+    assert capsys.readouterr().out.splitlines()[-1] == "3 of 3 are complete and undamaged."
+    run("verify", project / "checkpoints/checkpoint_1")
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 are complete and undamaged."
+
+
+def test_list_finds_checkpoints_of_any_name_at_any_depth(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(project / "checkpoints/checkpoint_1", project / "best")
+    shutil.copytree(project / "checkpoints/checkpoint_1", project / "a/b/c/epoch 3")
+    run("list", project, "--json")
+    rows = json.loads(capsys.readouterr().out)
+    assert [Path(row["path"]).relative_to(project).as_posix() for row in rows] == [
+        "best",
+        "a/b/c/epoch 3",
+        *(f"checkpoints/checkpoint_{number}" for number in (10, 2, 1)),
+    ]
+    assert all(row["complete"] for row in rows)
 
 
 def test_verify_reads_every_byte(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
