@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 
 Run = Callable[..., list[Any]]
 
@@ -100,8 +100,23 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
         ({"split_batches": True}, tuple(kind for kind in KINDS if kind not in ("growing", "ready batches"))),
         ({"dispatch_batches": True}, ("plain", "batch sampler", "growing", "ready batches", "stream")),
         ({"dispatch_batches": False}, ("stream", "sized stream")),
+        ({"even_batches": False}, ("stream", "sized stream")),
+        ({"even_batches": False, "dispatch_batches": True}, ("plain", "batch sampler", "growing", "stream")),
+        ({"even_batches": False, "dispatch_batches": False}, ("stream", "sized stream")),
+        ({"even_batches": False, "dispatch_batches": True, "split_batches": True}, ("plain", "stream")),
+        ({"even_batches": False, "dispatch_batches": False, "split_batches": True}, ("stream",)),
     ],
-    ids=["default", "split", "dispatch", "sharded streams"],
+    ids=[
+        "default",
+        "split",
+        "dispatch",
+        "sharded streams",
+        "uneven streams",
+        "uneven dispatch",
+        "uneven sharded streams",
+        "uneven split dispatch",
+        "uneven split sharded streams",
+    ],
 )
 def test_the_dataset_comes_back_once(
     run: Run, processes: int, settings: dict[str, Any], kinds: tuple[str, ...]
@@ -149,10 +164,14 @@ def test_a_value_per_rank_is_not_cut(run: Run) -> None:
     assert all(len(values) == 2 for values in means[0])
 
 
-def gather_with_uneven_ends(samples: int) -> tuple[list[int], str]:
+def gather_with_uneven_ends(samples: int, own_shard: bool = False) -> tuple[list[int], str]:
     """Without filling, parts of any length are joined; a rank without a batch is named instead of a hang."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
-    loader = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=3))  # type: ignore[arg-type]
+    data: Any = torch.arange(samples)
+    if own_shard:
+        rank, stream = accelerator.process_index, Stream(samples, sized=False)
+        data = IterableDatasetShard(stream, 3, False, 2, rank, even_batches=False)
+    loader = accelerator.prepare(DataLoader(data, batch_size=3))
     seen: list[int] = []
     try:
         for part in loader:
@@ -163,9 +182,10 @@ def gather_with_uneven_ends(samples: int) -> tuple[list[int], str]:
     return seen, ""
 
 
-def test_uneven_ends(run: Run) -> None:
-    assert run(gather_with_uneven_ends, 11) == [(list(range(11)), "")] * 2
-    (seen, message), (others, silence) = run(gather_with_uneven_ends, 8)
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_uneven_ends(run: Run, own_shard: bool) -> None:
+    assert run(gather_with_uneven_ends, 11, own_shard) == [(list(range(11)), "")] * 2
+    (seen, message), (others, silence) = run(gather_with_uneven_ends, 8, own_shard)
     assert seen == others == list(range(6))
     assert "processes [1] have no batch" in message
     assert silence == ""

@@ -126,7 +126,15 @@ def prepare_kinds() -> list[Any]:
 
 def test_shares_are_read_where_they_give_the_same_samples(run: Run) -> None:
     first, second = run(prepare_kinds)
-    hows = ["dataset_shards", *["dispatch"] * 5, "dataset_shards"]
+    hows = [
+        "dataset_shards",
+        "dispatch",
+        "dispatch",
+        "dataset_shards",
+        "dispatch",
+        "dispatch",
+        "dataset_shards",
+    ]
     assert [how for how, _ in first] == hows == [how for how, _ in second]
     for (_, mine), (_, others) in zip(first, second, strict=True):
         assert sorted(mine + others) == list(range(8))

@@ -185,8 +185,8 @@ def test_iterable_data(
         split_batches=split,
         even_batches=even,
     )
-    assert batches_of(ranks) == deal(list(range(size)), batch_size, world, split, drop_last, even)
-    if even and not drop_last:
+    assert batches_of(ranks) == deal(list(range(size)), batch_size, world, split, drop_last, True)
+    if not drop_last:
         assert real_samples(ranks) == list(range(size))
 
 
@@ -205,22 +205,17 @@ def test_items_that_are_whole_batches(size: int, world: int, even: bool) -> None
 
 
 @SETTINGS
-@given(SIZES, BATCH_SIZES, st.integers(1, 4), FLAGS, FLAGS, FLAGS)
-def test_dispatched_rounds(
-    size: int, batch_size: int, groups: int, split: bool, drop_last: bool, even: bool
-) -> None:
+@given(SIZES, BATCH_SIZES, st.integers(1, 4), FLAGS, FLAGS)
+def test_dispatched_rounds(size: int, batch_size: int, groups: int, split: bool, drop_last: bool) -> None:
     batches = [torch.tensor(chunk) for chunk in chunks(list(range(size)), batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()
-    rounds = list(Dealer(groups, split, even, drop_last).rounds(iter(batches)))
-    assert [all(one.ends) for one in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
-    for rank in range(groups):
-        received = [one for one in rounds if one.parts[rank] is not None]
-        assert [one.ends[rank] for one in received] == [False] * (len(received) - 1) + [True] * bool(received)
+    rounds = list(Dealer(groups, split, drop_last).rounds(iter(batches)))
+    assert [one.is_last for one in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
     real = []
     for one in rounds:
-        parts = [[] if part is None else part.tolist() for part in one.parts]
-        assert not even or len(set(map(len, parts))) == 1 or one is not rounds[-1]
+        parts = [part.tolist() for part in one.parts]
+        assert len(set(map(len, parts))) == 1
         counts = one.counts or list(map(len, parts))
         real += chain.from_iterable(part[:count] for part, count in zip(parts, counts, strict=True))
     whole = batch_size if split else batch_size * groups

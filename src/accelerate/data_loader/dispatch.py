@@ -15,9 +15,8 @@ from accelerate.data_loader.delivery import Delivery
 from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_placement, last_remainder, length_of
+from accelerate.data_loader.reading import choose_placement, last_remainder
 from accelerate.data_loader.rounds import Dealer
-from accelerate.data_loader.validity import real_per_part
 from accelerate.ops.base import Transport
 from accelerate.ops.transport import current_transport
 from accelerate.state import GradientState, PartialState
@@ -117,7 +116,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _dealer(self) -> Dealer:
         plan = self.plan
-        return Dealer(plan.groups, self.split_batches, plan.even, self._drop_last, self.slice_fn)
+        return Dealer(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""
@@ -137,10 +136,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     raise
                 sender.send(rounds)
                 for dealt in (one.dealt for one in rounds):
-                    if dealt.parts[group] is not None:
-                        part, is_last = dealt.parts[group], dealt.ends[group]
-                        yield Arrival(part, dealt.counts, is_last, dealt.note)
-                if not rounds or all(rounds[-1].dealt.ends):
+                    yield Arrival(dealt.parts[group], dealt.counts, dealt.is_last, dealt.note)
+                if not rounds or rounds[-1].dealt.is_last:
                     return
         finally:
             if reader is not None:
@@ -162,7 +159,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def batches_kept(self) -> int:
         """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
-        return self._dealer().take if self.plan.even and not self._drop_last else 0
+        return 0 if self._drop_last else self._dealer().take
 
     def _first_round(self) -> list[Any]:
         return self._first
@@ -184,21 +181,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device
 
     def __len__(self) -> int:
-        batches, groups = self._source_length(), self.plan.groups
-        if self.split_batches:
-            return max(batches - self._gets_nothing_of_the_last(batches) - self.skip_batches, 0)
-        rounds, rest = divmod(batches, groups)
-        if not self._drop_last:
-            rounds += rest > (0 if self.plan.even else self.plan.group)
-        return max(rounds - self.skip_batches, 0)
-
-    def _gets_nothing_of_the_last(self, batches: int) -> bool:
-        size, sampler = getattr(self._index_sampler, "batch_size", None), self.get_sampler()
-        samples = length_of(sampler if length_of(sampler) is not None else self.dataset)
-        if self.plan.even or self._drop_last or not size or samples is None:
-            return False
-        last, groups = samples - (batches - 1) * size, self.plan.groups
-        return not real_per_part(last, -(-last // groups), groups)[self.plan.group]
+        rounds, rest = divmod(self._source_length(), self._dealer().take)
+        return max(rounds + (rest > 0 and not self._drop_last) - self.skip_batches, 0)
 
     @property
     def total_batch_size(self) -> int | None:

@@ -66,7 +66,7 @@ class Sender:
         """Send rounds in one message; none says that the pass has ended."""
         if not self._others:
             return
-        is_end = not rounds or all(rounds[-1].dealt.ends)
+        is_end = not rounds or rounds[-1].dealt.is_last
         specs = {group: [one.pieces[group].spec for one in rounds] for group in self._others}
         is_told = any(spec != self._told.get(group) for group in specs for spec in specs[group])
         blocks = {}
@@ -104,12 +104,11 @@ def receive(delivery: Delivery) -> Iterator[Arrival]:
         else:
             specs = specs[-1:] * rounds
         for spec in specs:
-            if not spec.is_absent:
-                chunk = block[start : start + spec.size]
-                # Alone in its block it stays there; of several ones each gets memory of its own, so that
-                # keeping one doesn't keep them all.
-                part = unpack(spec, chunk if rounds == 1 else chunk.clone())
-                yield Arrival(part, spec.counts, spec.is_last)
+            chunk = block[start : start + spec.size]
+            # Alone in its block it stays there; of several ones each gets memory of its own, so that keeping
+            # one doesn't keep them all.
+            part = unpack(spec, chunk if rounds == 1 else chunk.clone())
+            yield Arrival(part, spec.counts, spec.is_last)
             start += spec.size
 
 

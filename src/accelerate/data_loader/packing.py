@@ -37,15 +37,13 @@ class Spec(NamedTuple):
         outline: The part, with a `Slot` in place of each tensor.
         size: Bytes of its chunk, a multiple of `ALIGNMENT`.
         counts: See `Round`.
-        is_last: Whether it is the last batch of this group.
-        is_absent: Whether this group gets nothing of this round.
+        is_last: Whether it is the last batch.
     """
 
     outline: Any
     size: int
     counts: Counts | None
     is_last: bool
-    is_absent: bool
 
 
 class Piece(NamedTuple):
@@ -89,7 +87,7 @@ def pack(dealt: Round, group: int) -> Piece:
     part = dealt.parts[group]
     layout = _Layout()
     outline = recursively_apply(layout.place, part, test_type=_is_plain_tensor)
-    spec = Spec(outline, layout.end, dealt.counts, dealt.ends[group], part is None)
+    spec = Spec(outline, layout.end, dealt.counts, dealt.is_last)
     return Piece(pickle.dumps(spec), layout.fill())
 
 

@@ -14,19 +14,18 @@ SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 """Mesh axes whose ranks work on the same batch together."""
 
 
-def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, even: bool, given: bool) -> bool:
+def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given: bool) -> bool:
     """Whether groups read the shares that a dataset gives them, instead of process 0 reading for all.
 
-    The samples have to be the same: a short batch that each share drops, or an end that is not filled, would
-    be another part of them. What the user has shared out himself cannot be read otherwise.
+    The samples have to be the same: a short batch that each share drops would be another part of them. What
+    the user has shared out himself cannot be read otherwise.
 
     Args:
         loader: The user's loader, over a dataset that shares itself out.
         dispatch: See `plan`.
-        even: See `plan`.
         given: Whether the user has shared it out.
     """
-    return not dispatch if given else dispatch is None and even and not loader.drop_last
+    return not dispatch if given else dispatch is None and not loader.drop_last
 
 
 _WHY_DISPATCH = (
@@ -48,7 +47,7 @@ class ShardPlan:
         batch_size: Batch size of one group, None where the user's loader doesn't build batches of one size
             itself.
         split: Whether the user's batch is the global one.
-        even: Whether the short end is filled.
+        even: Whether the short end is filled; always so for iterable datasets and dispatched loaders.
         why: The reason for `how`, for people.
     """
 
@@ -135,7 +134,7 @@ def plan(
         groups: Number of data-parallel groups.
         group: The group of this process.
         split: Cut each batch instead of dealing whole ones.
-        even: Fill the short end.
+        even: Fill the short end, where a batch sampler is shared out.
         dispatch: Read on process 0 only; None decides by the kind of dataset.
         put_on_device: Whether batches are placed on the device.
         own_share: Why the dataset's own share is read, where it is.
@@ -162,14 +161,14 @@ def plan(
         )
     part = size // groups if split and size is not None else size
     if groups > 1 and not dispatch and is_shared_out(loader, groups, group):
-        return ShardPlan("shard", groups, group, part, split, even, "the dataset is shared out already")
+        return ShardPlan("shard", groups, group, part, split, why="the dataset is shared out already")
     if own_share is not None:
-        return ShardPlan("dataset_shards", groups, group, part, split, even, own_share)
+        return ShardPlan("dataset_shards", groups, group, part, split, why=own_share)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
         why = "asked for" if dispatch else _WHY_DISPATCH
-        return ShardPlan("dispatch", groups, group, part, split, even, why)
+        return ShardPlan("dispatch", groups, group, part, split, why=why)
     if groups == 1:
         why = "one process" if num_processes == 1 else "all processes share each batch"
         return ShardPlan("leave", batch_size=size, split=split, even=even, why=why)
     why = "each process iterates the whole dataset" if iterable else "by the batch sampler"
-    return ShardPlan("shard", groups, group, part, split, even, why)
+    return ShardPlan("shard", groups, group, part, split, even or iterable, why)

@@ -58,7 +58,9 @@ def prepare_data_loader(
         put_on_device: Move batches to the device.
         rng_types: Generators to bring together at each pass, see `DataLoaderShard`.
         dispatch_batches: Read on process 0 only; None: for iterable datasets that are put on the device.
-        even_batches: Fill the short end from the beginning, so that all processes get equal batches.
+        even_batches: Fill the short end from the beginning, so that all processes get equal batches. False
+            concerns map-style loaders that are shared out; dispatched loaders and iterable datasets are
+            always filled.
         slice_fn_for_dispatch: Cuts one part of a dispatched batch, see `DataLoaderDispatcher`.
         use_seedable_sampler: Shuffle by `SeedableRandomSampler`.
         data_seed: Its seed; None: the seed that torch was last given, on process 0.
@@ -88,7 +90,7 @@ def prepare_data_loader(
     target = (device or PartialState().device) if put_on_device else None
     share = None
     if groups > 1 and isinstance(dataloader.dataset, IterableDataset) and not _is_xla(target):
-        share = _own_share(dataloader, num_processes, groups, group, dispatch_batches, even_batches)
+        share = _own_share(dataloader, num_processes, groups, group, dispatch_batches)
     decided = plan(
         dataloader,
         num_processes=num_processes,
@@ -138,11 +140,10 @@ def _own_share(
     groups: int,
     group: int,
     dispatch: bool | None,
-    even: bool,
 ) -> OwnShare | None:
     """The share that the dataset gives to this group, where that is to be read; called on all ranks."""
     share = own_share(loader.dataset, groups, group)
-    if share is None or not may_read_own_share(loader, dispatch=dispatch, even=even, given=share.is_given):
+    if share is None or not may_read_own_share(loader, dispatch=dispatch, given=share.is_given):
         return None
     transport = current_transport()
     if transport.size != num_processes:  # processes that cannot be asked
@@ -195,7 +196,6 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
         drop_last=loader.drop_last,
         num_processes=decided.groups,
         process_index=decided.group,
-        even_batches=decided.even,
     )
     shard.tagged = True
     return shard

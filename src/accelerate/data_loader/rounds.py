@@ -24,33 +24,31 @@ class Round:
     """One step of all groups.
 
     Attributes:
-        parts: The batch of each group; None for a group that gets nothing any more.
-        ends: For each group, whether this is its last batch.
+        parts: The batch of each group.
+        is_last: Whether this is the last round of the pass.
         counts: Real samples in each part, None when all are and the parts have equally many.
         note: What was noted of the source when this round was complete.
     """
 
     parts: list[Any]
-    ends: list[bool]
+    is_last: bool
     counts: Counts | None = None
     note: Any = None
 
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deals batches to groups.
+    """Deals batches to groups; the last round is cut in equal parts, filled from the beginning of the epoch.
 
     Attributes:
         groups: How many groups there are.
         split: Cut each batch in `groups` parts, instead of giving each group a batch of its own.
-        even: Cut the last round in equal parts, filled with samples from the beginning.
         drop_last: Leave out a last round that doesn't reach all groups with a batch of their own.
         cut: The user's `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts tensors and lists.
     """
 
     groups: int
     split: bool = False
-    even: bool = True
     drop_last: bool = False
     cut: Cut | None = None
 
@@ -78,7 +76,7 @@ class Dealer:
         while current:
             noted = note() if note else None
             upcoming = self.read(batches)
-            dealt = self._deal(current, first, upcoming)
+            dealt = self._deal(current, first, is_last=not upcoming)
             yield replace(dealt, note=noted if upcoming or note is None else note())
             current = upcoming
 
@@ -87,39 +85,26 @@ class Dealer:
         read = list(islice(batches, self.take))
         return [] if self.drop_last and len(read) < self.take else read
 
-    def _deal(self, batches: list[Any], first: list[Any], upcoming: list[Any]) -> Round:
-        ends = self._ends(upcoming)
-        if self._deals_whole(batches, is_last=not upcoming):
-            missing = self.groups - len(batches)
-            return Round([*batches, *[None] * missing], ends, _uneven_counts(batches, missing))
+    def _deal(self, batches: list[Any], first: list[Any], *, is_last: bool) -> Round:
+        if self._deals_whole(batches, is_last=is_last):
+            return Round(batches, is_last, _uneven_counts(batches))
         whole = batches[0] if len(batches) == 1 else concatenate(batches)
         samples = self._count(whole)
         part = -(-samples // self.groups)
         counts = real_per_part(samples, part, self.groups)
-        missing = part * self.groups - samples if self.even else 0
+        missing = part * self.groups - samples
         if missing:
             whole = concatenate([whole, *fill(first, missing)])
-        parts = [
-            self._slice(whole, index * part, index, count if not self.even else part, samples + missing)
-            for index, count in enumerate(counts)
-        ]
-        return Round(parts, ends, tuple(counts) if missing or len(set(counts)) > 1 else None)
+        parts = [self._slice(whole, index, part, samples + missing) for index in range(self.groups)]
+        return Round(parts, is_last, tuple(counts) if missing else None)
 
     def _deals_whole(self, batches: list[Any], *, is_last: bool) -> bool:
-        """Whether groups get batches as they were read: all but the end of an epoch that is to be even."""
+        """Whether groups get batches as they were read: all but the end of an epoch."""
         if self.split or self.cut is not None:
             return False
-        if not is_last or not self.even:
+        if not is_last:
             return True
         return len(batches) == self.groups and len({count_samples(batch) for batch in batches}) == 1
-
-    def _ends(self, upcoming: list[Any]) -> list[bool]:
-        if self.even or not upcoming:
-            return [not upcoming] * self.groups
-        if self._deals_whole(upcoming, is_last=False):
-            return [index >= len(upcoming) for index in range(self.groups)]
-        samples = sum(map(self._count, upcoming))
-        return [not count for count in real_per_part(samples, -(-samples // self.groups), self.groups)]
 
     def _count(self, batch: Any) -> int:
         samples = count_samples(batch)
@@ -130,18 +115,16 @@ class Dealer:
             )
         return samples
 
-    def _slice(self, whole: Any, start: int, index: int, size: int, samples: int) -> Any:
-        if not size:
-            return None
-        span = slice(start, start + size)
+    def _slice(self, whole: Any, index: int, part: int, samples: int) -> Any:
+        span = slice(index * part, (index + 1) * part)
         if self.cut is not None:
             return self.cut(whole, span, process_index=index, num_processes=self.groups)
         return cut_batch(whole, span, samples)
 
 
-def _uneven_counts(batches: list[Any], missing: int) -> Counts | None:
+def _uneven_counts(batches: list[Any]) -> Counts | None:
     """The samples of batches dealt whole, where groups get different numbers and all can be counted."""
-    sizes = [count_samples(batch) for batch in batches] + [0] * missing
+    sizes = [count_samples(batch) for batch in batches]
     if len(set(sizes)) == 1 or None in sizes:
         return None
     return tuple(size for size in sizes if size is not None)

@@ -112,7 +112,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _goes_in_step(self) -> bool:
-        return self.plan.own_shares and (self.plan.even or self._drop_last)
+        return self.plan.own_shares
 
     @property
     def batches_kept(self) -> int:

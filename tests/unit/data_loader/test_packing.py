@@ -27,7 +27,7 @@ def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) ->
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
     dealt = Round(
         [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None), conjugate, tensor],
-        [False, True, False, False],
+        False,
         (1, 0, 1, 1),
     )
     first, second, third, fourth = (rebuild(pack(dealt, group)) for group in range(4))
@@ -44,22 +44,20 @@ def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def test_the_spec_says_what_is_known_of_the_part() -> None:
-    dealt = Round(["a", None], [False, True], (1, 0))
-    first, second = (pickle.loads(pack(dealt, group).spec) for group in range(2))
-    assert (first.counts, first.is_last, first.is_absent, first.size) == ((1, 0), False, False, 0)
-    assert (second.counts, second.is_last, second.is_absent, second.size) == ((1, 0), True, True, 0)
+    spec = pickle.loads(pack(Round(["a", "b"], True, (1, 0)), 1).spec)
+    assert (spec.outline, spec.counts, spec.is_last, spec.size) == ("b", (1, 0), True, 0)
 
 
 def test_one_large_tensor_is_not_copied() -> None:
     tensor = torch.rand(64, 64)
-    piece = pack(Round([tensor], [False]), 0)
+    piece = pack(Round([tensor], False), 0)
     assert piece.chunk.data_ptr() == tensor.data_ptr()
     assert len(piece.chunk) == tensor.nbytes
 
 
 def test_equal_structures_have_equal_specs() -> None:
     def spec(scale: float, size: int = 4) -> bytes:
-        return pack(Round([{"x": torch.rand(size) * scale, "y": [torch.ones(2)]}], [False]), 0).spec
+        return pack(Round([{"x": torch.rand(size) * scale, "y": [torch.ones(2)]}], False), 0).spec
 
     assert spec(1.0) == spec(2.0)
     assert spec(1.0) != spec(1.0, 5)

@@ -65,6 +65,22 @@ def test_how(loader: DataLoader[Any], asked: dict[str, Any], how: str, batch_siz
     assert (decided.how, decided.batch_size) == (how, batch_size)
 
 
+@pytest.mark.parametrize(
+    ("loader", "asked", "even"),
+    [
+        (MAPPED, {}, False),
+        (MAPPED, {"dispatch": True}, True),
+        (STREAMED, {}, True),
+        (STREAMED, {"dispatch": False}, True),
+        (STREAMED, {"own_share": "it has shards"}, True),
+    ],
+)
+def test_only_batch_samplers_may_end_unevenly(
+    loader: DataLoader[Any], asked: dict[str, Any], even: bool
+) -> None:
+    assert decide(loader, even=False, **asked).even == even
+
+
 def test_it_can_be_read() -> None:
     assert str(decide(MAPPED)) == "shard, part 0 of 2 (by the batch sampler)"
     assert str(decide(MAPPED, world=1)) == "leave (one process)"
