@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelerate import Accelerator
 from accelerate.nested import get_shape, iterate_tensors, listify, recursively_apply
 from accelerate.ops.collectives import (
     broadcast,
@@ -161,6 +162,10 @@ def test_reduce_of_large_tensors(run: Run, processes: int) -> None:
         assert all(result.values()), result
 
 
+def typed(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
+    return tensor.dtype, tensor.tolist()
+
+
 def combine() -> dict[str, Any]:
     mine = torch.tensor([float(rank()), 1.0])
     large = torch.tensor([60000.0], dtype=torch.float16)
@@ -177,6 +182,15 @@ def combine() -> dict[str, Any]:
         "bytes": reduce(torch.tensor([200], dtype=torch.uint8), "sum").tolist(),
         "whole mean": reduce(torch.tensor([rank()])).tolist(),
         "complex": reduce(torch.tensor([1j * rank()]), "sum").tolist(),
+        "max": reduce({"x": [mine]}, "max")["x"][0].tolist(),
+        "min": reduce(mine, "min", scale=2.0).tolist(),
+        "largest byte": typed(reduce(torch.tensor([100 + 50 * rank()], dtype=torch.uint8), "max")),
+        "any": typed(reduce(torch.tensor([True, rank() == 0, False]), "max")),
+        "all": typed(reduce(torch.tensor([True, rank() == 0, False]), "min")),
+        "smallest half": typed(reduce(large - 32 * rank(), "min")),
+        "large": typed(reduce(torch.full((300, 300), float(rank())), "max").unique()),
+        "none of it": typed(reduce(torch.zeros(0, 2), "min")),
+        "accelerator": Accelerator().reduce(mine, "max").tolist(),
         "gradient": reduce(mine.requires_grad_(), "sum").requires_grad,
     }
 
@@ -198,6 +212,15 @@ def test_reduce(run: Run, processes: int) -> None:
             "bytes": [200 * processes],
             "whole mean": [total / processes],
             "complex": [complex(0, total)],
+            "max": [processes - 1.0, 1.0],
+            "min": [0.0, 2.0],
+            "largest byte": typed(torch.tensor([50 + 50 * processes], dtype=torch.uint8)),
+            "any": typed(torch.tensor([True, True, False])),
+            "all": typed(torch.tensor([True, False, False])),
+            "smallest half": typed(torch.tensor([60000.0 - 32 * (processes - 1)], dtype=torch.float16)),
+            "large": typed(torch.tensor([processes - 1.0])),
+            "none of it": typed(torch.zeros(0, 2)),
+            "accelerator": [processes - 1.0, 1.0],
             "gradient": False,
         }
 
@@ -334,8 +357,10 @@ def compare_with_leaf_by_leaf(scale: int) -> dict[str, Any]:
         "floats": data["pair"],
         "numbers": [t for t in data["dtypes"] if t.dtype != torch.float8_e4m3fn],
     }
-    reduced = [reduce(combinable, how) for how in ("sum", "mean")]
-    reduced_one_by_one = [recursively_apply(transport.reduce, combinable, how) for how in ("sum", "mean")]
+    ordered = {**combinable, "numbers": [t for t in combinable["numbers"] if not t.is_complex()]}
+    ways = [("sum", combinable), ("mean", combinable), ("max", ordered), ("min", ordered)]
+    reduced = [reduce(given, how) for how, given in ways]
+    reduced_one_by_one = [recursively_apply(transport.reduce, given, how) for how, given in ways]
     copies = [recursively_apply(torch.clone, data) for _ in range(2)]
     sent = broadcast(copies[0], last)
     recursively_apply(transport.broadcast, copies[1], last)

@@ -70,13 +70,16 @@ class Communication:
         return mean_over_ranks(value, weight)
 
     def reduce(
-        self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
+        self,
+        tensor: Any,
+        reduction: Literal["sum", "mean", "max", "min", "none"] = "sum",
+        scale: float = 1.0,
     ) -> Any:
-        """Return tensors summed or averaged over all ranks, element by element.
+        """Return tensors combined over all ranks, element by element.
 
         Args:
             tensor: a tensor, or any nesting of tensors, of the same shapes on all ranks.
-            reduction: "sum", "mean" or "none".
+            reduction: "sum", "mean", "max", "min" or "none".
             scale: factor on the result.
         """
         return reduce(tensor, reduction, scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
-from accelerate.ops.base import Transport
+from accelerate.ops.base import REDUCTIONS, Transport
 from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
 from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
 from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
@@ -22,7 +22,7 @@ from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
 from accelerate.state import PartialState, process_group
 
-_REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = (*REDUCTIONS, "none")
 
 
 @operation
@@ -117,21 +117,24 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Args:
         tensor: Nested tensors of equal shapes and dtypes on all ranks; not changed.
-        reduction: "mean", "sum", or "none" to leave each process its own.
+        reduction: "mean", "sum", "max", "min", or "none" to leave each process its own.
         scale: Factor for the result.
 
     Returns:
         The same nesting; on one process the tensors themselves when `scale` is 1. Between several processes
-        integers and booleans are summed in int64, and their mean has the default floating dtype.
+        integers and booleans are summed in int64, and their mean has the default floating dtype. Maxima and
+        minima keep the dtype.
 
     Raises:
-        ConfigurationError: No such reduction.
+        ConfigurationError: No such reduction, or the maximum or minimum of complex numbers.
         DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
     """
     if reduction not in _REDUCTIONS:
         raise wrong_value(
             "reduction", reduction, "no such reduction", f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
         )
+    if reduction in ("max", "min"):
+        recursively_apply(_refuse_complex, tensor, reduction)
     transport = current_transport()
     if reduction != "none" and transport.size > 1:
         call = Call(f"{PUBLIC_MODULE}.reduce", f"reduction={reduction!r}", tensor)
@@ -285,6 +288,14 @@ def _concatenated(parts: Iterable[Iterable[Any]]) -> list[Any]:
 
 def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
     return [obj] if transport.size == 1 else gather_objects(obj, transport, call)
+
+
+def _refuse_complex(leaf: Tensor, reduction: str) -> Tensor:
+    if leaf.is_complex():
+        raise wrong_value(
+            "reduction", reduction, "complex numbers have no order", "Reduce their absolute values"
+        )
+    return leaf
 
 
 def _check_counts(counts: Sequence[int], transport: Transport) -> None:

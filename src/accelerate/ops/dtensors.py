@@ -55,7 +55,7 @@ def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[A
 
     Args:
         data: Nested tensors; not changed.
-        how: "sum" or "mean".
+        how: "sum", "mean", "max" or "min".
         transport: The wire between several processes.
         reduce: Combines nested plain tensors of all processes.
 
@@ -69,6 +69,8 @@ def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[A
         whole, holders = _open(leaf, transport)
         if holders == [0]:
             return whole
+        if how in ("max", "min"):
+            return reduce(whole, how)  # type: ignore[no-any-return]
         total: Tensor = reduce(whole if transport.rank in holders else torch.zeros_like(whole), "sum")
         return total if how == "sum" else total / len(holders)
 

@@ -57,11 +57,11 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
 def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call: Call) -> Any:
     """Combine the tensors of all processes element by element.
 
-    What rides on the head is added up in the order of the ranks, in the dtype in which the wire would.
+    What rides on the head is combined in the order of the ranks, in the dtype in which the wire would.
 
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks; not changed.
-        how: "sum" or "mean".
+        how: "sum", "mean", "max" or "min".
         scale: Factor for the result.
         transport: The wire between several processes.
         call: For the message when the processes disagree.
@@ -78,7 +78,7 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
     results: list[Any] = [None] * len(leaves)
     if head is not None and plan.whole is not None:
         for slot, rows in plan.whole.received(head):
-            total = finished_reduction(_add_up(rows, slot), how, size, leaves[slot.places[0]])
+            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.places[0]])
             slot.split(_scaled(total, scale), results)
     for parcel in plan.parcels:
         slot = parcel.slots[0]
@@ -150,11 +150,12 @@ def _rides(parts: Parts, transport: Transport) -> bool:
     return transport.verifies or not parts.leaves or parts.leaves[0].device.type == "cpu"
 
 
-def _add_up(rows: Tensor, slot: Slot) -> Tensor:
+def _combine(rows: Tensor, slot: Slot, how: str) -> Tensor:
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
     first, second, *others = rows.to(reducible_dtype(slot.dtype)).unbind(0)
-    total = first + second
+    total = combine(first, second)
     for row in others:
-        total += row
+        combine(total, row, out=total)
     return total
 
 

@@ -46,10 +46,16 @@ def test_reduce_scales() -> None:
 
 
 def test_reduce_names_a_wrong_reduction() -> None:
-    with pytest.raises(
-        ValueError, match="reduction='max': no such reduction. Use one of 'mean', 'sum', 'none'."
-    ):
-        reduce(torch.ones(1), "max")
+    message = "reduction='median': no such reduction. Use one of 'sum', 'mean', 'max', 'min', 'none'."
+    with pytest.raises(ValueError, match=message):
+        reduce(torch.ones(1), "median")
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_maximum_and_minimum_of_one_process(reduction: str) -> None:
+    assert reduce(torch.tensor([2.0, 3.0]), reduction, scale=2.0).tolist() == [4.0, 6.0]
+    with pytest.raises(ValueError, match="complex numbers have no order"):
+        reduce({"a": torch.ones(1), "b": torch.ones(1) * 1j}, reduction)
 
 
 def test_gather_valid_keeps_the_first_samples() -> None:

@@ -77,3 +77,5 @@ def test_each_group_counts_once() -> None:
     assert reduced[0].tolist() == [4.0, 4.0]
     assert reduced[1].tolist() == [9.0]
     assert calls == [([0.0, 0.0], "sum"), ([1.0], "mean")]
+    assert reduce_values([value], "max", Wire(), reduce)[0].tolist() == [11.0, 11.0]
+    assert calls[2:] == [([3.0, 3.0], "max")]
