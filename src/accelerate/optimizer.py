@@ -228,14 +228,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_ATTACHED_BY_SCALER, "note_scaled_step", "accelerator_state", "gradient_state"):
+        for name in (*_ATTACHED_BY_SCALER, "note_scaled_step"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.accelerator_state = AcceleratorState()
-        self.gradient_state = GradientState()
         self.note_scaled_step = None
         if self.scaler is not None:
             self._attach_step_note()

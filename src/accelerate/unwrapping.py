@@ -87,9 +87,13 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
 
 
 def _restore_forward(model: nn.Module) -> None:
-    forward = vars(model).get("forward")
-    if isinstance(forward, WrappedForward):
+    own = vars(model)
+    if "_original_forward" in own:  # kept there by programs that wrap forward themselves
+        own["forward"] = own.pop("_original_forward")
+    while isinstance(forward := own.get("forward"), WrappedForward):
         forward.restore(model)
+    if getattr(forward, "__func__", None) is type(model).forward:
+        del own["forward"]
 
 
 def _unwrap_inside(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,31 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
     return weights(model)
+
+
+def train_with_a_pickled_accelerator() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """One epoch each by an accelerator and by its pickled copy, both with a model of their own."""
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accelerator.prepare(model, optimizer, DataLoader(dataset(), batch_size=BATCH))
+    trained = []
+    for one in (pickle.loads(pickle.dumps(accelerator)), accelerator):
+        (prepared,), (stepping,), (loader,) = one._models, one._optimizers, one._dataloaders
+        for inputs, targets in loader:
+            one.backward(torch.nn.functional.mse_loss(prepared(inputs), targets))
+            stepping.step()
+            stepping.zero_grad()
+        bare = one.unwrap_model(prepared, keep_fp32_wrapper=False)
+        assert "forward" not in vars(bare)
+        trained.append(weights(pickle.loads(pickle.dumps(bare))))
+    return trained[0], trained[1]
+
+
+def test_a_pickled_accelerator_trains_like_the_one_it_was_made_of(run: Run) -> None:
+    (copied, own), (copied_there, own_there) = run(train_with_a_pickled_accelerator)
+    equal([copied, copied_there, own_there], own)
+    assert not torch.equal(own[0], weights(network())[0])
 
 
 def equal(several: list[list[torch.Tensor]], one: list[torch.Tensor]) -> None:

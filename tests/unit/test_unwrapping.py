@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import Accelerator
 from accelerate.compilation import is_compiled_module
+from accelerate.ops.casting import convert_outputs_to_fp32
 from accelerate.unwrapping import WrappedForward, extract_model_from_parallel, is_peft_model
 
 
@@ -40,6 +43,18 @@ class Inner(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x)
+
+
+def by_function(model: nn.Module) -> Any:
+    return convert_outputs_to_fp32(model.forward)
+
+
+def by_function_twice(model: nn.Module) -> Any:
+    return convert_outputs_to_fp32(convert_outputs_to_fp32(model.forward))
+
+
+def by_method(model: nn.Module) -> Any:
+    return types.MethodType(convert_outputs_to_fp32(type(model).forward), model)
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +137,26 @@ def test_the_forward_of_mixed_precision_is_kept_or_taken_off(model: nn.Module, c
     assert extract_model_from_parallel(held, keep_fp32_wrapper=False, keep_torch_compile=False) is model
     assert "forward" not in vars(model)
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("wrap", [by_function, by_function_twice, by_method], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("compute", ["no", "bf16"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_float32_outputs_that_a_user_asked_for_are_kept_or_taken_off(
+    states: None, wrap: Callable[[nn.Module], Any], compute: str, kept: bool
+) -> None:
+    model = Inner()
+    original = model.forward
+    model.forward = wrap(model)  # type: ignore[method-assign]
+    if wrap is by_method:
+        model._original_forward = original  # type: ignore[assignment]
+    Accelerator(cpu=True, mixed_precision=compute).prepare(model)
+    bare = extract_model_from_parallel(model, keep_fp32_wrapper=kept)
+    assert bare is model
+    assert ("forward" in vars(bare)) == kept
+    assert kept or "_original_forward" not in vars(bare)
+    twin = pickle.loads(pickle.dumps(bare))
+    assert twin(torch.ones(1, 2)).dtype == torch.float32
 
 
 def test_a_forward_that_a_user_put_on_an_instance_stays(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerate.nested import recursively_apply
 
@@ -41,6 +41,10 @@ class ConvertOutputsToFp32:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def restore(self, module: nn.Module) -> None:
+        """Give a module back the forward that it had before this one."""
+        module.__dict__["forward"] = self.model_forward
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model_forward": self.model_forward}

@@ -16,7 +16,7 @@ from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import process_group
-from accelerate.state.partial import PartialState
+from accelerate.state.partial import FACTS, PartialState
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import SharedDict, SharedState
 from accelerate.state.topology import Topology
@@ -54,6 +54,7 @@ class AcceleratorState(SharedState, ProcessControl):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+    _pickled = (*FACTS, "_mixed_precision")
 
     distributed_type: DistributedType | str
     num_processes: int

@@ -132,6 +132,9 @@ class GradientState(SharedState):
                 _discard(references, reference)
                 return
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientState, ()
+
     @staticmethod
     def _reset_state() -> None:
         """Forget everything: the next `GradientState` starts anew."""

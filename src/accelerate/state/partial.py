@@ -23,6 +23,22 @@ from accelerate.state.topology import Topology
 _logger = logging.getLogger(__name__)
 
 
+FACTS = (
+    "distributed_type",
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "device",
+    "backend",
+    "debug",
+    "fork_launched",
+    "topology",
+    "device_backend",
+    "_cpu",
+)
+"""What is known of this process among the others, as values that can be pickled."""
+
+
 class PartialState(SharedState, ProcessControl):
     """The facts of this process and the way to its peers; the first instance finds them out, all share them.
 
@@ -52,6 +68,7 @@ class PartialState(SharedState, ProcessControl):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+    _pickled = FACTS
 
     distributed_type: DistributedType | str
     num_processes: int

@@ -43,6 +43,9 @@ class SharedState:
 
     _shared_state: ClassVar[dict[str, Any]]
 
+    _pickled: ClassVar[tuple[str, ...]] = ()
+    """Entries that a pickle carries, for a process that has no state of its own (a worker of a loader)."""
+
     def __init__(self) -> None:
         self.__dict__ = self._shared_state
 
@@ -56,8 +59,9 @@ class SharedState:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or an unpickled handle joins the state of the process it is made in.
-        return _attach, (type(self),)
+        # A copy or an unpickled handle joins the state of the process it is made in, where there is one.
+        entries = {name: self.__dict__[name] for name in self._pickled if name in self.__dict__}
+        return _attach, (type(self), entries)
 
     @property
     def initialized(self) -> bool:
@@ -65,7 +69,9 @@ class SharedState:
         return bool(self._shared_state)
 
 
-def _attach(cls: type[SharedState]) -> SharedState:
+def _attach(cls: type[SharedState], entries: dict[str, Any]) -> SharedState:
     handle = object.__new__(cls)
     SharedState.__init__(handle)
+    if entries and not handle.initialized:
+        handle.__dict__ = entries
     return handle

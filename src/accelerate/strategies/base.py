@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import PreparationError
@@ -26,6 +25,7 @@ from accelerate.precision.resolve import resolve as resolve_precision
 from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
 from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters, names_by_group
+from accelerate.strategies.moved import Moved
 from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context
 from accelerate.unwrapping import extract_model_from_parallel
@@ -103,7 +103,7 @@ class Strategy:
         self.context = context
         self.waiting: Sequence[Any] = ()
         self.earlier: Sequence[Any] = ()
-        self.moved = WeakIdKeyDictionary()
+        self.moved = Moved()
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
         """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""

@@ -6,11 +6,16 @@ import copy
 import inspect
 import logging
 import pickle
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import accelerate.accelerator
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -19,6 +24,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins.fp8 import TERecipeKwargs
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -141,6 +152,83 @@ def test_prepared_objects_copy_and_pickle() -> None:
     loader = accelerator.prepare(DataLoader(torch.arange(4.0)))
     assert len(list(pickle.loads(pickle.dumps(loader)))) == 4
     assert copy.deepcopy(accelerator) is accelerator
+
+
+class Counting(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(8.0).reshape(4, 2))
+
+    def __len__(self) -> int:
+        return 4
+
+
+PICKLED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "autocast": {"mixed_precision": "bf16"},
+    "accumulating": {"gradient_accumulation_steps": 2},
+    "compiled": {"dynamo_backend": "eager"},
+    "dispatched": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+    "seedable": {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)},
+    "stateful": {"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=True)},
+    "handlers": {"kwargs_handlers": [AutocastKwargs(), GradScalerKwargs(), DistributedDataParallelKwargs()]},
+}
+
+
+def train(accelerator: Accelerator) -> list[float]:
+    (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+    (scheduler,), (loader,) = accelerator._schedulers, accelerator._dataloaders
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it in its constructor
+@pytest.mark.parametrize("kind", PICKLED)
+@pytest.mark.parametrize("dataset", [torch.arange(8.0).reshape(4, 2), Counting()], ids=["mapped", "stream"])
+def test_an_accelerator_can_be_pickled_with_all_that_is_prepared(
+    kind: str, dataset: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it is not set
+    accelerator = Accelerator(cpu=True, **PICKLED[kind])
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    accelerator.prepare(model, optimizer, scheduler, DataLoader(dataset, batch_size=2))
+    train(accelerator)
+    pickled = pickle.dumps(accelerator)
+    twin = pickle.loads(pickled)
+    assert twin is not accelerator
+    assert twin._models[0] is not accelerator._models[0]
+    assert train(twin) == train(accelerator)
+    assert twin._schedulers[0].get_last_lr() == accelerator._schedulers[0].get_last_lr()
+    for _ in accelerator._dataloaders[0]:
+        assert len(train(pickle.loads(pickle.dumps(accelerator)))) == 2
+    twin._optimizers[0].param_groups[0]["lr"] = 7.0
+    assert accelerator._optimizers[0].param_groups[0]["lr"] != 7.0
+
+
+def test_a_process_without_a_run_reads_a_pickled_accelerator(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.prepare(*training_objects()[:2])
+    (tmp_path / "pickled").write_bytes(pickle.dumps(accelerator))
+    program = (
+        "import pickle, pathlib, sys; a = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes());"
+        "a.print(a.device, a.num_processes, a.mixed_precision, a.is_main_process, len(a._optimizers))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "pickled")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == ["cpu", "1", "bf16", "True", "1"], ran.stderr
 
 
 def test_settings_may_be_assigned_between_prepares() -> None:

@@ -55,6 +55,24 @@ def test_a_copy_joins_the_state(duplicate: Any) -> None:
     assert twin.__dict__ is Here._shared_state
 
 
+class Known(SharedState):
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _pickled = ("colour", "shape")
+
+
+def test_a_pickle_tells_a_process_without_a_state_what_is_known() -> None:
+    state = Known()
+    state.colour, state.lock = "red", threading.Lock()
+    pickled = pickle.dumps(state)
+    Known._shared_state.clear()
+    stranger = pickle.loads(pickled)
+    assert stranger.__dict__ == {"colour": "red"}
+    assert not Known().initialized
+    Known().colour = "blue"
+    assert pickle.loads(pickled).colour == "blue"
+    Known._shared_state.clear()
+
+
 def test_each_thread_has_its_own() -> None:
     seen: list[dict[str, Any]] = []
 
