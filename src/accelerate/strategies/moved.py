@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Moved(WeakIdKeyDictionary):
     """Maps an old parameter, while somebody holds it, to the one that has taken its place.
 
-    A copy or a pickle holds the same pairs; an old parameter stays in it where what is pickled beside it, such
-    as an optimizer, holds that too.
+    A copy or a pickle holds the same pairs; an old parameter stays in it where something else that is pickled
+    with it, such as an optimizer, holds that too.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -20,7 +20,7 @@ class Moved(WeakIdKeyDictionary):
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each old parameter with its new one."""
-        return list(self.items())
+        return list(self.items())  # type: ignore[no-untyped-call]
 
 
 def _rebuild(pairs: list[tuple[Tensor, Tensor]]) -> Moved:
