@@ -78,7 +78,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Read the index of a model whose weights lie in several files, such as `model.safetensors.index.json`.
 
     Args:
-        path: the index; the files lie in its folder, as files or links.
+        path: the index; the files lie in its folder, as files or links. It holds the names under
+            `weight_map`, or is itself such a dictionary.
 
     Returns:
         Tensor by name -> the name of its file, which stays inside the folder.
@@ -87,9 +88,12 @@ def read_weight_map(path: Path) -> dict[str, str]:
         CheckpointError: it is missing, damaged or no such index, or names a file outside the folder.
     """
     content = _read_json(path)
-    found = content.get("weight_map") if isinstance(content, dict) else None
+    found = content.get("weight_map", content or None) if isinstance(content, dict) else None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no index of weights: it holds no dictionary 'weight_map'.")
+        raise CheckpointError(
+            f"{path} is no index of weights: it holds no dictionary 'weight_map', and is no such dictionary "
+            "itself."
+        )
     for name, file in found.items():
         if reason := refuse_outside(file):
             raise CheckpointError(

@@ -69,6 +69,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         ([1], "holds no dictionary 'weight_map'"),
         ({}, "holds no dictionary 'weight_map'"),
         ({"weight_map": ["a"]}, "holds no dictionary 'weight_map'"),
+        ({"weight_map": None}, "holds no dictionary 'weight_map'"),
+        ({"metadata": {}, "a": "b"}, "'metadata' lies in {}, which is not text but of type dict"),
+        ({"a": "../b"}, r"'a' lies in '\.\./b', which has a component '\.\.'"),
+        ({"a": "/etc/passwd"}, "which is an absolute path"),
         ({"weight_map": {"a": 3}}, "'a' lies in 3, which is not text but of type int"),
         ({"weight_map": {"a": ["b"]}}, "which is not text but of type list"),
         ({"weight_map": {"a": "/etc/passwd"}}, "'a' lies in '/etc/passwd', which is an absolute path"),
@@ -87,6 +91,8 @@ def test_a_weight_map_that_leads_elsewhere_is_refused(tmp_path: Path, content: A
 def test_a_weight_map_names_files_of_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "x/b.bin"}}))
+    assert read_weight_map(path) == {"a": "a.safetensors", "b": "x/b.bin"}
+    path.write_text(json.dumps({"a": "a.safetensors", "b": "x/b.bin"}))
     assert read_weight_map(path) == {"a": "a.safetensors", "b": "x/b.bin"}
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_weight_map(tmp_path / "none.index.json")
