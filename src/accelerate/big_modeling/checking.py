@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,23 +37,28 @@ def check_places(device_map: Mapping[str, Any]) -> None:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a map that does not fit a model, before anything is moved.
+    """Refuse a map that does not fit a model, before anything is moved; warn of names that the model lacks.
 
     Args:
         model: the module.
         device_map: devices by module, or by tensor.
 
     Raises:
-        ConfigurationError: with the names that the model does not have, the parameters and buffers that have
-            no device, and the tied parameters that are apart.
+        ConfigurationError: with the parameters and buffers that have no device, and the tied parameters that
+            are apart.
     """
     tensors = all_tensors(model)
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     unknown = [name for name in device_map if name not in modules and name not in tensors]
+    if unknown:
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {unknown}. "
+            "They have no effect.",
+            stacklevel=2,
+        )
     left = [name for name in tensors if place_of(name, device_map) is None]
     apart = _find_apart(model, device_map)
     found = {
-        f"it names {listed(unknown)}, which the model does not have": unknown,
         f"it gives no device to {listed(left)}: add their modules, or '' for all that is left": left,
         f"it parts tied parameters, which are one: {listed(apart)}; give them one device": apart,
     }

@@ -33,11 +33,16 @@ def test_every_tensor_needs_a_place() -> None:
 
 def test_one_error_names_all_that_is_wrong() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        check_device_map(Tied(), {"embed": 0, "head": "cpu", "layer": 0})
+        check_device_map(Tied(), {"embed": 0, "head": "cpu"})
     text = str(caught.value)
-    assert "it names layer, which the model does not have" in text
     assert "no device to layers.0.weight" in text
     assert "embed.weight (0) and head.weight (cpu)" in text
+
+
+def test_a_name_too_many_is_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"do not match any submodules in the model: \['2', '0.wait'\]"):
+        check_device_map(model, {"": "cpu", "2": "cpu", "0.wait": "cpu"})
 
 
 def test_one_device_in_two_spellings() -> None:
