@@ -251,6 +251,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
     Args:
         data: A list or tuple of structures. Lists of plain objects in them, such as strings, become one list.
+            A leaf that is the only one to join, of any type, comes back as it is.
         dim: The dimension along which tensors are joined.
 
     Raises:
@@ -265,6 +266,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return honor_type(first, (concatenate(items, dim) for items in zip(*data, strict=True)))
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
+    if len(data) == 1:
+        return first
     raise TypeError(
         f"Only tensors and lists can be joined, but this is a {type(first).__name__}. "
         "Convert it to a tensor or a list, or leave it out."

@@ -209,6 +209,15 @@ def test_joining_plain_objects_and_other_dimensions():
     assert nested.concatenate([first, second], dim=1)["x"].shape == (1, 3)
     with pytest.raises(TypeError, match="this is a str"):
         nested.concatenate(["a", "b"])
+    with pytest.raises(TypeError, match="this is a int"):
+        nested.concatenate([{"a": 5}, {"a": 6}])
+
+
+def test_a_single_leaf_of_any_type_is_itself():
+    leaf = object()
+    assert nested.concatenate([leaf]) is leaf
+    assert nested.concatenate([None]) is None
+    assert nested.concatenate([{"a": 5, "b": ("x", torch.ones(1))}]) == {"a": 5, "b": ("x", torch.ones(1))}
 
 
 def test_codes_of_dtypes_are_the_interface():
