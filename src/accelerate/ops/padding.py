@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.nested import recursively_apply
+from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.ops.objects import share_numbers
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, outline
@@ -29,7 +29,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     Args:
         tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
-            dimension comes back as it is.
+            dimension comes back as it is, so does a `torch.nested` tensor, with one warning for the call.
         dim: The dimension to pad; negative ones count from the end.
         pad_index: The value to fill with.
         pad_first: Fill at the beginning instead of the end.
@@ -41,6 +41,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         DistributedOperationException: The numbers of dimensions differ (on CPU always; elsewhere in debug
             mode).
     """
+    if any(leaf.is_nested for leaf in iterate_tensors(tensor)):
+        warnings.warn(
+            "A nested tensor has no common length and cannot be padded: it comes back as it is.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
     transport = current_transport()
     if transport.size == 1:
         return tensor
@@ -72,19 +78,16 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     return recursively_apply(_repeat_last, tensor, batch_size, missing, dim)
 
 
+def _can_pad(tensor: Tensor, dim: int) -> bool:
+    return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
+
+
 def _size_to_pad(tensor: Tensor, dim: int) -> int:
-    if tensor.is_nested:
-        warnings.warn(
-            "A nested tensor has no common length and cannot be padded: it comes back as it is.",
-            CannotPadNestedTensorWarning,
-            stacklevel=2,
-        )
-        return _LEFT_ALONE
-    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else _LEFT_ALONE
+    return tensor.shape[dim] if _can_pad(tensor, dim) else _LEFT_ALONE
 
 
 def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int, pad_first: bool) -> Tensor:
-    if tensor.is_nested or not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == longest:
+    if not _can_pad(tensor, dim) or tensor.shape[dim] == longest:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = longest - tensor.shape[dim]

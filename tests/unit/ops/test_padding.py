@@ -5,13 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.padding import _pad, _size_to_pad, pad_across_processes, pad_input_tensors
+from accelerate.ops.padding import (
+    CannotPadNestedTensorWarning,
+    _pad,
+    _size_to_pad,
+    pad_across_processes,
+    pad_input_tensors,
+)
 
 
 @pytest.mark.usefixtures("states")
 def test_one_process_gives_back_the_very_tensor() -> None:
     tensor = torch.ones(2)
     assert pad_across_processes(tensor) is tensor
+
+
+@pytest.mark.usefixtures("states")
+def test_nested_tensors_stay_with_one_warning() -> None:
+    pair = [torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged) for _ in range(2)]
+    with pytest.warns(CannotPadNestedTensorWarning) as caught:
+        back = pad_across_processes({"a": pair[0], "b": [pair[1]]})
+    assert len(caught) == 1
+    assert (back["a"] is pair[0], back["b"][0] is pair[1]) == (True, True)
 
 
 @pytest.mark.parametrize(
