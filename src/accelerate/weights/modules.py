@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -88,13 +88,17 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return how many processes share each layer, as a model says in `tp_size`; None: it does not.
+    """Return how many processes share each layer, as a model says; None: it does not.
 
     Args:
-        model: any module; models of transformers have it.
+        model: any module. Models of transformers say it in `tp_size`, or from version 5 on in
+            `config.distributed_config.tp_size`, where `distributed_config` is an object or a dictionary.
     """
     size: int | None = getattr(model, "tp_size", None)
-    return size
+    if size is not None:
+        return size
+    settings = getattr(getattr(model, "config", None), "distributed_config", None)
+    return settings.get("tp_size") if isinstance(settings, Mapping) else getattr(settings, "tp_size", None)
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:

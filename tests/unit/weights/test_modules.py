@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -56,9 +60,29 @@ def test_modules_come_after_those_inside() -> None:
     assert get_module_children_bottom_up(model) == [model.get_submodule(name) for name in names]
 
 
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"tp_size": 4}, 4),
+        (SimpleNamespace(tp_size=4), 4),
+        ({"tp_plan": "auto"}, None),
+        (SimpleNamespace(), None),
+        (None, None),
+    ],
+)
+def test_newer_models_say_it_in_their_configuration(settings: Any, size: int | None) -> None:
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(distributed_config=settings)
+    assert get_model_tp_size(model) == size
+    model.tp_size = None
+    assert get_model_tp_size(model) == size
+
+
 def test_what_a_model_says_about_its_layers() -> None:
     model = nn.Linear(1, 1)
     assert get_model_tp_size(model) is None
     model.tp_size = 3
+    assert get_model_tp_size(model) == 3
+    model.config = SimpleNamespace(distributed_config={"tp_size": 4})
     assert get_model_tp_size(model) == 3
     assert not model_has_dtensor(model)
