@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -18,6 +18,7 @@ Dtype = str | torch.dtype | CustomDtype
 NamedModule = tuple[str, nn.Module | Tensor]
 """A module, or a single tensor, and its dotted name in the model."""
 
+BITS_PER_BYTE = 8
 PACKED_BYTES: Mapping[CustomDtype, float] = {
     CustomDtype.FP8: 1,
     CustomDtype.INT4: 0.5,
@@ -26,7 +27,24 @@ PACKED_BYTES: Mapping[CustomDtype, float] = {
 
 
 def dtype_byte_size(dtype: Dtype) -> float:
-    """Return how many bytes one number takes: an `int`, or a part of one for formats that are packed.
+    """Return how many bytes the bits of one number take: an `int`, or a part of one.
+
+    A bool counts as one bit, and formats that are packed as their bits. `memory_size` counts what a bool of
+    torch takes in memory.
+
+    Args:
+        dtype: one of torch, also by its name, or a `CustomDtype`.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    size = memory_size(dtype)
+    is_bool = not isinstance(dtype, CustomDtype) and read_dtype(dtype) == torch.bool
+    return size / BITS_PER_BYTE if is_bool else size
+
+
+def memory_size(dtype: Dtype) -> float:
+    """Return how many bytes one number takes in memory: an `int`, or a part of one for packed formats.
 
     Args:
         dtype: one of torch, also by its name, or a `CustomDtype`.
@@ -42,6 +60,7 @@ def tensor_bytes(
     tensor: Tensor,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
+    size_of: Callable[[Dtype], float] = memory_size,
 ) -> float:
     """Return how many bytes a tensor takes once a model is converted.
 
@@ -50,13 +69,14 @@ def tensor_bytes(
         tensor: also one on the meta device.
         dtype: of the model; floating-point tensors that take less as they are stay so, integers stay always.
         special_dtypes: those of single tensors, by name; they come before `dtype`.
+        size_of: bytes of one number, by its dtype.
     """
-    own = tensor.dtype.itemsize
+    own = size_of(tensor.dtype)
     if special_dtypes is not None and name in special_dtypes:
-        return tensor.numel() * dtype_byte_size(special_dtypes[name])
+        return tensor.numel() * size_of(special_dtypes[name])
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.numel() * own
-    return tensor.numel() * min(dtype_byte_size(dtype), own)
+    return tensor.numel() * min(size_of(dtype), own)
 
 
 def compute_module_sizes(
@@ -67,7 +87,8 @@ def compute_module_sizes(
 ) -> defaultdict[str, float]:
     """Return the bytes of each tensor and of each module, by name; `""` is the whole model.
 
-    A tensor that several modules share counts once, under its first name.
+    A tensor that several modules share counts once, under its first name. Bytes are those of
+    `dtype_byte_size`: a bool counts as one bit.
 
     Args:
         model: the module; it may lie on the meta device.
@@ -78,7 +99,7 @@ def compute_module_sizes(
     sizes: defaultdict[str, float] = defaultdict(int)
     parameters = [] if buffers_only else list(model.named_parameters())
     for name, tensor in (*parameters, *model.named_buffers()):
-        taken = tensor_bytes(name, tensor, dtype, special_dtypes)
+        taken = tensor_bytes(name, tensor, dtype, special_dtypes, dtype_byte_size)
         for around in ("", *accumulate(name.split("."), "{}.{}".format)):
             sizes[around] += taken
     return sizes

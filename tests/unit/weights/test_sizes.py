@@ -8,6 +8,7 @@ from torch import nn
 
 from accelerate.base.enums import CustomDtype
 from accelerate.base.errors import ConfigurationError
+from accelerate.big_modeling.units import find_units
 from accelerate.weights.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -15,6 +16,7 @@ from accelerate.weights.sizes import (
     dtype_byte_size,
     get_max_layer_size,
     get_module_size_with_ties,
+    tensor_bytes,
 )
 
 
@@ -45,7 +47,9 @@ TOTAL = 4 + 160 + 2 * BLOCK + 160
     [
         (torch.float32, 4),
         ("float16", 2),
-        (torch.bool, 1),
+        (torch.bool, 1 / 8),
+        ("bool", 1 / 8),
+        (torch.uint8, 1),
         (torch.complex64, 8),
         (torch.float8_e4m3fn, 1),
         (CustomDtype.FP8, 1),
@@ -55,6 +59,18 @@ TOTAL = 4 + 160 + 2 * BLOCK + 160
 )
 def test_bytes_of_a_number(dtype: Any, size: float) -> None:
     assert dtype_byte_size(dtype) == size
+
+
+def test_a_bool_is_a_bit_in_reports_and_a_byte_in_plans() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", torch.ones(20, dtype=torch.bool))
+    assert dict(compute_module_sizes(model)) == {"": 82.5, "weight": 64, "bias": 16, "mask": 2.5}
+    assert compute_module_sizes(model, torch.float16)[""] == 42.5
+    assert compute_module_sizes(model, special_dtypes={"weight": torch.bool})[""] == 20.5
+    assert compute_module_total_buffer_size(model) == 2.5
+    assert tensor_bytes("mask", model.mask) == 20
+    assert tensor_bytes("weight", model.weight, special_dtypes={"weight": torch.bool}) == 16
+    assert sum(unit.size for unit in find_units(model)) == 100
 
 
 def test_an_unknown_format_is_refused() -> None:
