@@ -43,6 +43,10 @@ class Stream(IterableDataset[int]):
         return self.size
 
 
+class Batches(list[list[int]]):
+    batch_size: int | None = None
+
+
 class OwnBatchSampler(BatchSampler):
     """Like torch's, but not known to be."""
 
@@ -152,9 +156,11 @@ def test_map_style_data(
 @SETTINGS
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), WORLDS, FLAGS, FLAGS)
 def test_batches_of_any_size(sizes: list[int], world: int, split: bool, even: bool) -> None:
-    """A batch sampler that promises nothing: no attribute, any sizes."""
+    """A batch sampler that promises nothing, or a batch size that it does not keep: any sizes."""
     indices = iter(range(sum(sizes)))
-    batches = [list(islice(indices, size)) for size in sizes]
+    batches = Batches(list(islice(indices, size)) for size in sizes)
+    if split:
+        batches.batch_size = 2 * world
 
     def make() -> DataLoader[Any]:
         return DataLoader(list(range(sum(sizes))), batch_sampler=batches)

@@ -83,7 +83,8 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Fill the short end.
 
     Raises:
-        ConfigurationError: `split_batches` with a batch size that `num_processes` does not divide.
+        ConfigurationError: `split_batches` without a batch size, or with one that `num_processes` does not
+            divide.
     """
 
     def __init__(
@@ -102,12 +103,13 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = cast(int, getattr(batch_sampler, "batch_size", None))
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.fillers: Fillers = {}
-        if split_batches and self.batch_size and self.batch_size % num_processes:
+        if split_batches and (not self.batch_size or self.batch_size % num_processes):
             raise wrong_value(
                 "batch_size",
                 self.batch_size,
                 f"with split_batches each batch is cut into {num_processes} equal parts",
-                f"Take a multiple of {num_processes}, or leave split_batches off",
+                f"Give a batch sampler whose batch_size is a multiple of {num_processes}, or leave "
+                "split_batches off",
             )
 
     @property

@@ -96,8 +96,12 @@ def test_one_process_neutralises_the_shard() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch_size=5: .* 2 equal parts\. Take a multiple of 2"):
+    with pytest.raises(ConfigurationError, match=r"batch_size=5: .* 2 equal parts\. .* multiple of 2"):
         BatchSamplerShard(in_order(10, 5), 2, 0, split_batches=True)
+    for processes in (1, 2):
+        with pytest.raises(ConfigurationError, match=r"batch_size=None: .* equal parts"):
+            BatchSamplerShard([[0, 1], [2, 3]], processes, 0, split_batches=True)
+    assert list(BatchSamplerShard([[0, 1], [2, 3]], 2, 0)) == [[0, 1]]
 
 
 def test_sizes_that_vary_are_left_as_they_are() -> None:
