@@ -282,9 +282,11 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _agree_on_epoch(self) -> int:
         """Bring all that depends on the epoch to the same one; an epoch that the user set on it wins."""
+        told = self._told_epoch
+        own = (0,) if told is None else (told, told + 1)  # samplers may advance by themselves
         for listener in self._epoch_listeners():
             epoch = getattr(listener, "epoch", None)
-            if isinstance(epoch, int) and epoch not in (self._told_epoch, self.iteration):
+            if isinstance(epoch, int) and epoch not in (*own, self.iteration):
                 self.iteration = epoch
         self.set_epoch(self.iteration)
         return self.iteration

@@ -11,7 +11,7 @@ from accelerate.base.errors import CheckpointError
 from accelerate.data_loader.base import DataLoaderAdapter
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.position import Place, Resume
-from accelerate.data_loader.samplers import SkipBatchSampler, rest_of
+from accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, rest_of
 
 
 def start_late(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
@@ -97,8 +97,16 @@ def _later_round(loader: DataLoaderAdapter, skipped: int) -> DataLoader[Any]:
         changed: dict[str, Any] = {"skip_batches": loader.skip_batches + skipped}
     else:
         changed = skipping(loader, skipped * loader.batches_per_step, loader.batches_kept)
+    changed.update(_epoch_of_own_shard(loader))
     keeps = place.seen > 0
     return variant_of(loader, origin=loader, begins_at=place, keeps_first_round=keeps, **changed)
+
+
+def _epoch_of_own_shard(loader: DataLoaderAdapter) -> dict[str, Any]:
+    """The epoch of the sampler under a shard that the user built and not `prepare`: a late start keeps it."""
+    is_own = "plan" not in loader.__dict__ and isinstance(loader.batch_sampler, BatchSamplerShard)
+    epoch = getattr(loader.get_sampler(), "epoch", None)
+    return {"iteration": epoch} if is_own and isinstance(epoch, int) else {}
 
 
 def _rest_shared_anew(loader: DataLoaderAdapter, place: Place) -> DataLoader[Any]:

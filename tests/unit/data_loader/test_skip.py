@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.data_loader import SkipDataLoader, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accelerate.state import GradientState
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -63,6 +70,50 @@ def test_both_loaders_count_epochs_together() -> None:
     assert read(skip_first_batches(loader, 4)) == epochs[1][4:]
     assert loader.iteration == 2
     assert read(loader) == epochs[2]
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of the user's own, with another order in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def shard_of(sampler: Shuffled, processes: int, **settings: Any) -> DataLoaderShard:
+    batches = BatchSamplerShard(BatchSampler(sampler, 2, False), processes, 0)
+    return DataLoaderShard(list(range(12)), batch_sampler=batches, **settings)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_shard_built_by_hand_keeps_the_epoch_of_its_sampler(processes: int) -> None:
+    sampler = Shuffled()
+    loader = shard_of(sampler, processes)
+    first, second = read(loader), read(loader)
+    assert first != second
+    assert sampler.epoch == 1
+    assert read(skip_first_batches(loader, 1)) == second[1:]
+    assert sampler.epoch == 1
+    sampler.set_epoch(0)
+    assert read(skip_first_batches(loader, 2)) == first[2:]
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_the_epoch_of_a_shard_reaches_its_sampler(assigned: bool) -> None:
+    sampler = Shuffled()
+    loader = shard_of(sampler, 1, iteration=0 if assigned else 3)
+    if assigned:
+        loader.iteration = 3
+    read(loader)
+    assert (sampler.epoch, loader.iteration) == (3, 4)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
