@@ -181,7 +181,7 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
 
     Returns:
         The mapping for FSDP 2; one that is for FSDP 2 already comes back as it is. What FSDP 2 has no setting
-        for is left out: `fsdp2_notes` says what that was.
+        for is left out, and keys that nobody knows stay as they are: `fsdp2_notes` says which.
 
     Raises:
         ConfigurationError: the file is not for FSDP, or holds settings that contradict each other.
@@ -195,7 +195,7 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
     for key, value in migrate(config)[0]["fsdp_config"].items():
         target = ARGUMENT_KEY_MAPPING.get(key)
         if target is None:
-            raise wrong_value(f"fsdp_config.{key}", value, "there is no such setting", "Remove it")
+            new[key] = value
         if isinstance(target, str):
             _set(new, target, _value_of_fsdp2(key, value), key)
     return {**config, "fsdp_config": {**new, "fsdp_version": 2}}
@@ -230,12 +230,14 @@ def fsdp2_notes(config: Mapping) -> list[str]:
     old = config.get("fsdp_config") or {}
     if str(old.get("fsdp_version", 1)) == "2":
         return ["it is for FSDP 2 already"]
-    notes = [NOTES[gone].format(key) for key in old if (gone := ARGUMENT_KEY_MAPPING.get(key)) in NOTES]
+    keys = migrate(config)[0].get("fsdp_config") or {}
+    notes = [NOTES[gone].format(key) for key in keys if (gone := ARGUMENT_KEY_MAPPING.get(key)) in NOTES]
     strategies = {str(old.get(key)).upper() for key in ARGUMENT_VALUE_MAPPING}
     return notes + [note for part, note in STRATEGY_NOTES.items() if any(part in s for s in strategies)]
 
 
 NOTES: dict[Any, str] = {
+    None: "{} stays as it is: no such setting is known, and a launch refuses it. Correct or remove it",
     ConversionStatus.REMOVED: "{} is left out: FSDP 2 needs no such setting",
     ConversionStatus.NOT_YET_IMPLEMENTED: "{} is left out: it cannot be set for FSDP 2 yet",
 }

@@ -85,7 +85,6 @@ def test_a_file_for_fsdp_2_stays_as_it_is() -> None:
     ("config", "problem"),
     [
         ({"num_processes": 2}, "it is not for FSDP"),
-        ({"fsdp_config": {"fsdp_what": 1}}, "fsdp_config.fsdp_what=1: there is no such setting"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "SOME"}}, "there is no such strategy. Use one of FULL"),
         (
             {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_reshard_after_forward": "true"}},
@@ -96,6 +95,23 @@ def test_a_file_for_fsdp_2_stays_as_it_is() -> None:
 def test_what_cannot_be_converted_is_named(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         convert_config_to_fsdp2(config)
+
+
+def test_unknown_keys_stay_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "old.json", tmp_path / "new.json"
+    settings = {"fsdp_what": 1, "fsdp_offload_params": True, "fsdp_backward_prefetch_policy": "NO_PREFETCH"}
+    source.write_text(json.dumps({"fsdp_config": settings}))
+    assert run(monkeypatch, "--config_file", str(source), "--output_file", str(target)) == 0
+    assert load_config(str(target))["fsdp_config"] == {
+        "fsdp_version": 2,
+        "fsdp_what": 1,
+        "fsdp_offload_params": True,
+    }
+    out = capsys.readouterr().out
+    assert "fsdp_what stays as it is: no such setting is known" in out
+    assert "fsdp_backward_prefetch is left out" in out
 
 
 def test_bad_input_is_one_message(
