@@ -73,7 +73,8 @@ def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
     """Let a tracker be named in `log_with`; can be used as a decorator.
 
     Args:
-        tracker_class: A subclass of `GeneralTracker` with a `name`; one that is registered later wins.
+        tracker_class: A subclass of `GeneralTracker` with a `name` and `requires_logging_directory`. It
+            replaces another class of that name, with a warning.
 
     Returns:
         The same class.
@@ -81,16 +82,29 @@ def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
     Raises:
         ConfigurationError: It is no such class.
     """
-    name = getattr(tracker_class, "name", None)
-    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker) and name):
-        raise wrong_value(
-            "tracker_class",
-            tracker_class,
-            "it is no tracker",
-            "Derive a class from GeneralTracker and give it a name",
+    if problem := _problem_of(tracker_class):
+        fix = "Derive a class from GeneralTracker, with a text `name` and a bool `requires_logging_directory`"
+        raise wrong_value("tracker_class", tracker_class, problem, fix)
+    name = str(tracker_class.name)
+    if LOGGER_TYPE_TO_CLASS.get(name, tracker_class) is not tracker_class:
+        warnings.warn(
+            f"A tracker with the name {name!r} is already registered: {tracker_class} replaces "
+            f"{LOGGER_TYPE_TO_CLASS[name]}.",
+            stacklevel=2,
         )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
     return tracker_class
+
+
+def _problem_of(tracker_class: object) -> str | None:
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        return "it is no subclass of GeneralTracker"
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name:
+        return "it has no name"
+    if getattr(tracker_class, "requires_logging_directory", None) is None:
+        return "it does not say whether it needs a folder, in requires_logging_directory"
+    return None
 
 
 def get_available_trackers() -> list[LoggerType]:

@@ -126,18 +126,39 @@ def test_a_registered_class_can_be_named() -> None:
 
 @pytest.mark.usefixtures("_missing")
 def test_a_registered_class_takes_the_place_of_ours() -> None:
-    @register_tracker_class
     class Board(Notebook):
         name = "tensorboard"
 
+    with pytest.warns(UserWarning, match="'tensorboard' is already registered: .*Board'> replaces .*Tens"):
+        register_tracker_class(Board)
+    assert register_tracker_class(Board) is Board  # the same class replaces nothing
     assert filter_trackers("tensorboard") == [LoggerType.TENSORBOARD]
     assert isinstance(build_tracker(LoggerType.TENSORBOARD, "run", None, {}), Board)
 
 
-@pytest.mark.parametrize("wrong", [Notebook(), dict, GeneralTracker])
-def test_only_named_trackers_can_be_registered(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match="tracker_class="):
+class Nameless(Notebook):
+    name = ""
+
+
+class Folderless(GeneralTracker):
+    name = "folderless"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Notebook(), "no subclass of GeneralTracker"),
+        (dict, "no subclass of GeneralTracker"),
+        (GeneralTracker, "it has no name"),
+        (Nameless, "it has no name"),
+        (Folderless, "requires_logging_directory"),
+    ],
+)
+def test_only_complete_trackers_can_be_registered(wrong: Any, why: str) -> None:
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    with pytest.raises(ConfigurationError, match=f"tracker_class=.*{why}"):
         register_tracker_class(wrong)
+    assert before == LOGGER_TYPE_TO_CLASS
 
 
 def test_a_tracker_that_writes_files_gets_the_folder() -> None:
