@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep hyperparameters, for TensorBoard's own page and in `hparams.yml` beside the event file.
+        """Keep hyperparameters, for TensorBoard's own page and in `<logging_dir>/<run>/<time>/hparams.yml`.
 
         Args:
             values: Hyperparameters by name; what is no number, text, bool or None is kept as its text.
@@ -68,9 +69,9 @@ class TensorBoardTracker(GeneralTracker):
         shown = {name: str(value) if value is None else value for name, value in storable.items()}
         self.writer.add_hparams(shown, metric_dict={})
         self.writer.flush()
-        folder = Path(self.logging_dir)
+        folder = Path(self.logging_dir, str(time.time()))  # where other programs look for it
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable, sort_keys=False))
+        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
