@@ -233,7 +233,7 @@ class AcceleratorState(SharedState, ProcessControl):
             PartialState._reset_state()
 
     def __repr__(self) -> str:
-        return f"{PartialState()!r}Mixed precision: {self.mixed_precision}\n"
+        return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
 
 
 def is_initialized() -> bool:

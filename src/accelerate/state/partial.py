@@ -20,6 +20,9 @@ from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import SharedDict, SharedState
 from accelerate.state.topology import Topology
 
+LAST_CPU = 127
+"""The highest number that torch takes for a device."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -140,11 +143,11 @@ class PartialState(SharedState, ProcessControl):
         PartialState._shared_state.clear()
 
     def __repr__(self) -> str:
+        # Programs parse these lines, so the words and their order are fixed.
+        backend = f"  Backend: {self.backend}" if self.backend else ""
         rows = {
-            "Distributed environment": getattr(self.distributed_type, "value", self.distributed_type),
-            "Backend": self.backend,
-            "Started by": self.topology.started_by,
-            "Number of processes": self.num_processes,
+            "Distributed environment": f"{self.distributed_type!s}{backend}",
+            "Num processes": self.num_processes,
             "Process index": self.process_index,
             "Local process index": self.local_process_index,
             "Device": self.device,
@@ -183,6 +186,8 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
 def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     """Return the device of this name; None when it has no number.
 
+    The number of a CPU is any number: torch takes all of them for the same device.
+
     Raises:
         ConfigurationError: this machine has no such device.
     """
@@ -190,11 +195,13 @@ def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     number = name.partition(":")[2]
     if count and not number:
         return None
-    if not number.isdecimal() or len(number) > len(str(count)) or int(number) >= count:
+    last = LAST_CPU if backend == catalogue.CPU else count - 1
+    if not number.isdecimal() or len(number) > len(str(count + last)) or int(number) > last:
+        seen = f"this process sees {count} devices of that kind"
         raise wrong_value(
             "ACCELERATE_TORCH_DEVICE",
             name,
-            f"this process sees {count} devices of that kind",
+            f"torch counts CPUs up to {last}" if backend == catalogue.CPU else seen,
             "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE",
         )
     return torch.device(name)

@@ -64,7 +64,7 @@ def test_keys() -> None:
     assert AcceleratorState().num_processes == 1
     assert (state.use_distributed, state.fork_launched, state.is_fsdp2) == (False, False, False)
     assert state.is_main_process
-    assert "Mixed precision: no" in repr(state)
+    assert str(state) == repr(state) == f"{PartialState()!r}\nMixed precision type: no\n"
 
 
 def test_the_label_can_be_assigned() -> None:

@@ -68,7 +68,13 @@ def test_one_process_on_the_cpu() -> None:
     assert state.is_main_process
     assert state.is_local_main_process
     assert state.is_last_process
-    assert "Number of processes: 1" in repr(state)
+    assert str(state) == repr(state)
+    assert repr(state) == (
+        "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\n"
+        "Local process index: 0\nDevice: cpu\n"
+    )
+    state.distributed_type, state.backend = "MULTI_GPU", "nccl"
+    assert repr(state).splitlines()[0] == "Distributed environment: MULTI_GPU  Backend: nccl"
     wait_for_everyone()
     state.destroy_process_group()
 
@@ -144,7 +150,10 @@ def test_the_cpu_can_be_asked_for(four_gpus: list[int], monkeypatch: pytest.Monk
     assert PartialState().device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("name", "device"), [("cuda:2", "cuda:2"), ("cuda", "cuda"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("cuda:2", "cuda:2"), ("cuda", "cuda"), ("cpu", "cpu"), ("cpu:0", "cpu:0"), ("cpu:64", "cpu:64")],
+)
 def test_a_device_by_name(
     four_gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str, device: str
 ) -> None:
@@ -166,6 +175,13 @@ def test_a_device_that_is_not_there(four_gpus: list[int], monkeypatch: pytest.Mo
     ):
         PartialState()
     assert PartialState._shared_state == {}
+
+
+@pytest.mark.parametrize("name", ["cpu:128", "cpu:first", "cpu:-1"])
+def test_a_number_that_no_cpu_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
+    with pytest.raises(ConfigurationError, match=f"'{name}': torch counts CPUs up to 127"):
+        PartialState()
 
 
 def test_hardware_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
