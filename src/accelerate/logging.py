@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 from accelerate.base.environ import current
@@ -19,7 +20,18 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     `main_process_only` (default True) logs on the first process only. With `main_process_only=False` every
     process logs, in rank order when `in_order=True` (default False); then the call is made on every rank.
+    Each message begins with `[RANK n] `, the rank that logs it.
     """
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Put the rank of this process in front of a message.
+
+        Args:
+            msg: the message.
+            kwargs: keywords of `logging.Logger.log`.
+        """
+        text, keywords = super().process(msg, kwargs)
+        return f"[RANK {PartialState().process_index}] {text}", keywords
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a message on the processes that are meant.

@@ -45,6 +45,7 @@ def describe() -> dict[str, Any]:
         "device": str(state.device),
         "started_by": state.topology.started_by,
         "flags": (state.is_main_process, state.is_local_main_process, state.is_last_process),
+        "words": repr(state),
     }
 
 
@@ -84,6 +85,8 @@ def test_every_process_knows_its_place(run: Run, processes: int) -> None:
             "device": "cpu",
             "started_by": "torchrun",
             "flags": (rank == 0, rank == 0, rank == processes - 1),
+            "words": "Distributed environment: DistributedType.MULTI_CPU  Backend: gloo\n"
+            f"Num processes: {processes}\nProcess index: {rank}\nLocal process index: {rank}\nDevice: cpu\n",
         }
 
 
@@ -294,7 +297,8 @@ def log_in_order() -> str:
 
 
 def test_lines_come_in_rank_order(run: Run) -> None:
-    expected = "".join(f"{step}.0\n{step}.1\n{step}.2\nmain {step}\n" for step in range(5))
+    ranks = "".join(f"[RANK {rank}] {{0}}.{rank}\n" for rank in range(3))
+    expected = "".join(f"{ranks}[RANK 0] main {{0}}\n".format(step) for step in range(5))
     for text in run(log_in_order, processes=3):
         assert text == expected
 

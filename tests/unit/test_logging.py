@@ -51,7 +51,7 @@ def test_who_logs(
 ) -> None:
     become(rank)
     logger.info("step %d", 3, **keywords)
-    assert [record.getMessage() for record in caplog.records] == (["step 3"] if logs else [])
+    assert [record.getMessage() for record in caplog.records] == ([f"[RANK {rank}] step 3"] if logs else [])
 
 
 def test_every_method_takes_the_keywords(
@@ -118,13 +118,23 @@ def test_warning_once(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixt
         logger.warning_once("unhashable %s", [1])
         other.warning_once("slow")
     assert sorted(record.getMessage() for record in caplog.records) == [
-        "slow",
-        "slow",
-        "slow by 2",
-        "slow by 3",
-        "unhashable [1]",
+        "[RANK 0] slow",
+        "[RANK 0] slow",
+        "[RANK 0] slow by 2",
+        "[RANK 0] slow by 3",
+        "[RANK 0] unhashable [1]",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_the_rank_stands_before_messages_of_any_type(
+    logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    become(1, 2)
+    logger.info(ValueError("lost"), main_process_only=False)
+    logger.info("100%", main_process_only=False)
+    logger.info("%d%%", 3, main_process_only=False)
+    assert caplog.messages == ["[RANK 1] lost", "[RANK 1] 100%", "[RANK 1] 3%"]
 
 
 def test_levels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
