@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from accelerate.weights.index import Folder, Index, save_offload_index
 from accelerate.weights.placement import Device
 from accelerate.weights.store import OffloadedWeightsLoader
 from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
 
 METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -79,6 +82,11 @@ def dispatch_model(
     elsewhere = {DISK} if str(main) == CPU else {DISK, CPU}
     tied = find_tied_parameters(model)
     weights = find_elsewhere(model, device_map, elsewhere, offload_buffers)
+    if weights:
+        logger.warning(
+            "Some parameters are on the meta device because they were offloaded to the "
+            f"{' and '.join(sorted(set(weights.values())))}."
+        )
     in_memory = keep_in_memory(model, [name for name in weights if weights[name] == CPU], state_dict, main)
     on_disk = [name for name in weights if weights[name] == DISK]
     index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)

@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError, StateError
@@ -50,17 +51,24 @@ def guard_moves(model: nn.Module) -> None:
             setattr(model, name, functools.update_wrapper(guarded, plain))
 
 
+def _names_device(*args: Any, **kwargs: Any) -> bool:
+    """Whether arguments of `Module.to` name a device, and not only a dtype."""
+    by_place = bool(args) and not isinstance(args[0], torch.dtype)
+    return by_place or not {"device", "tensor"}.isdisjoint(kwargs)
+
+
 def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     found = [hook for module in model.modules() for hook in hooks_of(module)]
     hooks = [hook for hook in found if isinstance(hook, AlignDevicesHook)]
     call = f"{type(model).__name__}.{name}()"
+    if hooks and (name != "to" or _names_device(*args, **kwargs)):
+        logger.warning(
+            f"You shouldn't move a model that is dispatched using accelerate hooks. {call} does, and "
+            "inputs still go to the devices of its device_map."
+        )
     if any(hook.offload for hook in hooks):
         raise StateError(
-            f"{call} cannot move a model with modules that are offloaded to the CPU or the disk. Load it "
+            f"You can't move a model that has some modules offloaded to cpu or disk, as {call} does. Load it "
             "with another device_map, or take its hooks off with remove_hook_from_submodules()."
-        )
-    if hooks:
-        logger.warning(
-            f"{call} moves a model that hooks keep on the devices of its device_map: inputs still follow it."
         )
     return getattr(type(model), name)(model, *args, **kwargs)

@@ -225,10 +225,25 @@ def test_files_of_another_model_are_not_taken(net: Net, plain: Net, tmp_path: Pa
 def test_moving_is_refused(net: Net, tmp_path: Path) -> None:
     dispatch_model(net, MIXED, offload_dir=tmp_path)
     for name in ("to", "cuda"):
-        with pytest.raises(RuntimeError, match=rf"Net\.{name}\(\) cannot move"):
+        with pytest.raises(RuntimeError, match=rf"You can't move a model .* offloaded .*Net\.{name}\(\)"):
             getattr(net, name)("cpu")
     remove_hook_from_submodules(net)
     assert net.to("cpu") is net
+
+
+def test_offloading_is_said(net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    everything = {"": "cpu"}
+    dispatch_model(net, everything, force_hooks=True)
+    assert not caplog.messages
+    dispatch_model(net, MIXED, offload_dir=tmp_path)
+    (message,) = caplog.messages
+    assert message == "Some parameters are on the meta device because they were offloaded to the disk."
+
+
+def test_a_name_too_many_has_no_effect(net: Net, plain: Net, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="do not match any submodules"):
+        dispatch_model(net, {**MIXED, "tail": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(net(X), plain(X))
 
 
 def test_there_must_be_a_folder(net: Net, plain: Net) -> None:

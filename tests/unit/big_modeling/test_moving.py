@@ -28,8 +28,14 @@ def test_moves_are_guarded_while_there_are_hooks(caplog: pytest.LogCaptureFixtur
     guard_moves(model)
     with caplog.at_level(logging.WARNING):
         assert model.to(torch.float64) is model
-    assert "Linear.to() moves a model that hooks keep" in caplog.text
-    assert model.weight.dtype == torch.float64
+        assert model.to(dtype=torch.float64) is model
+        assert not caplog.messages
+        assert model.to("cpu", torch.float32) is model
+        assert model.to(device="cpu") is model
+    assert model.weight.dtype == torch.float32
+    assert len(caplog.messages) == 2
+    words = "You shouldn't move a model that is dispatched using accelerate hooks. Linear.to() does"
+    assert all(message.startswith(words) for message in caplog.messages)
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True), append=True)
     with pytest.raises(RuntimeError, match="offloaded"):
         model.to("cpu")
