@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from accelerate.checkpointing.changes import Change, apply_all
 from accelerate.checkpointing.loading import Source, WorldSizePolicy
 from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.progress import Progress, read_progress
+from accelerate.checkpointing.report import loaded_lines
 from accelerate.checkpointing.saving import Request
 from accelerate.checkpointing.shards import save_sharded
 from accelerate.checkpointing.state import read_device
@@ -79,6 +80,7 @@ class Persistence:
         session = runtime.checkpoints
         session.wait()
         request = self._request(output_dir)
+        logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
         site = session.open_site(request)
@@ -154,7 +156,11 @@ class Persistence:
                 continue
             for line in dict.fromkeys(skipped):
                 logger.warning(f"A checkpoint was skipped. {line}.")
+            logger.info(f"Loading states from {source.folder}")
             apply_all(changes, partial(source.settle, was_read=False))
+            has_scaler = runtime.strategy.precision.scaler is not None
+            for line in loaded_lines(source.folder, has_scaler, _types(runtime.prepared.custom)):
+                logger.info(line)
             self._go_on_after(source, progress)
             return
         raise loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
@@ -278,6 +284,7 @@ class Persistence:
             epoch=int(getattr(loaders[0], "iteration", 0)) if loaders else 0,
             iteration=iteration,
             keep=project.total_limit if numbered else None,
+            custom=_types(runtime.prepared.custom),
             run={
                 "sync_gradients": gradients.sync_gradients,
                 "num_steps": gradients.num_steps,
@@ -327,6 +334,10 @@ class Persistence:
         match = retention.PATTERN.fullmatch(source.folder.name)
         if match and project.automatic_checkpoint_naming:
             project.iteration = int(match[1]) + 1
+
+
+def _types(objects: Iterable[object]) -> list[str]:
+    return [type(each).__name__ for each in objects]
 
 
 def _numbered_folder(project: ProjectConfiguration) -> Path:

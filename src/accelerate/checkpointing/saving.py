@@ -21,6 +21,7 @@ from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_f
 from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
 from accelerate.checkpointing.manifest import SAVE, Manifest
 from accelerate.checkpointing.part import Payload
+from accelerate.checkpointing.report import saved_lines
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ class Request:
         iteration: number under automatic naming; None for a folder that the user named.
         keep: how many numbered checkpoints stay; None for all.
         run: further facts of the run.
+        custom: types of the user's own objects, for the log.
     """
 
     target: Path
@@ -51,6 +53,7 @@ class Request:
     iteration: int | None = None
     keep: int | None = None
     run: Mapping[str, Any] = field(default_factory=dict)
+    custom: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,8 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     finally:
         if site.commits:
             site.workplace.discard()
+    for line in saved_lines(site.request.target, [payload.name for payload in payloads], site.request.custom):
+        logger.info(line)
     return site.workplace.target
 
 

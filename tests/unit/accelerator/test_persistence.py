@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, disk_offload
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.report import LOADED
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -38,6 +41,33 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.count = state["count"]
+
+
+def test_the_log_says_what_is_saved_and_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()), DataLoader([1, 2], shuffle=True))
+    accelerator.register_for_checkpointing(Counter())
+    target = tmp_path / "one"
+    with caplog.at_level(logging.INFO):
+        accelerator.save_state(target)
+        said, _ = list(caplog.messages), caplog.clear()
+        accelerator.load_state(target)
+    assert said == [
+        f"[RANK 0] Saving current state to {target}",
+        f"[RANK 0] Model weights saved in {target}/model.safetensors",
+        f"[RANK 0] Optimizer state saved in {target}/optimizer.bin",
+        f"[RANK 0] Sampler state for dataloader 0 saved in {target}/sampler.bin",
+        f"[RANK 0] Random states saved in {target}/random_states_0.pkl",
+        f"[RANK 0] Saving the state of Counter to {target}/custom_checkpoint_0.pkl",
+    ]
+    assert caplog.messages == [
+        f"[RANK 0] Loading states from {target}",
+        *(f"[RANK 0] All {what} loaded successfully" for what in LOADED),
+        "[RANK 0] All random states loaded successfully",
+        "[RANK 0] Loading in 1 custom states",
+        f"[RANK 0] Loading the state of Counter from {target}/custom_checkpoint_0.pkl",
+    ]
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
