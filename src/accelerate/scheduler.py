@@ -5,11 +5,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
+
+from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 
+logger = get_logger(__name__)
+
+TOLERANCE = 0.1
+"""Part of a schedule for which training may go on after its end before this is said."""
+
+ROUNDING = 1e-6
+"""By what part of it a rate may differ from another one that it is the same as."""
+
 StepPolicy = Literal["per_update"] | bool
 """`True`: once per process and update; "per_update": once per update; `False`: whenever called."""
+
+
+class _EndOfSchedule:
+    """Says once when optimizers go on stepping although their schedule has ended."""
+
+    def __init__(self) -> None:
+        self.is_said = False
+        self.had_rates = False
+        self.length = 0
+        self.updates_after = 0
+
+    def look(self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], steps: int) -> None:
+        """Look at a schedule after an optimizer step, before it is stepped itself.
+
+        Args:
+            scheduler: the inner scheduler.
+            optimizers: those it belongs to.
+            steps: how often it steps for one optimizer step.
+        """
+        if self.is_said:
+            return
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        taken = getattr(scheduler, "last_epoch", None)
+        if not isinstance(taken, int) or any(isinstance(rate, torch.Tensor) for rate in rates):
+            return  # the values of tensors would have to come from the device first
+        is_zero = self.had_rates and not any(rates)
+        self.had_rates = self.had_rates or any(rates)
+        length = _known_length(scheduler, rates)
+        if not is_zero and (length is None or taken < length):
+            self.updates_after = 0
+            return
+        if not self.updates_after:
+            self.length = taken if length is None else length
+        self.updates_after += 1
+        # The last batches of epochs are filled up to whole steps, so the end may come a little early.
+        if self.updates_after > 1 and self.updates_after * steps > self.length * TOLERANCE:
+            state = "all learning rates are 0" if is_zero else "its last step is over"
+            self._say(taken, optimizers, steps, state)
+
+    def _say(self, taken: int, optimizers: Sequence[AcceleratedOptimizer], steps: int, state: str) -> None:
+        self.is_said = True
+        updates = max((optimizer.num_updates for optimizer in optimizers), default=0)
+        logger.warning(
+            f"A learning-rate schedule of {self.length} steps has ended, and training goes on: {state}. A "
+            f"prepared scheduler steps {steps} times per optimizer step, once for each of {steps} processes, "
+            f"so it took {taken} steps in {updates - 1} optimizer steps. If the schedule is counted in "
+            "optimizer steps, pass step_scheduler_with_optimizer='per_update' to Accelerator; if not, give "
+            "it more steps."
+        )
+
+
+def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
+    """The steps after which a schedule of torch is over; None where nothing tells, and after a warm-up."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        length = getattr(scheduler, name, None)
+        if isinstance(length, int):
+            return None if name == "total_iters" and _is_warm(scheduler, rates) else length
+    return None
+
+
+def _is_warm(scheduler: Any, rates: Sequence[float]) -> bool:
+    """Whether rates are not below those that a schedule began from."""
+    bases = getattr(scheduler, "base_lrs", ())
+    return all(rate >= base * (1 - ROUNDING) for rate, base in zip(rates, bases, strict=False))
 
 
 class AcceleratedScheduler:
@@ -48,6 +123,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
+        self._end = _EndOfSchedule()
 
     @property
     def steps_per_update(self) -> int:
@@ -71,7 +147,10 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(self.steps_per_update):
+        steps = self.steps_per_update
+        if steps > 1:
+            self._end.look(self.scheduler, self.optimizers, steps)
+        for _ in range(steps):
             if self.total_steps is not None and self.scheduler.last_epoch >= self.total_steps:
                 return  # Past its end OneCycleLR raises, and N steps per update may well get there.
             self.scheduler.step(*args, **kwargs)

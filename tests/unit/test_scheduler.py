@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,6 +73,91 @@ def test_stops_at_the_end_of_a_schedule_that_has_one() -> None:
         optimizer.step()
         scheduler.step()
     assert inner.last_epoch == 5
+
+
+Build = Callable[[torch.optim.Optimizer], Any]
+
+
+def linear(optimizer: torch.optim.Optimizer) -> Any:
+    """Warm-up for 4 steps, then down to 0 at step 20."""
+    rate = lambda step: step / 4 if step < 4 else max(0, 20 - step) / 16  # noqa: E731
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=0.1)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=4)
+
+
+def restarts(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step % 6) / 6)
+
+
+def train(build: Build, updates: int, processes: int = 2, **choices: Any) -> None:
+    AcceleratorState(cpu=True, mixed_precision="no", _from_accelerator=True)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    scheduler = AcceleratedScheduler(build(optimizer.optimizer), optimizer, **choices)
+    scheduler.num_processes = processes
+    for _ in range(updates):
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("build", "state"),
+    [
+        (linear, "all learning rates are 0"),
+        (one_cycle, "its last step is over"),
+        (cosine, "its last step is over"),
+        (decay, "its last step is over"),
+    ],
+)
+def test_a_schedule_that_ends_early_is_named_once(
+    build: Build, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(build, 20)
+    (message,) = caplog.messages
+    assert f"schedule of 20 steps has ended, and training goes on: {state}" in message
+    assert "steps 2 times per optimizer step, once for each of 2 processes" in message
+    assert "steps in 11 optimizer steps" in message
+    assert "step_scheduler_with_optimizer='per_update'" in message
+
+
+@pytest.mark.parametrize("build", [linear, one_cycle, cosine, decay])
+@pytest.mark.parametrize(
+    ("updates", "processes", "choices"),
+    [
+        (10, 2, {}),
+        (11, 2, {}),  # the last batches of epochs were filled up
+        (5, 4, {}),
+        (20, 1, {}),
+        (40, 1, {}),
+        (20, 2, {"step_with_optimizer": "per_update"}),
+        (20, 2, {"split_batches": True}),
+    ],
+)
+def test_nothing_is_said_of_a_schedule_that_fits(
+    build: Build, updates: int, processes: int, choices: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(build, updates, processes, **choices)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("build", [warm_up, restarts])
+def test_nothing_is_said_of_a_schedule_that_goes_on(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    train(build, 40)
+    assert not caplog.messages
 
 
 def test_state_passes_through() -> None:

@@ -333,7 +333,6 @@ class Accelerator(
             split_batches=self.split_batches,
         )
         self._schedulers.append(prepared)
-        self._tell_scheduler_pace(prepared)
         return prepared
 
     @staticmethod
@@ -345,19 +344,6 @@ class Accelerator(
         inner = getattr(scheduler, "optimizer", None)
         owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
         return owners or list(self._optimizers)
-
-    def _tell_scheduler_pace(self, scheduler: AcceleratedScheduler) -> None:
-        steps = scheduler.steps_per_update
-        if scheduler.step_with_optimizer is not True or steps == 1:
-            return
-        window = self.gradient_accumulation_steps
-        counted = "batches" if window == 1 else f"windows of {window} batches"
-        logger.warning_once(
-            f"Prepared schedulers step {steps} times per optimizer step, once for each process: a schedule "
-            f"of 1000 steps ends after {1000 // steps} optimizer steps. That is right for schedules counted "
-            f"in {counted} of one process; for schedules counted in optimizer steps pass "
-            "step_scheduler_with_optimizer='per_update' to Accelerator."
-        )
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
