@@ -164,6 +164,30 @@ def test_a_value_per_rank_is_not_cut(run: Run) -> None:
     assert all(len(values) == 2 for values in means[0])
 
 
+def warnings_about_means(samples: int) -> list[str]:
+    from accelerate.logging import get_logger
+
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign,assignment]
+    get_logger("accelerate.accelerator.metrics").logger.addHandler(handler)
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=2))  # type: ignore[arg-type]
+    accelerator.gather_for_metrics(torch.tensor(1.0))
+    for batch in loader:
+        accelerator.gather_for_metrics(batch.mean())
+        accelerator.gather_for_metrics({"rank": accelerator.process_index})
+    return [record.getMessage() for record in said]
+
+
+@pytest.mark.parametrize(("samples", "warnings"), [(8, 0), (6, 1), (7, 1)])
+def test_a_mean_is_only_warned_of_where_ranks_have_other_numbers_of_samples(
+    run: Run, samples: int, warnings: int
+) -> None:
+    first, second = run(warnings_about_means, samples)
+    assert (len(first), len(second)) == (warnings, 0)
+
+
 def gather_with_uneven_ends(samples: int, own_shard: bool = False) -> tuple[list[int], str]:
     """Without filling, parts of any length are joined; a rank without a batch is named instead of a hang."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))

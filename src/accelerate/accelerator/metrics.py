@@ -33,8 +33,6 @@ def gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     as_objects = as_objects or not contains_tensor(data)
     counts = None if loader is None else _counts_of(loader)
     if counts is None:
-        if not as_objects:
-            recursively_apply(_warn_of_scalar, data)
         return gather_object(data) if as_objects else gather(data)
     if as_objects:
         return _gather_objects(data, counts, loader.batch_rows)
@@ -108,7 +106,7 @@ def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
     recursively_apply(leaves.append, data, error_on_other_type=True)
     flags = _agreed([_has_rows(leaf, rows) for leaf in leaves], counts)
     if not all(flags):
-        _warn_of_other()
+        _warn_of_other(counts, rows)
     gathered: dict[bool, Iterator[Any]] = {}
     for flag in set(flags):
         chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
@@ -123,7 +121,7 @@ def _gather_objects(data: Any, counts: _Counts, rows: int | None) -> Any:
     (flag,) = _agreed([is_list and (rows is None or len(data) == rows)], counts)
     if flag:
         return gather_valid_objects(data, counts)
-    _warn_of_other()
+    _warn_of_other(counts, rows)
     return gather_object(data)
 
 
@@ -138,12 +136,9 @@ def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
     return leaf.ndim > 0 and (rows is None or leaf.shape[0] == rows)
 
 
-def _warn_of_scalar(leaf: torch.Tensor) -> None:
-    if leaf.ndim == 0:
-        _warn_of_other()
-
-
-def _warn_of_other() -> None:
+def _warn_of_other(counts: _Counts, rows: int | None) -> None:
+    if set(counts) == {rows}:  # nothing is to be cut, and a mean over processes is right
+        return
     logger.warning_once(
         "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
         "process, and a mean over what comes out weighs processes with fewer samples too much. Gather values "
