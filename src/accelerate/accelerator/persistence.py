@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator import belongings
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base.progress_bar import progress_bar
 from accelerate.base.text import describe
 from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.changes import Change, apply_all
@@ -96,7 +97,8 @@ class Persistence:
         except BaseException:  # an interrupt: nobody shall wait for this save to end
             saving.discard(site)
             raise
-        write()
+        with progress_bar(f"Saving {request.target.name}"):
+            write()
         return request.target
 
     def wait_for_checkpoint(self) -> None:
@@ -107,6 +109,7 @@ class Persistence:
         """
         self._runtime.checkpoints.wait()
 
+    @progress_bar("Loading a checkpoint")
     def load_state(
         self,
         input_dir: Folder | None = None,

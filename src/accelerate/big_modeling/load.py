@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.progress_bar import advance, expect, progress_bar
 from accelerate.big_modeling.checking import check_device_map, check_places
 from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, check_fit, plan_moves, takes_extra
 from accelerate.big_modeling.sent import Opened, receive_weights
@@ -119,6 +120,7 @@ class Source:
     leave: bool = False
 
 
+@progress_bar("Loading weights")
 def fill_model(
     model: nn.Module, source: Source, wishes: Wishes, folder: str | os.PathLike[str] | None
 ) -> tuple[Index, Index]:
@@ -179,6 +181,7 @@ def _open_or_receive(source: Source) -> Opened:
     if source.broadcast:
         return receive_weights(source.path, _open)
     weights = _open(source.path)
+    expect(sum(path.stat().st_size for path in find_shards(source.path)))
     return Opened(source.path, weights, weights)
 
 
@@ -212,6 +215,7 @@ def _carry_out(
     model: nn.Module, move: Move, weights: Weights, folder: str | os.PathLike[str] | None, index: Index
 ) -> None:
     value = weights.read(move.source, CPU if move.in_place or move.device == META else move.device)
+    advance(value.nbytes)
     if move.in_place and not move.parts:
         with torch.no_grad():
             owner, name = find_home(model, move.name)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from accelerate.base.progress_bar import advance
+
 ALGORITHM = "xxh3_64"
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems answer that have no such thing
 _STRIDE = 1 << 22  # bytes hashed at a time, without holding the interpreter
@@ -69,6 +71,7 @@ def measure(path: Path) -> tuple[int, str]:
                 for start in range(0, size, _STRIDE):
                     with view[start : start + _STRIDE] as part:
                         digest.update(part)
+                        advance(len(part))
     return size, digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from accelerate.base.constants import RNG_STATE_NAME
 from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.progress_bar import expect, for_threads
 from accelerate.base.text import listed
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.council import Council
@@ -157,10 +158,11 @@ class Source:
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
         self.manifest = read = manifest.read(self.folder)
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="accelerate-verify")
+        names = deal(read, place.local_size)[place.local_rank]
+        expect(sum(read.files[name].size for name in names))
+        pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
-            pool.submit(manifest.problems, self.folder, read, [name], deep=True)
-            for name in deal(read, place.local_size)[place.local_rank]
+            pool.submit(manifest.problems, self.folder, read, [name], deep=True) for name in names
         ]
         pool.shutdown(wait=False)
 

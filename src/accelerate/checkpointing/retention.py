@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
+from accelerate.base.progress_bar import expect
 from accelerate.checkpointing import folder, hidden, manifest
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
@@ -71,6 +72,7 @@ def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
 def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None, str]:
     try:
         read = manifest.read(path)
+        expect(read.size if deep else 0)
     except CheckpointError as error:
         return None, str(error)
     return read, "; ".join(manifest.problems(path, read, deep=deep))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accelerate.base.errors import CheckpointError
+from accelerate.base.progress_bar import expect, for_threads, is_shown
 from accelerate.base.text import describe
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.council import Council
@@ -23,6 +24,7 @@ from accelerate.checkpointing.manifest import SAVE, Manifest
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.report import saved_lines
 from accelerate.logging import get_logger
+from accelerate.nested import iterate_tensors
 
 logger = get_logger(__name__)
 
@@ -207,7 +209,9 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         return seal(site.folder, payload.name, council.rank)
 
     def write_files() -> None:
-        with ThreadPoolExecutor(threads, thread_name_prefix="accelerate-write") as pool:
+        if is_shown():
+            expect(sum(tensor.nbytes for each in payloads for tensor in iterate_tensors(each.content)))
+        with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
     def hear(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.progress_bar import progress_bar
 from accelerate.base.text import convert_bytes
 from accelerate.commands.utils import make_parser, run_command
 
@@ -288,7 +289,8 @@ def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, st
     top = Path(os.path.abspath(folder))
     if not top.is_dir():
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
-    found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]
+    with progress_bar("Verifying"):
+        found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return found

@@ -21,6 +21,7 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import wrong_value
+from accelerate.base.progress_bar import advance, expect, progress_bar
 from accelerate.checkpointing import catalogue, slabs
 from accelerate.checkpointing.catalogue import Catalogue, Place
 from accelerate.checkpointing.spread import whole
@@ -77,6 +78,7 @@ SAFETENSORS = Format(SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, _save_s
 PICKLE = Format(WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, torch.save)
 
 
+@progress_bar("Merging weights")
 def merge_fsdp_weights(
     checkpoint_dir: str,
     output_path: str,
@@ -121,12 +123,14 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
     folder = _find(source)
     found, pieces = _read_pieces(folder)
     groups = list(_grouped(pieces, shard_bytes))
+    expect(sum(piece.nbytes for piece in pieces))
     target.mkdir(parents=True, exist_ok=True)
     names = [_file_name(form, number, len(groups)) for number in range(1, len(groups) + 1)]
     unfinished = [target / f".{name}.part" for name in names]
     try:
         for group, path in zip(groups, unfinished, strict=True):
             form.save(_load(found, group), path)
+            advance(sum(piece.nbytes for piece in group))
         for path, name in zip(unfinished, names, strict=True):
             os.replace(path, target / name)
     finally:

@@ -1,0 +1,122 @@
+"""How far a long task is: a bar on the terminal of rank 0, for tasks that take more than two seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from accelerate.base import environ
+
+DELAY = 2.0
+"""Seconds after which a task is shown."""
+
+
+class Bar:
+    """Counts the bytes of a task; a timer draws it, so that a short task costs no more than the timer.
+
+    Args:
+        task: what is done, as in "Verifying checkpoint_3".
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._done = self._total = 0
+        self._lock = threading.Lock()
+        self._display: Any = None
+        self._timer = threading.Timer(DELAY, self._draw)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Bar:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._timer.cancel()
+        self._timer.join()  # it may be drawing now
+        if self._display is not None:
+            self._display.stop()
+
+    def count(self, done: int, more: int) -> None:
+        """Add to the bytes that are done, and to those of the whole task."""
+        with self._lock:
+            self._done += done
+            self._total += more
+            self._update()
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(file=sys.stderr)
+        if not console.is_interactive:  # a terminal that cannot draw a line anew
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        display = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+        display.add_task(self._task, total=None)
+        display.start()
+        with self._lock:
+            self._display = display
+            self._update()
+
+    def _update(self) -> None:
+        if self._display is not None:
+            self._display.update(self._display.task_ids[0], completed=self._done, total=self._total or None)
+
+
+_shown: ContextVar[Bar | None] = ContextVar("shown", default=None)
+
+
+@contextmanager
+def progress_bar(task: str, nbytes: int = 0) -> Iterator[None]:
+    """Show on the terminal how far a task is: on rank 0 only, and nothing for the first two seconds.
+
+    A task within another one adds to the outer bar.
+
+    Args:
+        task: what is done, as in "Verifying checkpoint_3".
+        nbytes: of the whole task, as far as that is known; `expect` adds to it.
+    """
+    if _shown.get() is not None or not is_visible():
+        expect(nbytes)
+        yield
+        return
+    with Bar(task) as bar:
+        token = _shown.set(bar)
+        try:
+            expect(nbytes)
+            yield
+        finally:
+            _shown.reset(token)
+
+
+def expect(nbytes: int) -> None:
+    """Add bytes to the task that is shown, if one is."""
+    if bar := _shown.get():
+        bar.count(0, nbytes)
+
+
+def is_shown() -> bool:
+    """Return whether a task is shown, so that its bytes are worth counting."""
+    return _shown.get() is not None
+
+
+def advance(nbytes: int) -> None:
+    """Count bytes as done of the task that is shown, if one is."""
+    if bar := _shown.get():
+        bar.count(nbytes, 0)
+
+
+def for_threads() -> dict[str, Any]:
+    """Return arguments of `ThreadPoolExecutor` whose threads count for the task that is shown here."""
+    initializer: Callable[[Bar | None], object] = _shown.set
+    return {"initializer": initializer, "initargs": (_shown.get(),)}
+
+
+def is_visible() -> bool:
+    """Return whether a bar can be seen: on rank 0, with a terminal."""
+    is_main = environ.current().get("RANK", "0") == "0"
+    return is_main and sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,137 @@
+"""The bar of a long task: on a terminal, on rank 0, after a while; and what it counts."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.base import progress_bar
+from accelerate.base.progress_bar import advance, expect, for_threads, is_shown
+from accelerate.commands.checkpoint import checkpoint_command_parser
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def wait_for(self, text: str) -> str:
+        """Return what was drawn, as soon as it has this text: rich draws in a thread."""
+        end = time.monotonic() + 30
+        while text not in (shown := re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())):
+            assert time.monotonic() < end, shown
+            time.sleep(0.01)
+        return shown
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=terminal))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    return terminal
+
+
+def test_a_long_task_is_drawn_with_its_bytes(terminal: Terminal) -> None:
+    with progress_bar.progress_bar("Reading", 3_000_000):
+        assert is_shown()
+        advance(1_000_000)
+        assert "Reading" in terminal.wait_for("1.0/3.0 MB")
+        with progress_bar.progress_bar("a task inside", 1_000_000):
+            advance(1_000_000)
+        assert "a task inside" not in terminal.wait_for("2.0/4.0 MB")
+        with ThreadPoolExecutor(2, **for_threads()) as pool:
+            list(pool.map(advance, [500_000] * 4))
+        terminal.wait_for("4.0/4.0 MB")
+    assert not is_shown()
+    assert terminal.getvalue().endswith("\x1b[2K"), "the line is erased"
+
+
+def test_threads_of_their_own_count_for_no_task(terminal: Terminal) -> None:
+    with progress_bar.progress_bar("Reading", 10), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(is_shown).result() is False
+
+
+def test_a_short_task_draws_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
+    with progress_bar.progress_bar("Reading", 10):
+        advance(10)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("case", ["pipe", "another rank", "no stream"])
+def test_where_nobody_sees_it_nothing_is_counted(
+    case: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "another rank":
+        monkeypatch.setenv("RANK", "1")
+    else:
+        stream = io.StringIO() if case == "pipe" else None
+        monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=stream))
+    with progress_bar.progress_bar("Reading", 10):
+        assert not is_shown()
+        advance(10)
+        expect(10)
+    assert terminal.getvalue() == ""
+
+
+def test_a_terminal_that_cannot_erase_a_line_gets_none(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with progress_bar.progress_bar("Reading", 10):
+        advance(10)
+        time.sleep(0.1)
+    assert terminal.getvalue() == ""
+
+
+@pytest.fixture
+def counts(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
+    """The bytes that each task has counted, and those of the whole."""
+    found: dict[str, list[int]] = {}
+    count = progress_bar.Bar.count
+
+    def note(bar: progress_bar.Bar, done: int, more: int) -> None:
+        count(bar, done, more)
+        found[bar._task] = [bar._done, bar._total]
+
+    monkeypatch.setattr(progress_bar.Bar, "count", note)
+    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
+    yield found
+    assert all(done == total > 0 for done, total in found.values()), found
+
+
+@pytest.mark.usefixtures("states")
+def test_saving_loading_and_verifying_count_every_byte(tmp_path: Path, counts: dict[str, list[int]]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(40, 40))
+    accelerator.save_model(model, tmp_path / "weights", max_shard_size="2KB")
+    assert len(os.listdir(tmp_path / "weights")) > 1
+    folder = accelerator.save_state(tmp_path / "one")
+    counts.pop("Saving one")  # tensors are expected; headers of files come on top
+    accelerator.load_state(folder)
+    arguments = checkpoint_command_parser().parse_args(["verify", str(folder)])
+    arguments.func(arguments)
+    assert {"Saving a model", "Loading a checkpoint", "Verifying"} == set(counts)
+
+
+@pytest.mark.usefixtures("states")
+def test_loading_weights_counts_their_files(tmp_path: Path, terminal: Terminal) -> None:
+    model = nn.Linear(40, 40)
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    with progress_bar.progress_bar("outer"):
+        load_checkpoint_in_model(model, tmp_path)
+        bar = progress_bar._shown.get()
+        assert bar is not None
+        size = (tmp_path / "model.safetensors").stat().st_size
+        assert (bar._done, bar._total) == (sum(each.nbytes for each in model.parameters()), size)
