@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator import belongings
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.base.progress_bar import progress_bar
+from accelerate.base.progress_bar import progress_bar, size_of
 from accelerate.base.text import describe
 from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.changes import Change, apply_all
@@ -97,7 +97,7 @@ class Persistence:
         except BaseException:  # an interrupt: nobody shall wait for this save to end
             saving.discard(site)
             raise
-        with progress_bar(f"Saving {request.target.name}"):
+        with progress_bar(f"Saving {request.target.name}", written=lambda: size_of(site.folder.rglob("*"))):
             write()
         return request.target
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base import environ
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 DELAY = 2.0
 """Seconds after which a task is shown."""
@@ -20,10 +24,12 @@ class Bar:
 
     Args:
         task: what is done, as in "Verifying checkpoint_3".
+        written: returns the bytes that are done, instead of what `count` says.
     """
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, written: Callable[[], int] | None = None) -> None:
         self._task = task
+        self._written = written
         self._done = self._total = 0
         self._lock = threading.Lock()
         self._display: Any = None
@@ -54,8 +60,16 @@ class Bar:
         console = Console(file=sys.stderr)
         if not console.is_interactive:  # a terminal that cannot draw a line anew
             return
+        written = self._written
+
+        class Display(Progress):
+            def get_renderables(self) -> Iterable[RenderableType]:
+                if written is not None and self.task_ids:
+                    self.update(self.task_ids[0], completed=written())
+                return super().get_renderables()
+
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        display = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+        display = Display(*columns, console=console, transient=True, redirect_stdout=False)
         display.add_task(self._task, total=None)
         display.start()
         with self._lock:
@@ -64,14 +78,15 @@ class Bar:
 
     def _update(self) -> None:
         if self._display is not None:
-            self._display.update(self._display.task_ids[0], completed=self._done, total=self._total or None)
+            done = self._done if self._written is None else None
+            self._display.update(self._display.task_ids[0], completed=done, total=self._total or None)
 
 
 _shown: ContextVar[Bar | None] = ContextVar("shown", default=None)
 
 
 @contextmanager
-def progress_bar(task: str, nbytes: int = 0) -> Iterator[None]:
+def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None = None) -> Iterator[None]:
     """Show on the terminal how far a task is: on rank 0 only, and nothing for the first two seconds.
 
     A task within another one adds to the outer bar.
@@ -79,12 +94,14 @@ def progress_bar(task: str, nbytes: int = 0) -> Iterator[None]:
     Args:
         task: what is done, as in "Verifying checkpoint_3".
         nbytes: of the whole task, as far as that is known; `expect` adds to it.
+        written: returns the bytes that are done, instead of what `advance` counts: the size of files that one
+            call writes.
     """
     if _shown.get() is not None or not is_visible():
         expect(nbytes)
         yield
         return
-    with Bar(task) as bar:
+    with Bar(task, written) as bar:
         token = _shown.set(bar)
         try:
             expect(nbytes)
@@ -114,6 +131,15 @@ def for_threads() -> dict[str, Any]:
     """Return arguments of `ThreadPoolExecutor` whose threads count for the task that is shown here."""
     initializer: Callable[[Bar | None], object] = _shown.set
     return {"initializer": initializer, "initargs": (_shown.get(),)}
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Return the bytes of files, as far as they can be counted: others may write and rename them now."""
+    found = 0
+    with suppress(OSError):
+        for path in paths:
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def is_visible() -> bool:

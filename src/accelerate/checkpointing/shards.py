@@ -22,7 +22,7 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
-from accelerate.base.progress_bar import advance, expect, progress_bar
+from accelerate.base.progress_bar import progress_bar, size_of
 from accelerate.base.text import convert_file_size_to_int, listed
 from accelerate.weights.files import write_torch, write_whole_tensors
 from accelerate.weights.index import read_weight_map
@@ -32,7 +32,6 @@ _FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, 
 """What is looked for in a folder, in this order."""
 
 
-@progress_bar("Saving a model")
 def save_sharded(
     state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[Path]:
@@ -65,8 +64,8 @@ def save_sharded(
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
     beside = {name: folder / f".{name}.{os.getpid()}" for name in files}
-    expect(sum(tensor.nbytes for tensor in weights.values()))
-    try:
+
+    def write() -> None:
         for name, tensors in files.items():
             content = {tensor: weights[tensor] for tensor in tensors}
             if safe:
@@ -74,8 +73,12 @@ def save_sharded(
                 write_whole_tensors(content, twins, beside[name])
             else:
                 write_torch({**content, **others}, beside[name])
-                others = {}
-            advance(sum(tensor.nbytes for tensor in content.values()))
+                others.clear()
+
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    try:
+        with progress_bar("Saving a model", nbytes, lambda: size_of(beside.values())):
+            write()
         for name, path in beside.items():
             os.replace(path, folder / name)
     finally:

@@ -6,12 +6,12 @@ import io
 import os
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from accelerate import Accelerator, load_checkpoint_in_model
@@ -96,33 +96,49 @@ def test_a_terminal_that_cannot_erase_a_line_gets_none(
 
 
 @pytest.fixture
-def counts(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
-    """The bytes that each task has counted, and those of the whole."""
+def bars(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The bytes that each task has done, and those of the whole, when it ends."""
     found: dict[str, list[int]] = {}
-    count = progress_bar.Bar.count
+    end = progress_bar.Bar.__exit__
 
-    def note(bar: progress_bar.Bar, done: int, more: int) -> None:
-        count(bar, done, more)
-        found[bar._task] = [bar._done, bar._total]
+    def note(bar: progress_bar.Bar, *exception: object) -> None:
+        found[bar._task] = [bar._written() if bar._written else bar._done, bar._total]
+        end(bar, *exception)
 
-    monkeypatch.setattr(progress_bar.Bar, "count", note)
+    monkeypatch.setattr(progress_bar.Bar, "__exit__", note)
     monkeypatch.setattr(progress_bar, "DELAY", 60.0)
-    yield found
-    assert all(done == total > 0 for done, total in found.values()), found
+    return found
 
 
 @pytest.mark.usefixtures("states")
-def test_saving_loading_and_verifying_count_every_byte(tmp_path: Path, counts: dict[str, list[int]]) -> None:
+def test_saving_loading_and_verifying_count_their_bytes(tmp_path: Path, bars: dict[str, list[int]]) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(40, 40))
     accelerator.save_model(model, tmp_path / "weights", max_shard_size="2KB")
     assert len(os.listdir(tmp_path / "weights")) > 1
     folder = accelerator.save_state(tmp_path / "one")
-    counts.pop("Saving one")  # tensors are expected; headers of files come on top
+    size = sum(each.nbytes for each in model.parameters())
     accelerator.load_state(folder)
     arguments = checkpoint_command_parser().parse_args(["verify", str(folder)])
     arguments.func(arguments)
-    assert {"Saving a model", "Loading a checkpoint", "Verifying"} == set(counts)
+    assert bars["Saving a model"][1] == size
+    assert bars["Saving one"][1] == size + torch.get_rng_state().nbytes
+    assert size < bars["Saving a model"][0] < size + 1000  # headers of files come on top
+    for task in ("Loading a checkpoint", "Verifying"):
+        done, total = bars[task]
+        assert done == total > size
+
+
+@pytest.mark.usefixtures("states")
+def test_a_file_that_grows_moves_the_bar(tmp_path: Path, terminal: Terminal) -> None:
+    path = tmp_path / "file"
+    with progress_bar.progress_bar("Saving", 2_000_000, lambda: progress_bar.size_of([path])):
+        terminal.wait_for("0.0/2.0 MB")
+        path.write_bytes(bytes(1_000_000))
+        terminal.wait_for("1.0/2.0 MB")
+        advance(5_000_000)
+        path.write_bytes(bytes(2_000_000))
+        terminal.wait_for("2.0/2.0 MB")
 
 
 @pytest.mark.usefixtures("states")
