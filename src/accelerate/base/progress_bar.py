@@ -24,13 +24,13 @@ class Bar:
 
     Args:
         task: what is done, as in "Verifying checkpoint_3".
-        written: returns the bytes that are done, instead of what `count` says.
+        written: returns bytes that are done beside those that are counted.
     """
 
     def __init__(self, task: str, written: Callable[[], int] | None = None) -> None:
         self._task = task
         self._written = written
-        self._done = self._total = 0
+        self._done = self.total = 0
         self._lock = threading.Lock()
         self._display: Any = None
         self._timer = threading.Timer(DELAY, self._draw)
@@ -50,36 +50,32 @@ class Bar:
         """Add to the bytes that are done, and to those of the whole task."""
         with self._lock:
             self._done += done
-            self._total += more
-            self._update()
+            self.total += more
+
+    @property
+    def done(self) -> int:
+        """Bytes that are done."""
+        return self._done + (self._written() if self._written else 0)
 
     def _draw(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console(file=sys.stderr)
         if not console.is_interactive:  # a terminal that cannot draw a line anew
             return
-        written = self._written
+        bar = self
 
         class Display(Progress):
             def get_renderables(self) -> Iterable[RenderableType]:
-                if written is not None and self.task_ids:
-                    self.update(self.task_ids[0], completed=written())
+                for task in self.task_ids:
+                    self.update(task, completed=bar.done, total=bar.total or None)
                 return super().get_renderables()
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        display = Display(*columns, console=console, transient=True, redirect_stdout=False)
-        display.add_task(self._task, total=None)
-        display.start()
-        with self._lock:
-            self._display = display
-            self._update()
-
-    def _update(self) -> None:
-        if self._display is not None:
-            done = self._done if self._written is None else None
-            self._display.update(self._display.task_ids[0], completed=done, total=self._total or None)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self._display = Display(*columns, console=console, transient=True, redirect_stdout=False)
+        self._display.add_task(self._task, total=None)
+        self._display.start()
 
 
 _shown: ContextVar[Bar | None] = ContextVar("shown", default=None)
@@ -94,8 +90,8 @@ def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None =
     Args:
         task: what is done, as in "Verifying checkpoint_3".
         nbytes: of the whole task, as far as that is known; `expect` adds to it.
-        written: returns the bytes that are done, instead of what `advance` counts: the size of files that one
-            call writes.
+        written: returns bytes that are done beside those that `advance` counts: the size of files, which grow
+            during one call.
     """
     if _shown.get() is not None or not is_visible():
         expect(nbytes)

@@ -210,7 +210,8 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
 
     def write_files() -> None:
         if is_shown():
-            expect(sum(tensor.nbytes for each in payloads for tensor in iterate_tensors(each.content)))
+            size = sum(tensor.nbytes for each in payloads for tensor in iterate_tensors(each.content))
+            expect(2 * size)  # each byte is written, and read for its checksum
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
