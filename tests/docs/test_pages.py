@@ -80,3 +80,11 @@ def test_pictures_are_as_they_are_drawn() -> None:
     assert [path.name for path, text in files.items() if path.read_text(encoding="utf-8") != text] == [], (
         "run `make pictures`"
     )
+
+
+def test_every_page_has_a_description_of_its_own() -> None:
+    """But for those that `make reference` writes."""
+    heads = {name_of(page): page.read_text(encoding="utf-8").partition("\n---\n")[0] for page in PAGES}
+    written = [f"docs/reference/{name}.md" for name in ("cli", "config", "environment")]
+    texts = [str(yaml.safe_load(head).get("description")) for name, head in heads.items() if name not in written]
+    assert len(texts) == len(set(texts)) and "None" not in texts
