@@ -1,7 +1,7 @@
 """Draw the pictures of the guides as SVG.
 
-`make pictures` runs it; a test fails when the files are not what it would write. The pictures are narrow, so that their
-text can be read on a telephone, and have colors for a light and for a dark page.
+`make pictures` runs it; a test fails when the files are not what it would write. The pictures are narrow, so
+that their text can be read on a telephone, and have colors for a light and for a dark page.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 400
+Rows = Sequence[Sequence[Sequence[int]]]
+"""The samples of each batch of each rank."""
 STYLE = """
 svg { color-scheme: light dark; }
 text { fill: #1f2430; font: 13px system-ui, "DejaVu Sans", sans-serif; }
@@ -22,7 +24,8 @@ text { fill: #1f2430; font: 13px system-ui, "DejaVu Sans", sans-serif; }
 .code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }
 .middle { text-anchor: middle; }
 rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
-.a { fill: #cfe0fc; } .b { fill: #fbdcb8; } .c { fill: #cdeccf; } .d { fill: #e6d3f7; } .plain { fill: #ffffff; }
+.a { fill: #cfe0fc; } .b { fill: #fbdcb8; }
+.c { fill: #cdeccf; } .d { fill: #e6d3f7; } .plain { fill: #ffffff; }
 .filler { fill: #f7f8fb; stroke-dasharray: 4 3; }
 .arrow { marker-end: url(#tip); stroke-width: 1.5; }
 #tip path { fill: #6b7388; }
@@ -31,7 +34,8 @@ rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
   .back { fill: #242731; stroke: #3b4050; }
   .note { fill: #aab1c2; }
   rect, path { stroke: #949cb0; }
-  .a { fill: #27487d; } .b { fill: #7a4c16; } .c { fill: #275c34; } .d { fill: #5b3a7c; } .plain { fill: #2f3340; }
+  .a { fill: #27487d; } .b { fill: #7a4c16; }
+  .c { fill: #275c34; } .d { fill: #5b3a7c; } .plain { fill: #2f3340; }
   .filler { fill: #242731; }
   #tip path { fill: #949cb0; }
 }
@@ -64,7 +68,14 @@ class Picture:
         self.parts.append(f'<text x="{x}" y="{y}" class="{kind}">{escape(words)}</text>')
 
     def box(
-        self, x: float, y: float, width: float, height: float, words: str = "", kind: str = "plain", font: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        words: str = "",
+        kind: str = "plain",
+        font: str = "",
     ) -> None:
         """Draw a box with lines of text in its middle."""
         self.parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>')
@@ -82,7 +93,7 @@ class Picture:
         return "\n".join([*self.parts, "</svg>", ""])
 
 
-def _draw_batches(picture: Picture, y: float, rows: Sequence[Sequence[Sequence[int]]], real: int = 22) -> None:
+def _draw_batches(picture: Picture, y: float, rows: Rows, real: int = 22) -> None:
     """Draw what each rank reads: a row for each rank, a group of cells for each batch."""
     for rank, batches in enumerate(rows):
         picture.text(14, y + 34 * rank + 19, f"rank {rank}", "head")
@@ -97,20 +108,22 @@ def draw_sharding() -> Picture:
     """Show which rank reads which batch of a map-style dataset."""
     picture = Picture(
         "Which rank reads which batch",
-        "A dataset of 22 samples in batches of 4. Rank 0 reads batches 0, 2 and 4, rank 1 reads batches 1, 3 and 5. "
-        "The last batch has two samples and is filled with samples 0 and 1; gather_for_metrics removes these.",
+        "A dataset of 22 samples in batches of 4. Rank 0 reads batches 0, 2 and 4, rank 1 reads batches "
+        "1, 3 and 5. The last batch has two samples and is filled with samples 0 and 1; "
+        "gather_for_metrics removes these.",
         262,
     )
     picture.text(14, 26, "22 samples, batch_size=4: 6 batches", "head")
     for batch in range(6):
         last = min(4 * batch + 3, 21)
-        picture.box(14 + 62 * batch, 38, 58, 40, f"batch {batch}\n{4 * batch}-{last}", "ab"[batch % 2], "small")
+        words = f"batch {batch}\n{4 * batch}-{last}"
+        picture.box(14 + 62 * batch, 38, 58, 40, words, "ab"[batch % 2], "small")
     for step in range(3):
         picture.text(118 + 110 * step, 108, f"step {step}", "note middle")
     _draw_batches(
         picture,
         116,
-        [[range(0, 4), range(8, 12), range(16, 20)], [range(4, 8), range(12, 16), [20, 21, 22, 23]]],
+        [[range(4), range(8, 12), range(16, 20)], [range(4, 8), range(12, 16), [20, 21, 22, 23]]],
     )
     picture.box(14, 200, 25, 18, "", "filler")
     picture.text(48, 214, "repeated, so that all ranks have equally many;", "note")
@@ -123,12 +136,12 @@ def draw_uneven_end() -> Picture:
     """Show what becomes of the last, short batch under each setting."""
     picture = Picture(
         "The last batches of 22 samples on two ranks",
-        "By default the short batch is filled with samples 0 and 1. With even_batches=False rank 1 gets a batch of two "
-        "samples. With drop_last=True both ranks end after two batches. With split_batches=True each rank gets a half of "
-        "each batch, and the last half is filled.",
+        "By default the short batch is filled with samples 0 and 1. With even_batches=False rank 1 gets a "
+        "batch of two samples. With drop_last=True both ranks end after two batches. With "
+        "split_batches=True each rank gets a half of each batch, and the last half is filled.",
         366,
     )
-    settings: list[tuple[str, Sequence[Sequence[Sequence[int]]]]] = [
+    settings: list[tuple[str, Rows]] = [
         ("even_batches=True (default)", [[range(8, 12), range(16, 20)], [range(12, 16), [20, 21, 22, 23]]]),
         ("even_batches=False", [[range(8, 12), range(16, 20)], [range(12, 16), [20, 21]]]),
         ("drop_last=True in the DataLoader", [[range(8, 12), []], [range(12, 16), []]]),
@@ -145,8 +158,8 @@ def draw_dispatch() -> Picture:
     """Show how rank 0 reads for all."""
     picture = Picture(
         "A dispatched loader: rank 0 reads for all ranks",
-        "Rank 0 reads 8 samples of a stream, and each of two ranks receives 4 of them. Of the last 6 samples each rank "
-        "receives 3.",
+        "Rank 0 reads 8 samples of a stream, and each of two ranks receives 4 of them. Of the last 6 "
+        "samples each rank receives 3.",
         242,
     )
     picture.text(14, 26, "stream of 22 samples, batch_size=4", "head")
@@ -176,9 +189,10 @@ def draw_mesh() -> Picture:
     """Show three layouts of a device mesh."""
     picture = Picture(
         "Layouts of a device mesh",
-        "Eight ranks as two copies of four shards: each rank reads a batch of its own. Eight ranks as two copies, two "
-        "shards and two ranks that share each layer: two neighbors read the same batch. Four ranks with two shards and "
-        "two parts of each sequence: two neighbors read parts of the same sequences.",
+        "Eight ranks as two copies of four shards: each rank reads a batch of its own. Eight ranks as two "
+        "copies, two shards and two ranks that share each layer: two neighbors read the same batch. Four "
+        "ranks with two shards and two parts of each sequence: two neighbors read parts of the same "
+        "sequences.",
         498,
     )
     picture.text(14, 24, "dp_replicate_size=2, dp_shard_size=4", "code")
@@ -197,27 +211,29 @@ def draw_commit() -> Picture:
     """Show the commit of a checkpoint."""
     picture = Picture(
         "How save_state commits a checkpoint",
-        "First all ranks write their files in a hidden folder beside the older checkpoint. Then they report sizes and "
-        "checksums, and rank 0 writes the manifest. Then the two folders exchange names in one operation. At last the "
-        "older one is deleted. Until the exchange the older checkpoint is complete, after it the newer one.",
+        "First all ranks write their files in a hidden folder beside the older checkpoint. Then they "
+        "report sizes and checksums, and rank 0 writes the manifest. Then the two folders exchange names "
+        "in one operation. At last the older one is deleted. Until the exchange the older checkpoint is "
+        "complete, after it the newer one.",
         470,
     )
-    names = (".ckpt.saving-...", "ckpt")
-    steps: list[tuple[str, str, str, str, str, tuple[str, str]]] = [
-        ("1. All ranks write in a hidden folder", "model, optimizer,\nrandom_states_*", "b", "step 100", "a", names),
-        ("2. Rank 0 writes sizes and checksums of all files", "... and\nmanifest.json", "b", "step 100", "a", names),
-        ("3. Both folders exchange names in one operation", "step 100", "a", "step 200", "b", names),
-        ("4. The older one is deleted", "", "filler", "step 200", "b", ("", "ckpt")),
+    model, complete = "model, optimizer,\nrandom_states_*", "... and\nmanifest.json"
+    steps = [
+        ("1. All ranks write in a hidden folder", model, "b", "step 100", "a"),
+        ("2. Rank 0 writes sizes and checksums of all files", complete, "b", "step 100", "a"),
+        ("3. Both folders exchange names in one operation", "step 100", "a", "step 200", "b"),
+        ("4. The older one is deleted", "", "filler", "step 200", "b"),
     ]
-    for number, (head, left, left_kind, right, right_kind, (left_name, right_name)) in enumerate(steps):
+    for number, (head, left, left_kind, right, right_kind) in enumerate(steps):
         y = 14 + 102 * number
         picture.text(14, y + 12, head, "head")
-        picture.text(100, y + 34, left_name, "code middle")
-        picture.text(300, y + 34, right_name, "code middle")
+        if left:
+            picture.text(100, y + 34, ".ckpt.saving-...", "code middle")
+        picture.text(300, y + 34, "ckpt", "code middle")
         picture.box(30, y + 40, 140, 42, left, left_kind, "small")
         picture.box(230, y + 40, 140, 42, right, right_kind, "small")
-    for start, end in ((172, 228), (228, 172)):
-        picture.arrow((start, 14 + 204 + (54 if start < end else 68)), (end, 14 + 204 + (54 if start < end else 68)))
+    picture.arrow((172, 272), (228, 272))
+    picture.arrow((228, 286), (172, 286))
     picture.text(14, 436, "A crash before 3 leaves step 100 complete under the name", "note")
     picture.text(14, 453, "ckpt, a crash after it step 200.", "note")
     return picture
@@ -227,8 +243,8 @@ def draw_offload() -> Picture:
     """Show when weights of offloaded blocks come and go."""
     picture = Picture(
         "Offloaded blocks over time",
-        "While one block computes, the weights of the next block are copied to the device. At any time there are at most "
-        "two blocks on the device.",
+        "While one block computes, the weights of the next block are copied to the device. At any time "
+        "there are at most two blocks on the device.",
         202,
     )
     kinds = "abcd"

@@ -1,4 +1,4 @@
-"""Every page is in the navigation, every link and picture is there, and every picture is as its program draws it."""
+"""Every page is in the navigation, every link leads to a file, and every picture is as it is drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def pages_of(entry: Any) -> Iterator[str]:
 
 def load(script: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(script, DOCS / f"{script}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -54,7 +55,8 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     links = LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
     paths = [target.partition("#")[0] for _, _, target in links if "://" not in target]
     assert [path for path in paths if path and not (page.parent / path).exists()] == []
-    assert [target for mark, words, target in links if mark and not words.strip()] == [], "without a text for it"
+    unnamed = [target for mark, words, target in links if mark and not words.strip()]
+    assert unnamed == [], "these pictures need a text for those who do not see them"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -68,9 +70,9 @@ def test_a_picture_tells_what_it_shows(picture: Path) -> None:
     root = ElementTree.parse(picture).getroot()
     for name in ("title", "desc"):
         found = root.find(f"{SVG}{name}")
-        assert found is not None and found.text
-    style = root.findtext(f"{SVG}style")
-    assert style is not None and "prefers-color-scheme: dark" in style
+        assert found is not None
+        assert found.text
+    assert "prefers-color-scheme: dark" in root.findtext(f"{SVG}style", "")
     assert [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")] != []
 
 
@@ -84,7 +86,7 @@ def test_pictures_are_as_they_are_drawn() -> None:
 
 def test_every_page_has_a_description_of_its_own() -> None:
     """But for those that `make reference` writes."""
-    heads = {name_of(page): page.read_text(encoding="utf-8").partition("\n---\n")[0] for page in PAGES}
-    written = [f"docs/reference/{name}.md" for name in ("cli", "config", "environment")]
-    texts = [str(yaml.safe_load(head).get("description")) for name, head in heads.items() if name not in written]
-    assert len(texts) == len(set(texts)) and "None" not in texts
+    written = {DOCS / "reference" / f"{name}.md" for name in ("cli", "config", "environment")}
+    heads = [page.read_text(encoding="utf-8").partition("\n---\n")[0] for page in set(PAGES) - written]
+    texts = {yaml.safe_load(head)["description"] for head in heads}
+    assert len(texts) == len(heads)
