@@ -17,4 +17,4 @@ def test_the_page_shows_every_member() -> None:
     members = options["members"]
     public = {name for name in dir(Accelerator) if not name.startswith("_")}
     assert members[0] == "prepare"
-    assert sorted(members) == sorted(public - OTHER_NAMES)
+    assert sorted(members) == sorted(public - OTHER_NAMES), f"list them in {PAGE.name}"
