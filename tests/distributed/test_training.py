@@ -120,6 +120,17 @@ def test_three_processes_equal_one_with_the_joined_batch(run: Run, one_process: 
     equal(run(train_plain, 1, processes=3), one_process(train_plain, 3))
 
 
+def train_on_a_numbered_cpu() -> tuple[str, list[torch.Tensor]]:
+    trained = train(BATCH)
+    return str(Accelerator().device), trained
+
+
+def test_a_cpu_with_a_number_trains_as_the_cpu(run: Run, one_process: Any) -> None:
+    answers = run(train_on_a_numbered_cpu, env={"ACCELERATE_TORCH_DEVICE": "cpu:64"})
+    assert [device for device, _ in answers] == ["cpu:64"] * 2
+    equal([trained for _, trained in answers], one_process(train, 2 * BATCH))
+
+
 def accumulated_gradients(batch_size: int, steps: int) -> list[torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     model, loader = accelerator.prepare(network(), DataLoader(dataset(), batch_size=batch_size))

@@ -183,10 +183,13 @@ def _accumulation_of(
 
 def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
+    is_cpu = (
+        state.device_backend == catalogue.CPU
+    )  # whose number, if it has one, wrappers of torch do not take
     context = Context(
         topology=state.topology,
         backend=state.device_backend,
-        device=state.device,
+        device=catalogue.CPU.device() if is_cpu else state.device,
         request=request,
         mixed_precision=state.mixed_precision,
         gradients=gradient_state,
