@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from accelerate.base.enums import DynamoBackend
 
 if TYPE_CHECKING:
     from accelerate.plugins.dynamo import TorchDynamoPlugin
+
+Model = TypeVar("Model", bound=nn.Module)
 
 Compiler = Callable[[nn.Module], nn.Module]
 
@@ -68,7 +70,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
     return any(is_repeated_blocks(inner) for inner in module.modules())
 
 
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions(module: Model, **compile_kwargs: Any) -> Model:
     """Compile a model by region: blocks of one class share one compilation, so the first step starts sooner.
 
     The regions are compiled in place, as by `nn.Module.compile`: the model stays the same object, and the

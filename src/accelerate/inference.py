@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from accelerate.ops.padding import pad_input_tensors
 from accelerate.state import PartialState
 from accelerate.weights.blocks import has_forward
 from accelerate.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+
+Model = TypeVar("Model", bound=nn.Module)
 
 AUTO = "auto"
 
@@ -267,7 +269,8 @@ def pippy_forward(
     if state.num_processes == 1:
         return forward(*args, **kwargs)
     fault = forward.find_fault(args, kwargs) if isinstance(forward, Schedule) else ""
-    size, fault = broadcast_object_list([find_pippy_batch_size(args, kwargs), fault], from_process=0)
+    facts: list[Any] = [find_pippy_batch_size(args, kwargs), fault]
+    size, fault = broadcast_object_list(facts, from_process=0)
     if size is None or fault:
         reason = fault or "no argument of rank 0 is a tensor with a batch"
         raise ConfigurationError(f"This batch cannot go through the stages of a pipeline: {reason}.")
@@ -285,14 +288,14 @@ def pippy_forward(
 
 
 def prepare_pippy(
-    model: nn.Module,
+    model: Model,
     split_points: str | Sequence[str] = AUTO,
     no_split_module_classes: str | Collection[str] | None = None,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     num_chunks: int | None = None,
     gather_output: bool = False,
-) -> nn.Module:
+) -> Model:
     """Cut a model into stages, one for each process, for inference. Called on all ranks.
 
     The model is then called as before, on all ranks: arguments of rank 0 count. Batches may have any size; in

@@ -6,15 +6,17 @@ unchanged.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from accelerate.base.errors import wrong_value
+
+T = TypeVar("T")
 
 # Codes under which a dtype travels to processes that do not know it; the numbers are the interface.
 TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
@@ -60,14 +62,16 @@ def is_namedtuple(data: Any) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+def honor_type(obj: T, generator: Iterable[Any]) -> T:
     """Return the items in the type of a list, tuple or named tuple.
 
     Args:
         obj: An object of the wanted type.
         generator: The items.
     """
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+    kind: Any = type(obj)
+    rebuilt: T = kind(*generator) if is_namedtuple(obj) else kind(generator)
+    return rebuilt
 
 
 def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -130,11 +134,11 @@ def _takes_non_blocking(kind: type) -> bool:
 
 
 def send_to_device(
-    tensor: Any,
+    tensor: T,
     device: int | str | torch.device,
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
-) -> Any:
+) -> T:
     """Move everything in a structure that can be moved to a device.
 
     Args:
@@ -146,6 +150,11 @@ def send_to_device(
     Returns:
         The same structure; what is there already is the same object.
     """
+    moved: T = _send(tensor, device, non_blocking, skip_keys)
+    return moved
+
+
+def _send(tensor: Any, device: Any, non_blocking: bool, skip_keys: str | list[str] | None) -> Any:
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
     if hasattr(tensor, "to"):
@@ -153,11 +162,11 @@ def send_to_device(
             return tensor.to(device, non_blocking=non_blocking)
         return tensor.to(device)
     if isinstance(tensor, (tuple, list)):
-        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
+        return honor_type(tensor, (_send(item, device, non_blocking, skip_keys) for item in tensor))
     if isinstance(tensor, Mapping):
         skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
         moved = {
-            key: value if key in skipped else send_to_device(value, device, non_blocking, skip_keys)
+            key: value if key in skipped else _send(value, device, non_blocking, skip_keys)
             for key, value in tensor.items()
         }
         return honor_mapping(tensor, moved)
@@ -229,8 +238,8 @@ def listify(data: Any) -> Any:
 
 
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
+    data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> T:
     """Return the structure with a slice of each tensor's first dimension.
 
     Args:
@@ -239,14 +248,15 @@ def slice_tensors(
         process_index: Part of the interface; the slice alone decides.
         num_processes: Part of the interface; the slice alone decides.
     """
-    return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
+    part: T = recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
+    return part
 
 
 def _joins_deeper(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, tuple, list, Mapping))
 
 
-def concatenate(data: Any, dim: int = 0) -> Any:
+def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """Join structures of the same form into one, tensor by tensor.
 
     Args:
@@ -257,15 +267,20 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     Raises:
         TypeError: If a leaf can be joined in neither way.
     """
+    joined: T = _join(data, dim)
+    return joined
+
+
+def _join(data: Any, dim: int) -> Any:
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(tuple(data), dim=dim)
     if isinstance(first, (tuple, list)):
         if not is_namedtuple(first) and not any(map(_joins_deeper, first)):
             return honor_type(first, chain.from_iterable(data))
-        return honor_type(first, (concatenate(items, dim) for items in zip(*data, strict=True)))
+        return honor_type(first, (_join(items, dim) for items in zip(*data, strict=True)))
     if isinstance(first, Mapping):
-        return honor_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
+        return honor_mapping(first, {key: _join([item[key] for item in data], dim) for key in first})
     if len(data) == 1:
         return first
     raise TypeError(

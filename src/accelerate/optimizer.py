@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from accelerate.devices.availability import is_torch_xla_available as is_torch_x
 from accelerate.nested import honor_type
 from accelerate.state import AcceleratorState, GradientState
 
+T = TypeVar("T")
+
 _ATTACHED_BY_SCALER = (
     "_accelerate_step_called",
     "_optimizer_original_step_method",
@@ -20,18 +22,21 @@ _ATTACHED_BY_SCALER = (
 )
 
 
-def move_to_device(state: Any, device: torch.device | str) -> Any:
+def move_to_device(state: T, device: torch.device | str) -> T:
     """Return an optimizer state with its tensors on `device`.
 
     Args:
         state: a nested structure of lists, tuples, mappings and tensors.
         device: where the tensors shall lie.
     """
+    moved: Any = state
     if isinstance(state, (list, tuple)):
-        return honor_type(state, (move_to_device(value, device) for value in state))
-    if isinstance(state, Mapping):
-        return type(state)({key: move_to_device(value, device) for key, value in state.items()})  # type: ignore[call-arg]
-    return state.to(device) if isinstance(state, torch.Tensor) else state
+        moved = honor_type(state, (move_to_device(value, device) for value in state))
+    elif isinstance(state, Mapping):
+        moved = type(state)({key: move_to_device(value, device) for key, value in state.items()})  # type: ignore[call-arg]
+    elif isinstance(state, torch.Tensor):
+        moved = state.to(device)
+    return moved  # type: ignore[no-any-return]
 
 
 def patch_optimizer_step(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from accelerate.base import environ
-from accelerate.base.enums import RNGType
+from accelerate.base.enums import RNGName, RNGType
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.backend import DeviceBackend
@@ -83,7 +83,7 @@ def _source_of(rng_type: RNGType, generator: torch.Generator | None) -> Source |
     return Source(backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None
 
 
-def _rng_type(value: RNGType | str) -> RNGType:
+def _rng_type(value: RNGType | RNGName) -> RNGType:
     if value not in RNGType:
         raise wrong_value(
             "rng_type", value, "no such generator", f"choose one of {', '.join(RNGType.list())}"
@@ -92,7 +92,7 @@ def _rng_type(value: RNGType | str) -> RNGType:
 
 
 def synchronize_rng_state(
-    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+    rng_type: RNGType | RNGName | None = None, generator: torch.Generator | None = None
 ) -> None:
     """Give one generator the state that it has on process 0. Called on every rank.
 
@@ -112,7 +112,7 @@ def synchronize_rng_state(
 
 
 def synchronize_rng_states(
-    rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
+    rng_types: Iterable[RNGType | RNGName], generator: torch.Generator | None = None
 ) -> None:
     """Give several generators the states that they have on process 0. Called on every rank.
 

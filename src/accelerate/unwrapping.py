@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
 from accelerate.compilation import is_compiled_module
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # Module and class of what wraps a model and keeps it as `.module`; one that was never imported wraps nothing.
 PARALLEL_WRAPPERS = (
@@ -31,8 +33,8 @@ class WrappedForward(Protocol):
 
 
 def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> nn.Module:
+    model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Model:
     """Return the model inside its wrappers: the very same object when there are none.
 
     Args:
@@ -47,14 +49,15 @@ def extract_model_from_parallel(
         The model. Only where torch.compile stands outside another wrapper, and is kept, it is a new compiled
         module around the model, which shares its parameters.
     """
+    bare: Any
     bare, compiled = _peel(model)
     if not keep_fp32_wrapper:
         _restore_forward(bare)
     if recursive:
         bare = _unwrap_inside(bare, keep_fp32_wrapper, keep_torch_compile)
-    if compiled is None or not keep_torch_compile:
-        return bare
-    return compiled if compiled._orig_mod is bare else _compiled_like(compiled, bare)
+    if compiled is not None and keep_torch_compile:
+        bare = compiled if compiled._orig_mod is bare else _compiled_like(compiled, bare)
+    return bare  # type: ignore[no-any-return]  # of the class that the user gave to `prepare`
 
 
 def is_peft_model(model: nn.Module) -> bool:

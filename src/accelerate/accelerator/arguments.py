@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
+from accelerate.base.enums import DynamoBackend, DynamoName, PrecisionName, PrecisionType, RNGName, RNGType
 from accelerate.base.environ import read_flag
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.text import whole_number
@@ -74,17 +74,17 @@ class Arguments:
 
     device_placement: bool = True
     split_batches: Any = _UNSET
-    mixed_precision: PrecisionType | str | None = None
+    mixed_precision: PrecisionType | PrecisionName | None = None
     gradient_accumulation_steps: int = 1
     cpu: bool = False
     dataloader_config: DataLoaderConfiguration | None = None
-    rng_types: Sequence[str | RNGType] | None = None
+    rng_types: Sequence[RNGName | RNGType] | None = None
     project_dir: str | os.PathLike[str] | None = None
     project_config: ProjectConfiguration | None = None
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     step_scheduler_with_optimizer: StepPolicy = True
     kwargs_handlers: Sequence[KwargsHandler] | None = None
-    dynamo_backend: DynamoBackend | str | None = None
+    dynamo_backend: DynamoBackend | DynamoName | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
@@ -165,7 +165,9 @@ def _member(name: str, value: Any, known: Sequence[str]) -> str:
     return text
 
 
-def _mixed_precision(arguments: Arguments, environ: Mapping[str, str], notes: list[str]) -> str | None:
+def _mixed_precision(
+    arguments: Arguments, environ: Mapping[str, str], notes: list[str]
+) -> PrecisionName | None:
     known = PrecisionType.list()
     variable = next((name for name in _PRECISION_VARIABLES if environ.get(name)), _PRECISION_VARIABLES[0])
     found = _member(variable, environ[variable], known) if environ.get(variable) else None
@@ -173,7 +175,8 @@ def _mixed_precision(arguments: Arguments, environ: Mapping[str, str], notes: li
     if given is None and is_initialized():
         return None  # this run has begun, with a number format that may differ from the launcher's
     chosen = None if given is None else _member("mixed_precision", given, known)
-    return _laid_over("mixed_precision", chosen, variable, found, notes)
+    laid = _laid_over("mixed_precision", chosen, variable, found, notes)
+    return cast("PrecisionName | None", laid)
 
 
 def _accumulation(
@@ -241,7 +244,7 @@ def _step_policy(arguments: Arguments) -> StepPolicy:
     return policy
 
 
-def _rng_types(arguments: Arguments) -> list[str | RNGType] | None:
+def _rng_types(arguments: Arguments) -> list[RNGName | RNGType] | None:
     if arguments.rng_types is None:
         return None
     known = [kind.value for kind in RNGType]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from accelerate.accelerator.metrics import gather_samples, last_samples, mean_over_ranks
 from accelerate.accelerator.runtime import Runtime
-from accelerate.ops.collectives import gather, reduce
+from accelerate.ops.collectives import ReductionName, gather, reduce
 from accelerate.ops.padding import pad_across_processes
+
+T = TypeVar("T")
 
 
 class Communication:
@@ -15,7 +17,7 @@ class Communication:
 
     _runtime: Runtime
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Return the tensors of all ranks, joined on dimension 0.
 
         Args:
@@ -27,6 +29,12 @@ class Communication:
         """
         return gather(tensor)
 
+    @overload
+    def gather_for_metrics(self, input_data: list[T], use_gather_object: bool = False) -> list[T]: ...
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+    @overload
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any: ...
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the samples of all ranks without the duplicates that filled the last batch.
 
@@ -46,7 +54,7 @@ class Communication:
             return last_samples(input_data, self._runtime.gradient_state.active_dataloader)
         return gather_samples(input_data, self._runtime.gradient_state.active_dataloader, use_gather_object)
 
-    def weighted_mean(self, value: Any, weight: Any) -> Any:
+    def weighted_mean(self, value: T, weight: Any) -> T:
         """Return the mean over all ranks of values that are means themselves, or whatever has a weight.
 
         `weighted_mean(loss, len(labels))` is the loss over all samples, however unevenly ranks have them. For
@@ -69,12 +77,7 @@ class Communication:
         """
         return mean_over_ranks(value, weight)
 
-    def reduce(
-        self,
-        tensor: Any,
-        reduction: Literal["sum", "mean", "max", "min", "none"] = "sum",
-        scale: float = 1.0,
-    ) -> Any:
+    def reduce(self, tensor: T, reduction: ReductionName = "sum", scale: float = 1.0) -> T:
         """Return tensors combined over all ranks, element by element.
 
         Args:
@@ -84,9 +87,7 @@ class Communication:
         """
         return reduce(tensor, reduction, scale)
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Return tensors padded to the largest size that any rank has, so that they can be gathered.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,8 +20,16 @@ from accelerate.accelerator.runtime import build_runtime
 from accelerate.accelerator.stopping import Stopping
 from accelerate.accelerator.tracking import Tracking
 from accelerate.base import environ
-from accelerate.base.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
-from accelerate.base.errors import PreparationError, wrong_value
+from accelerate.base.enums import (
+    DynamoBackend,
+    DynamoName,
+    LoggerType,
+    PrecisionName,
+    PrecisionType,
+    RNGName,
+    RNGType,
+)
+from accelerate.base.errors import wrong_value
 from accelerate.base.system import check_os_kernel
 from accelerate.data_loader import skip_first_batches
 from accelerate.devices.memory import release_memory
@@ -41,12 +49,22 @@ from accelerate.plugins.training import (
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state.processes import ProcessControl
 from accelerate.strategies.axes.context import ContextParallel, drop_masks, not_prepared, whole_sequences
-from accelerate.strategies.base import refuse_split_model
 from accelerate.strategies.bundle import Bundle, is_prepared, mark_prepared
 from accelerate.tracking.base import GeneralTracker
 from accelerate.tracking.registry import filter_trackers
 
 logger = get_logger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+Placement = Sequence[bool | None] | None
 
 
 class Accelerator(
@@ -99,7 +117,7 @@ class Accelerator(
         self,
         device_placement: bool = True,
         split_batches: bool = _UNSET,  # type: ignore[assignment]
-        mixed_precision: PrecisionType | str | None = None,
+        mixed_precision: PrecisionType | PrecisionName | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -107,14 +125,14 @@ class Accelerator(
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
-        rng_types: list[str | RNGType] | None = None,
+        rng_types: Sequence[RNGName | RNGType] | None = None,
         log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: StepPolicy = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
-        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_backend: DynamoBackend | DynamoName | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
@@ -192,7 +210,41 @@ class Accelerator(
 
     # Prepare
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    @overload
+    def prepare(self, a: A, /, *, device_placement: Placement = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: Placement = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placement = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, /, *, device_placement: Placement = None
+    ) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: Placement = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, /, *, device_placement: Placement = None
+    ) -> tuple[A, B, C, D, E, F]: ...
+    @overload
+    def prepare(
+        self,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
+        e: Any,
+        f: Any,
+        g: Any,
+        /,
+        *others: Any,
+        device_placement: Placement = None,
+    ) -> tuple[Any, ...]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: Placement = None) -> Any: ...
+    def prepare(self, *args: Any, device_placement: Placement = None) -> Any:
         """Return models, optimizers, schedulers and loaders made ready for this run; call it on all ranks.
 
         Args:
@@ -200,7 +252,8 @@ class Accelerator(
             device_placement: for each object whether it is moved to the device; `None` leaves it to the run.
 
         Returns:
-            The objects in the order given; one object in, that object out.
+            The objects in the order given; one object in, that object out. For type checkers each keeps its
+            type; what wraps it passes on its attributes.
 
         Raises:
             PreparationError: if an object cannot be trained in this run.
@@ -228,8 +281,8 @@ class Accelerator(
         return args
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+        self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Model:
         """Return `model` on its device, in the number format and wrapper of the run.
 
         Args:
@@ -239,7 +292,7 @@ class Accelerator(
         """
         for known in self._models:
             if model is known or model is self.unwrap_model(known):
-                return known
+                return known  # type: ignore[return-value]
         self._runtime.strategy.check_model(model)
         place = self.device_placement if device_placement is None else device_placement
         prepared = mark_prepared(
@@ -248,7 +301,7 @@ class Accelerator(
             )
         )
         self._models.append(prepared)
-        return prepared
+        return prepared  # type: ignore[return-value]
 
     def _shard_model(self, model: nn.Module) -> nn.Module:
         from accelerate import accelerator as public
@@ -257,10 +310,10 @@ class Accelerator(
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: Loader,
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
-    ) -> DataLoader[Any]:
+    ) -> Loader:
         """Return a loader that gives this process its share of the batches, on its device.
 
         Args:
@@ -274,12 +327,12 @@ class Accelerator(
         if is_prepared(data_loader):
             self._remember(self._dataloaders, data_loader)
             return data_loader
-        data_loader = self._runtime.strategy.adapt_loader(data_loader)
+        adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
         place = self.device_placement if device_placement is None else device_placement
-        loader: DataLoader[Any] = mark_prepared(
+        loader: Any = mark_prepared(
             public.prepare_data_loader(
-                data_loader,
+                adapted,
                 self.device,
                 num_processes=self.num_processes,
                 process_index=self.process_index,
@@ -297,11 +350,9 @@ class Accelerator(
             )
         )
         self._dataloaders.append(loader)
-        return loader
+        return loader  # type: ignore[no-any-return]
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Return `optimizer` in a wrapper that steps when gradients are complete.
 
         Args:
@@ -315,9 +366,9 @@ class Accelerator(
         prepared = self._runtime.strategy.prepare_optimizer(optimizer, place=place)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.adopt(self._optimizers)
-        return prepared
+        return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: A) -> A:
         """Return `scheduler` in a wrapper that follows the steps of its optimizer.
 
         Args:
@@ -333,7 +384,7 @@ class Accelerator(
             split_batches=self.split_batches,
         )
         self._schedulers.append(prepared)
-        return prepared
+        return prepared  # type: ignore[return-value]  # it passes on what `scheduler` has
 
     @staticmethod
     def _remember(objects: list[Any], obj: Any) -> None:
@@ -346,8 +397,8 @@ class Accelerator(
         return owners or list(self._optimizers)
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Model:
         """Return the user's module out of a prepared one; the very object when nothing wraps it.
 
         Args:
@@ -355,26 +406,13 @@ class Accelerator(
             keep_fp32_wrapper: keep the forward that runs under autocast and returns float32.
             keep_torch_compile: keep the compiled module around it.
         """
-        return self._runtime.strategy.unwrap(
+        return self._runtime.strategy.unwrap(  # type: ignore[return-value]
             model, keep_fp32=keep_fp32_wrapper, keep_compiled=keep_torch_compile
         )
 
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a device map has put `model` on several devices, which several processes cannot train.
-
-        Args:
-            model: a module, maybe with `hf_device_map`.
-        """
-        try:
-            for module in model.modules():
-                refuse_split_model(module, "")
-        except PreparationError:
-            return True
-        return False
-
     # Data
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dl: A, model: nn.Module) -> A:
         """Return a loader that gives each process its part of sequences; the very one where they are whole.
 
         Loaders that come with their model in one `prepare` call need no such call.
@@ -383,30 +421,20 @@ class Accelerator(
             dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
             model: the prepared model.
         """
-        return self._runtime.strategy.share_sequences(dl, model)
+        return self._runtime.strategy.share_sequences(dl, model)  # type: ignore[no-any-return]
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
 
         Args:
             dataloader: a prepared loader.
             num_batches: batches of this process to leave out.
         """
-        rest: DataLoader[Any] = skip_first_batches(dataloader, num_batches)
-        return rest
+        return skip_first_batches(dataloader, num_batches)
 
-    # State and end
+    # End
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state of a prepared model; call it on all ranks.
-
-        Args:
-            model: a prepared module.
-            unwrap: names without the prefixes of wrappers.
-        """
-        return self._runtime.strategy.state_dict(model, unwrap=unwrap)
-
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects, collect garbage and empty the device's cache.
 
         Args:
@@ -419,10 +447,9 @@ class Accelerator(
         self._runtime.strategy.release()
         self._runtime.weigh_evenly()
         self.step = 0
-        released: list[None] = release_memory(*objects)
-        return released
+        return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> list[None]:
+    def clear(self, *objects: Any) -> list[Any]:
         """Do what `free_memory` does."""
         return self.free_memory(*objects)
 

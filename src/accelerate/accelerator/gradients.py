@@ -201,7 +201,7 @@ class Gradients:
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients so that their joint norm is at most `max_norm`; call it on all ranks, before
         `step`.
 
@@ -211,7 +211,8 @@ class Gradients:
             norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping, a 0-d tensor.
+            The norm before clipping, a 0-d tensor; NaN where an engine (DeepSpeed, Megatron-LM) clips and has
+            taken no step yet.
         """
         strategy = self._runtime.strategy
         if strategy.precision.scaler is None:
@@ -223,7 +224,7 @@ class Gradients:
         # Gradients that still add up must stay scaled: the bound is scaled instead.
         scale = strategy.precision.gradient_scale()
         norm = strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
-        return None if norm is None else norm / scale
+        return norm / scale
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`, before `step`.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.enums import DistributedType, FP8BackendType
+from accelerate.base.enums import DistributedType, FP8BackendType, PrecisionName, PrecisionType
+from accelerate.base.errors import PreparationError
+from accelerate.strategies.base import refuse_split_model
 
 
 class Introspection:
@@ -51,7 +54,7 @@ class Introspection:
         return self.use_distributed and self.device.type != "cpu"
 
     @property
-    def mixed_precision(self) -> str:
+    def mixed_precision(self) -> PrecisionType | PrecisionName:
         """Name of the number format: "no", "fp16", "bf16" or "fp8"."""
         return self._runtime.state.mixed_precision
 
@@ -138,6 +141,19 @@ class Introspection:
     def should_save_model(self) -> bool:
         """Whether this process writes the model: the first one of its data-parallel replicas."""
         return self.process_index == 0
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a device map has put `model` on several devices, which several processes cannot train.
+
+        Args:
+            model: a module, maybe with `hf_device_map`.
+        """
+        try:
+            for module in model.modules():
+                refuse_split_model(module, "")
+        except PreparationError:
+            return True
+        return False
 
     @property
     def split_batches(self) -> bool:

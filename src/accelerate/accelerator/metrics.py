@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from accelerate.ops.collectives import gather, gather_object, gather_valid, gath
 from accelerate.ops.dtensors import whole_tensors
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 _Counts = tuple[int, ...]
 
@@ -59,7 +61,7 @@ def last_samples(data: Any, loader: Any) -> Any:
     return recursively_apply(lambda leaf: leaf[:real] if _has_rows(leaf, full) else leaf, data)
 
 
-def mean_over_ranks(value: Any, weight: Any) -> Any:
+def mean_over_ranks(value: T, weight: Any) -> T:
     """Average over all ranks, each value as heavy as its weight.
 
     Args:
@@ -78,7 +80,8 @@ def mean_over_ranks(value: Any, weight: Any) -> Any:
 
     recursively_apply(weigh, value, error_on_other_type=True)
     sums: Iterator[torch.Tensor] = iter(reduce(weighed, "sum"))
-    return recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
+    means: T = recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
+    return means
 
 
 def _counts_of(loader: Any) -> _Counts | None:

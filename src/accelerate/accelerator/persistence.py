@@ -216,6 +216,15 @@ class Persistence:
 
     # Models and objects
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state of a prepared model; call it on all ranks.
+
+        Args:
+            model: a prepared module.
+            unwrap: names without the prefixes of wrappers.
+        """
+        return self._runtime.strategy.state_dict(model, unwrap=unwrap)
+
     def save_model(
         self,
         model: nn.Module,

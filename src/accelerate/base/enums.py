@@ -1,11 +1,12 @@
 """Every enumeration users pass or compare.
 
 Members that mix in `str` equal their plain string; compare with `==`, because other libraries assign
-plain strings.
+plain strings. Where plain strings are accepted too, a `Literal` below the enumeration lists them for type
+checkers.
 """
 
 from enum import Enum, EnumMeta
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 
 class EnumWithContains(EnumMeta):
@@ -95,6 +96,42 @@ class DynamoBackend(str, BaseEnum):
     NEURON = "NEURON"
 
 
+DynamoName: TypeAlias = Literal[
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "tvm",
+    "hpu_backend",
+    "neuron",
+    "NO",
+    "EAGER",
+    "AOT_EAGER",
+    "INDUCTOR",
+    "AOT_TS_NVFUSER",
+    "NVPRIMS_NVFUSER",
+    "CUDAGRAPHS",
+    "OFI",
+    "FX2TRT",
+    "ONNXRT",
+    "TENSORRT",
+    "AOT_TORCHXLA_TRACE_ONCE",
+    "TORCHXLA_TRACE_ONCE",
+    "TVM",
+    "HPU_BACKEND",
+    "NEURON",
+]
+
+
 class LoggerType(BaseEnum):
     """Which experiment tracker."""
 
@@ -119,6 +156,9 @@ class PrecisionType(str, BaseEnum):
     BF16 = "bf16"
 
 
+PrecisionName: TypeAlias = Literal["no", "fp8", "fp16", "bf16"]
+
+
 class RNGType(BaseEnum):
     """A random generator that processes can synchronise."""
 
@@ -133,6 +173,11 @@ class RNGType(BaseEnum):
     HPU = "hpu"
     NEURON = "neuron"
     GENERATOR = "generator"
+
+
+RNGName: TypeAlias = Literal[
+    "torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu", "neuron", "generator"
+]
 
 
 class CustomDtype(Enum):
@@ -151,3 +196,6 @@ class DDPCommunicationHookType(BaseEnum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+CommunicationHookName: TypeAlias = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
+Model = TypeVar("Model", bound=nn.Module)
+
 METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dispatch_model(
-    model: nn.Module,
+    model: Model,
     device_map: Mapping[str, Any],
     main_device: Device | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
@@ -42,7 +44,7 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
-) -> nn.Module:
+) -> Model:
     """Put each module of a model where a device map says, so that the model can be called as before.
 
     Modules on accelerators compute there, and inputs follow them. Those on the "cpu", where there are
@@ -108,12 +110,12 @@ def dispatch_model(
 
 
 def cpu_offload(
-    model: nn.Module,
+    model: Model,
     execution_device: Device | None = None,
     offload_buffers: bool = False,
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
-) -> nn.Module:
+) -> Model:
     """Keep all weights of a model on the CPU; those of each block come for its forward.
 
     Args:
@@ -134,10 +136,10 @@ def cpu_offload(
 
 
 def cpu_offload_with_hook(
-    model: nn.Module,
+    model: Model,
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+) -> tuple[Model, UserCpuOffloadHook]:
     """Keep a whole model on the CPU until it is called; it then stays on the device that computes.
 
     Args:
@@ -153,12 +155,12 @@ def cpu_offload_with_hook(
 
 
 def disk_offload(
-    model: nn.Module,
+    model: Model,
     offload_dir: Folder,
     execution_device: Device | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
-) -> nn.Module:
+) -> Model:
     """Keep all weights of a model in files; those of each block come for its forward.
 
     Args:
@@ -183,7 +185,7 @@ def disk_offload(
 
 
 def load_checkpoint_and_dispatch(
-    model: nn.Module,
+    model: Model,
     checkpoint: Folder,
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Memory | None = None,
@@ -198,7 +200,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
-) -> nn.Module:
+) -> Model:
     """Fill a model from files, each module right where it belongs; it may lie on the meta device.
 
     Weights that go to the "disk" are left in the files of safetensors that they are in, and mapped from them.

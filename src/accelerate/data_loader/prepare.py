@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -19,6 +19,8 @@ from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
 
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+
 
 def get_sampler(dataloader: Any) -> Any:
     """The sampler that orders a loader's indices; None where it has none.
@@ -30,7 +32,7 @@ def get_sampler(dataloader: Any) -> Any:
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: Loader,
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
@@ -45,7 +47,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
-) -> DataLoader[Any]:
+) -> Loader:
     """Make a loader that gives each process its share, on its device; called on all ranks.
 
     Args:

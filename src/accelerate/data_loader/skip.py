@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -13,6 +13,8 @@ from accelerate.data_loader.late import skipping, start_late, variant_of
 from accelerate.data_loader.reading import give
 from accelerate.data_loader.shard import DataLoaderShard
 from accelerate.state import GradientState
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -53,7 +55,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return len(self.dataset)  # type: ignore[arg-type]
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
     """A loader like this one that starts `num_batches` batches late, at each of its passes.
 
     Map-style data is passed over by its indices, without reading a sample; iterable data has to be read. The
@@ -73,12 +75,17 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         raise wrong_value(
             "num_batches", num_batches, "batches that were never read cannot be put back", "use 0 or more"
         )
-    inner = getattr(dataloader, "dataloader", None)
+    rest: Any = _late_start(dataloader, num_batches)
+    return rest  # type: ignore[no-any-return]
+
+
+def _late_start(loader: Any, skipped: int) -> Any:
+    inner = getattr(loader, "dataloader", None)
     if isinstance(inner, DataLoaderShard):  # a loader around a prepared one, as on XLA devices
-        return type(dataloader)(skip_first_batches(inner, num_batches), dataloader.target)
-    if not isinstance(dataloader, DataLoaderAdapter):
-        return _late_start_of_plain(dataloader, num_batches)
-    return start_late(dataloader, num_batches)
+        return type(loader)(_late_start(inner, skipped), loader.target)
+    if not isinstance(loader, DataLoaderAdapter):
+        return _late_start_of_plain(loader, skipped)
+    return start_late(loader, skipped)
 
 
 def _late_start_of_plain(loader: DataLoader[Any], skipped: int) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     detect().empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: Any) -> list[Any]:
     """Drop references and free what they held: `model, optimizer = release_memory(model, optimizer)`.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -41,6 +41,22 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     return isinstance(exception, RuntimeError) and any(sign in text for sign in _SIGNS)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], R],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[P, R]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+Model = TypeVar("Model", bound=nn.Module)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 HOOK = "_hf_hook"
 """Attribute of a module that holds its hook."""
@@ -106,7 +108,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> Model:
     """Let a hook run around the forward of a module, from now on.
 
     Args:
@@ -122,7 +124,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module)
         hook = SequentialHook(before, hook)  # type: ignore[arg-type]
     old = module._old_forward if hasattr(module, FORWARD) else module.forward
-    module = hook.init_hook(module)
+    module = hook.init_hook(module)  # type: ignore[assignment]  # most hooks return the very module
     setattr(module, HOOK, hook)
     setattr(module, FORWARD, old)
     # A partial object, unlike a function made here, is copied and pickled with its module.
@@ -145,7 +147,7 @@ def add_spare_hook(module: nn.Module, hook: ModelHook) -> None:
     module.forward = functools.update_wrapper(around, old)
 
 
-def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+def remove_hook_from_module(module: Model, recurse: bool = False) -> Model:
     """Take the hook off a module, and give it its own forward back.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base.enums import DistributedType, PrecisionType
+from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
 from accelerate.base.environ import parse_flag_from_env, patch_environment
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.devices import catalogue
@@ -40,7 +40,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
-    mixed_precision: str = "no",
+    mixed_precision: PrecisionName = "no",
     use_port: str | int = "29500",
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,

@@ -7,14 +7,15 @@ transport may wrap another one (a check, a record of calls): it gives the same c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
 from accelerate.base.errors import wrong_value
 from accelerate.ops.head import Head
 
-REDUCTIONS = ("sum", "mean", "max", "min")
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
+REDUCTIONS = get_args(Reduction)
 
 
 class Transport:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from accelerate.nested import recursively_apply
 
+T = TypeVar("T")
+
 _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: T) -> T:
     """Turn half-precision tensors into float32.
 
     Args:
@@ -23,9 +25,10 @@ def convert_to_fp32(tensor: Any) -> Any:
     Returns:
         The same nesting; a bare tensor that is no half is the very one given.
     """
-    if isinstance(tensor, Tensor):
-        return tensor.float() if tensor.dtype in _HALF_DTYPES else tensor
-    return recursively_apply(Tensor.float, tensor, test_type=_is_half)
+    if isinstance(tensor, Tensor) and tensor.dtype not in _HALF_DTYPES:
+        return tensor
+    converted: T = recursively_apply(Tensor.float, tensor, test_type=_is_half)
+    return converted
 
 
 class ConvertOutputsToFp32:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
-from accelerate.ops.base import REDUCTIONS, Transport
+from accelerate.ops.base import Reduction, Transport
 from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
 from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
 from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
@@ -22,11 +22,14 @@ from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
 from accelerate.state import PartialState, process_group
 
-_REDUCTIONS = (*REDUCTIONS, "none")
+T = TypeVar("T")
+
+ReductionName: TypeAlias = Literal[Reduction, "none"]
+_REDUCTIONS = get_args(ReductionName)
 
 
 @operation
-def gather(tensor: Any) -> Any:
+def gather(tensor: T) -> T:
     """Join the tensors of all processes along their first dimension.
 
     Args:
@@ -43,9 +46,14 @@ def gather(tensor: Any) -> Any:
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    return gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))
+    joined: T = gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))
+    return joined
 
 
+@overload
+def gather_object(object: list[T]) -> list[T]: ...
+@overload
+def gather_object(object: Any) -> Any: ...
 @operation
 def gather_object(object: Any) -> Any:
     """Collect picklable objects of all processes.
@@ -67,7 +75,7 @@ def gather_object(object: Any) -> Any:
 
 
 @operation
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Give every process the tensors of one of them.
 
     Args:
@@ -86,11 +94,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     source = _known_rank(from_process, transport)
     call = Call(f"{PUBLIC_MODULE}.broadcast", f"from_process={source}", tensor)
-    return broadcast_packed(tensor, source, transport, call)
+    arrived: T = broadcast_packed(tensor, source, transport, call)
+    return arrived
 
 
 @operation
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[T], from_process: int = 0) -> list[T]:
     """Give every process the objects in the list of one of them.
 
     Args:
@@ -112,7 +121,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 @operation
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> T:
     """Combine the tensors of all processes element by element.
 
     Args:
@@ -136,10 +145,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction in ("max", "min"):
         recursively_apply(_refuse_complex, tensor, reduction)
     transport = current_transport()
+    combined: T = tensor
     if reduction != "none" and transport.size > 1:
         call = Call(f"{PUBLIC_MODULE}.reduce", f"reduction={reduction!r}", tensor)
-        return reduce_packed(tensor, reduction, scale, transport, call)
-    return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+        combined = reduce_packed(tensor, reduction, scale, transport, call)
+    elif scale != 1.0:
+        combined = recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+    return combined
 
 
 @operation
@@ -193,7 +205,7 @@ def gather_valid(data: Any, counts: Sequence[int]) -> Any:
 
 
 @operation
-def gather_valid_objects(items: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
     """Gather lists with one object for each sample and keep the first ones of each process only.
 
     Args:

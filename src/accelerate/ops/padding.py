@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, outlin
 # Stands in the table of sizes for a tensor that is left alone.
 _LEFT_ALONE = -1
 
+T = TypeVar("T")
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A `torch.nested` tensor was given to be padded; it comes back as it is."""
 
 
 @chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Bring the tensors of all processes to the same length in one dimension.
 
     Called on all ranks. All sizes travel in one collective, whatever the nesting.
@@ -55,12 +57,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     call = Call(f"{PUBLIC_MODULE}.pad_across_processes", f"dim={dim}", tensor)
     table = share_numbers(sizes, transport, call, outline(tensor, Tensor.dim))
     longest = iter([max(column) for column in zip(*table, strict=True)])
-    return recursively_apply(
+    padded: T = recursively_apply(
         lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first), tensor, error_on_other_type=True
     )
+    return padded
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
     """Repeat the last sample until the batch divides among the processes. Purely local.
 
     Args:
@@ -75,7 +78,8 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     missing = -batch_size % num_processes
     if missing == 0 or batch_size == 0:
         return tensor
-    return recursively_apply(_repeat_last, tensor, batch_size, missing, dim)
+    padded: T = recursively_apply(_repeat_last, tensor, batch_size, missing, dim)
+    return padded
 
 
 def _can_pad(tensor: Tensor, dim: int) -> bool:

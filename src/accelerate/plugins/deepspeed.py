@@ -16,6 +16,7 @@ from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConf
 from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
 from accelerate.settings import deepspeed_checks as checks
 from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, refuse_all
+from accelerate.settings.sections.deepspeed import OffloadDevice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,8 +78,8 @@ class DeepSpeedPlugin:
     gradient_clipping: Any = None
     zero_stage: Any = None
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
+    offload_optimizer_device: OffloadDevice | None = None
+    offload_param_device: OffloadDevice | None = None
     offload_optimizer_nvme_path: str | None = None
     offload_param_nvme_path: str | None = None
     zero3_init_flag: bool | None = None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base import environ
-from accelerate.base.constants import TORCH_DYNAMO_MODES
-from accelerate.base.enums import DynamoBackend
+from accelerate.base.enums import DynamoBackend, DynamoName
 from accelerate.plugins.checks import member, one_of
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.settings.sections.dynamo import DynamoSection
@@ -23,7 +22,7 @@ _OPTIONS = {
 _OTHERWISE = {"backend": "no", "mode": "default", "fullgraph": False, "use_regional_compilation": False}
 # A flag of the launcher has always been spelled this way.
 _SPELLINGS = {"TORHCHXLA_TRACE_ONCE": "TORCHXLA_TRACE_ONCE"}
-_MODES = (*TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs")
+DynamoMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _TORCH_DEFAULTS: dict[str, Any] = {
     "mode": "default",
     "fullgraph": False,
@@ -54,8 +53,8 @@ class TorchDynamoPlugin(KwargsHandler):
         ConfigurationError: an unknown backend or mode.
     """
 
-    backend: DynamoBackend | str | None = None
-    mode: str | None = None
+    backend: DynamoBackend | DynamoName | None = None
+    mode: DynamoMode | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Any = None
@@ -68,7 +67,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.fill(_OTHERWISE)
         spelled = str(self.backend).upper()
         self.backend = member("dynamo backend", _SPELLINGS.get(spelled, spelled), DynamoBackend)
-        one_of("dynamo mode", self.mode, _MODES)
+        one_of("dynamo mode", self.mode, get_args(DynamoMode))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, the backend as torch spells it."""

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base.enums import DDPCommunicationHookType
+from accelerate.base.enums import CommunicationHookName, DDPCommunicationHookType
 from accelerate.base.errors import wrong_value
 from accelerate.plugins.checks import at_least, member
 
@@ -161,8 +161,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: DDPCommunicationHookType = _NO_HOOK
-    comm_wrapper: DDPCommunicationHookType = _NO_HOOK
+    comm_hook: DDPCommunicationHookType | CommunicationHookName = _NO_HOOK
+    comm_wrapper: DDPCommunicationHookType | Literal["no", "fp16", "bf16"] = _NO_HOOK
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -202,8 +202,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_hook == _NO_HOOK:
             self._warn_without_hook()
             return
-        chosen = comm_hooks.HOOKS[self.comm_hook]
-        wrap = comm_hooks.WRAPPERS[self.comm_wrapper]
+        chosen = comm_hooks.HOOKS[DDPCommunicationHookType(self.comm_hook)]
+        wrap = comm_hooks.WRAPPERS[DDPCommunicationHookType(self.comm_wrapper)]
         model.register_comm_hook(chosen.state(self.comm_state_option), wrap(chosen.function))
 
     def _warn_without_hook(self) -> None:

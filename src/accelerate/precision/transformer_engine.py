@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import update_wrapper
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from accelerate.base.packages import require
 from accelerate.plugins.fp8 import TERecipeKwargs
 from accelerate.plugins.handlers import AutocastKwargs
 from accelerate.precision.amp import AutocastForward, MixedPrecision
+
+Model = TypeVar("Model", bound=nn.Module)
 
 TILE = 16
 """FP8 kernels take sizes that are multiples of this."""
@@ -84,7 +86,7 @@ def contextual_fp8_autocast(
     return update_wrapper(forward, model_forward)
 
 
-def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
+def apply_fp8_autowrap(model: Model, fp8_recipe_handler: TERecipeKwargs | None) -> Model:
     """Let the forward of a model run under the FP8 autocast of Transformer Engine.
 
     Args:

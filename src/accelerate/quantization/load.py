@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -30,9 +30,11 @@ from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
 from accelerate.weights.placement import place_of, resolve_device, set_module_tensor_to_device
 from accelerate.weights.tied import find_tied_parameters, retie_parameters
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def load_and_quantize_model(
-    model: nn.Module,
+    model: Model,
     bnb_quantization_config: BnbQuantizationConfig,
     weights_location: Folder | None = None,
     device_map: str | Mapping[str, Any] | None = None,
@@ -40,7 +42,7 @@ def load_and_quantize_model(
     max_memory: Memory | None = None,
     offload_folder: Folder | None = None,
     offload_state_dict: bool = False,
-) -> nn.Module:
+) -> Model:
     """Let bitsandbytes compute the linear layers of a model in 8 or 4 bits, and bring it to its devices.
 
     A model on the meta device is filled from files, weight by weight; one that has its weights is quantized

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from accelerate.base import environ
-from accelerate.base.enums import DistributedType, PrecisionType
+from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
 from accelerate.base.environ import current, parse_flag_from_env
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices import catalogue
@@ -70,11 +70,11 @@ class AcceleratorState(SharedState, ProcessControl):
     parallelism_config: Any
     device_mesh: Any
     dynamo_plugin: Any
-    _mixed_precision: str
+    _mixed_precision: PrecisionType | PrecisionName
 
     def __init__(
         self,
-        mixed_precision: str | None = None,
+        mixed_precision: PrecisionType | PrecisionName | None = None,
         cpu: bool = False,
         dynamo_plugin: Any = None,
         deepspeed_plugin: Any = None,
@@ -112,7 +112,9 @@ class AcceleratorState(SharedState, ProcessControl):
         if partial.device_backend == catalogue.XLA and asked == PrecisionType.BF16:
             self.downcast_bfloat = _publish_xla_bf16()
 
-    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+    def _check_initialized(
+        self, mixed_precision: PrecisionType | PrecisionName | None = None, cpu: bool | None = None
+    ) -> None:
         """Refuse what the run cannot change any more.
 
         Raises:
@@ -129,12 +131,12 @@ class AcceleratorState(SharedState, ProcessControl):
             raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
     @property
-    def mixed_precision(self) -> str:
+    def mixed_precision(self) -> PrecisionType | PrecisionName:
         """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
         if self.distributed_type != DistributedType.DEEPSPEED:
             return self._mixed_precision
         config = self.deepspeed_plugin.deepspeed_config
-        formats = ("fp16", "bf16")
+        formats: tuple[PrecisionName, ...] = ("fp16", "bf16")
         return next((name for name in formats if config.get(name, {}).get("enabled") is True), "no")
 
     @property
@@ -260,7 +262,9 @@ def deepspeed_required(func: Function) -> Function:
     return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps
 
 
-def _precision_asked_for(mixed_precision: str | None) -> str:
+def _precision_asked_for(
+    mixed_precision: PrecisionType | PrecisionName | None,
+) -> PrecisionType | PrecisionName:
     """Return the number format, from the argument or else the environment.
 
     Raises:
@@ -278,7 +282,7 @@ def _precision_asked_for(mixed_precision: str | None) -> str:
     if asked not in PrecisionType:
         formats = ", ".join(PrecisionType.list())
         raise wrong_value(source, value, "no such number format", f"choose one of {formats}")
-    return asked
+    return cast("PrecisionName", asked)
 
 
 def _check_hardware(mixed_precision: str, backend: DeviceBackend) -> None:

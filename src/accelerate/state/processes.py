@@ -16,6 +16,7 @@ from accelerate.state.splitting import share_of
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class ProcessControl:
             process_group.wait_for_everyone(self.device)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
         """Give this process its share of inputs that every process holds; nothing travels.
 
         Args:

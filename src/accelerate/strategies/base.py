@@ -300,7 +300,7 @@ class Strategy:
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients so that their joint norm is at most `max_norm`; return the norm they had."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.base.enums import RNGType
+from accelerate.base.enums import PrecisionName, PrecisionType, RNGName, RNGType
 from accelerate.devices.backend import DeviceBackend
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
@@ -62,11 +62,11 @@ class RunRequest:
         notes: what the user should know about how the request came about, one line each.
     """
 
-    mixed_precision: str | None = None
+    mixed_precision: PrecisionType | PrecisionName | None = None
     cpu: bool = False
     device_placement: bool = True
     step_scheduler_with_optimizer: StepPolicy = True
-    rng_types: Sequence[str | RNGType] | None = None
+    rng_types: Sequence[RNGName | RNGType] | None = None
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)

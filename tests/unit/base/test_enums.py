@@ -1,8 +1,11 @@
 """The enumerations: their values are read from files, flags and other libraries."""
 
+from typing import get_args
+
 import pytest
 
 from accelerate.base import enums
+from accelerate.plugins.dynamo import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize("kind", [enums.PrecisionType, enums.DynamoBackend, enums.LoggerType, enums.RNGType])
@@ -30,6 +33,25 @@ def test_string_enums_equal_their_plain_string(kind):
         assert member == member.value
         assert kind(member.value) is member
         assert member in {member.value}
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (enums.PrecisionName, enums.PrecisionType),
+        (enums.RNGName, enums.RNGType),
+        (enums.CommunicationHookName, enums.DDPCommunicationHookType),
+    ],
+)
+def test_type_checkers_know_the_values_of_an_enumeration(names, kind):
+    assert set(get_args(names)) == {member.value for member in kind}
+
+
+def test_type_checkers_know_the_names_of_compilers_in_small_and_large_letters():
+    names = [member.value for member in enums.DynamoBackend]
+    assert set(get_args(enums.DynamoName)) == {*names, *(name.lower() for name in names)}
+    for name in get_args(enums.DynamoName):
+        assert TorchDynamoPlugin(backend=name).backend == name.upper()
 
 
 def test_distributed_type_names_are_its_values():

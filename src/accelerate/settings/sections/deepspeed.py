@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.settings.option import Section, option
 from accelerate.settings.spelling import unless_empty, unless_empty_lower
 
-DEVICES = ("none", "cpu", "nvme")
+OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
+DEVICES = get_args(OffloadDevice)
 
 
 def _without_own_file(answers: Mapping[str, Any]) -> bool:

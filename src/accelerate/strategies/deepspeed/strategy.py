@@ -233,7 +233,7 @@ class DeepSpeed(Strategy):
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Take the step with clipped gradients, and return the norm they had; see `clip` of the engine."""
         if len(self.engines) == 1:
             return self.engines[0].clip(max_norm, norm_type)

@@ -72,7 +72,7 @@ class DeepSpeedEngineWrapper:
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Take the step that is owed with gradients whose norm is at most `max_norm`.
 
         DeepSpeed clips while it steps. A norm in its configuration counts instead of `max_norm`.
@@ -82,7 +82,7 @@ class DeepSpeedEngineWrapper:
             norm_type: the p of the p-norm; DeepSpeed knows 2.
 
         Returns:
-            The norm before clipping, 0-d; None where no step has been taken yet.
+            The norm before clipping, 0-d; NaN where no step has been taken yet.
         """
         if float(norm_type) != 2.0:
             raise wrong_value("norm_type", norm_type, "DeepSpeed clips by the 2-norm", "Leave it at 2")
@@ -92,7 +92,7 @@ class DeepSpeedEngineWrapper:
                 return self._clip_here()
             self.finish_step()
         norm = self.get_global_grad_norm()
-        return None if norm is None else torch.tensor(float(norm))
+        return torch.tensor(math.nan if norm is None else float(norm))
 
     def _set_limit(self, asked: float) -> None:
         configured = float(self.engine.config.get("gradient_clipping") or 0.0)

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from accelerate.strategies.fsdp.units import choose_units, kept_in_float32, spli
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Model = TypeVar("Model", bound=nn.Module)
+
 logger = get_logger(__name__)
 
 
@@ -42,7 +44,7 @@ class ShardingRun(Protocol):
     def torch_device_mesh(self) -> Any: ...
 
 
-def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: ShardingRun, model: Model) -> Model:
     """Shard a model in place with FSDP 2; called on all ranks.
 
     Args:
@@ -59,7 +61,7 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: nn.Module) -> nn.Module
 
     from accelerate.strategies.axes.layers import split_layers
 
-    if isinstance(model, FSDPModule):
+    if issubclass(type(model), FSDPModule):  # the class that torch gave it
         return model
     plugin = accelerator.state.fsdp_plugin
     if accelerator.mixed_precision != "no":
@@ -183,7 +185,7 @@ def warn_about_ignored(model: nn.Module, ignored: set[nn.Parameter]) -> None:
         )
 
 
-def fsdp2_apply_ac(accelerator: ShardingRun, model: nn.Module) -> nn.Module:
+def fsdp2_apply_ac(accelerator: ShardingRun, model: Model) -> Model:
     """Let the units of a model recompute their activations in backward, in place.
 
     Args:

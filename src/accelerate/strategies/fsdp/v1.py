@@ -174,7 +174,7 @@ class FullySharded(Sharded):
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients by their norm over all ranks; return it."""
         parameters = clipping.listed(parameters)
         norm = clipping.measure(parameters, norm_type, self.context.device, self._spread)

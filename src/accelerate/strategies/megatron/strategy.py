@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -147,8 +148,8 @@ class MegatronLM(Strategy):
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
-        """Return the norm of the last step, in which gradients were clipped as the plugin says."""
+    ) -> torch.Tensor:
+        """Return the norm of the last step, clipped as the plugin says; NaN before the first one."""
         limit = self.plugin.gradient_clipping
         if max_norm != limit:
             logger.warning_once(
@@ -156,7 +157,7 @@ class MegatronLM(Strategy):
                 f"max_norm={max_norm} has no effect."
             )
         norm = self._engine().grad_norm
-        return None if norm is None else torch.as_tensor(norm)
+        return torch.tensor(math.nan) if norm is None else torch.as_tensor(norm)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Refuse: gradients are gone when a step is done."""

@@ -84,7 +84,7 @@ class XlaReplicas(Strategy):
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients, averaged before, so that their joint norm is at most `max_norm`."""
         return super().clip_grad_norm(self._averaged(parameters), max_norm, norm_type)
 

@@ -96,7 +96,7 @@ class XlaFullySharded(XlaReplicas):
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients, which lie in parts, so that their joint norm is at most `max_norm`."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in listed}

@@ -85,8 +85,8 @@ def check_random_numbers(accelerator: Accelerator) -> None:
     drawn = gather(torch.rand(1).to(accelerator.device))
     expect(bool((drawn == drawn[0]).all()), f"after synchronisation the processes draw {drawn.tolist()}")
     set_seed(7, device_specific=True)
-    drawn = gather(torch.rand(1).to(accelerator.device)).tolist()
-    expect(len(set(drawn)) == accelerator.num_processes, f"with device_specific seeds they draw {drawn}")
+    numbers = gather(torch.rand(1).to(accelerator.device)).tolist()
+    expect(len(set(numbers)) == accelerator.num_processes, f"with device_specific seeds they draw {numbers}")
 
 
 def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> None:

@@ -1,0 +1,58 @@
+"""Type checkers accept what users write, and know the types of results: mypy and pyright, without a cast."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = [str(HERE / name) for name in ("typical_script.py", "kept_types.py")]
+FLOOR = "3.10"
+CHECKERS = pytest.mark.parametrize("checker", ["mypy", "pyright"])
+
+
+def check(checker: str, config: pytest.Config, folder: Path, *files: str) -> str:
+    """Run a checker as users do, away from the settings of this project."""
+    assert config.cache is not None
+    cache = config.cache.mkdir("mypy")  # without it torch is read anew each time
+    options = {
+        "mypy": ["--strict", "--config-file=", f"--python-version={FLOOR}", f"--cache-dir={cache}"],
+        "pyright": [f"--pythonversion={FLOOR}", f"--pythonpath={sys.executable}"],
+    }
+    words = [sys.executable, "-m", checker, *options[checker], *files]
+    variables = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
+    return f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+@CHECKERS
+def test_what_users_write_is_accepted(checker: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    found = check(checker, pytestconfig, tmp_path, *FILES)
+    assert found.startswith(("exit code 0\nSuccess: no issues", "exit code 0\n0 errors, 0 warnings"))
+
+
+@CHECKERS
+def test_a_wrong_type_is_found(checker: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "model = Accelerator().prepare(torch.nn.Linear(1, 1))\n"
+        "text: str = model\n"
+    )
+    found = check(checker, pytestconfig, tmp_path, "wrong.py")
+    assert found.startswith("exit code 1\n")
+    assert "wrong.py:4" in found
+    assert "Linear" in found
+
+
+@pytest.mark.usefixtures("states")
+def test_the_script_runs(tmp_path: Path) -> None:
+    train = runpy.run_path(str(HERE / "typical_script.py"))["train"]
+    losses = train(tmp_path)
+    assert losses[1] < losses[0] / 2
+    assert {"layer.safetensors", "model", "state"} <= {path.name for path in tmp_path.iterdir()}
