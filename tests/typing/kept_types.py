@@ -33,6 +33,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.hooks import ModelHook, UserCpuOffloadHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import (
     DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
     PrecisionType,
     TorchDynamoPlugin,
     broadcast,
@@ -175,3 +176,17 @@ def decorated() -> None:
 def compared(accelerator: Accelerator) -> bool:
     """A choice in force is compared with names and with members."""
     return accelerator.mixed_precision == "bf16" or accelerator.mixed_precision == PrecisionType.FP16
+
+
+def sharded() -> str:
+    """Fields take names and hold torch's objects."""
+    FullyShardedDataParallelPlugin(sharding_strategy="zero")  # type: ignore[arg-type]
+    FullyShardedDataParallelPlugin(fsdp_version=3)  # type: ignore[arg-type]
+    FullyShardedDataParallelPlugin(state_dict_type="WHOLE")  # type: ignore[arg-type]
+    FullyShardedDataParallelPlugin(auto_wrap_policy="by_size")  # type: ignore[arg-type]
+    FullyShardedDataParallelPlugin(backward_prefetch="never")  # type: ignore[arg-type]
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD", state_dict_type=plugin.state_dict_type)
+    return str(plugin.state_dict_type.name)

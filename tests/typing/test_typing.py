@@ -13,7 +13,6 @@ import pytest
 HERE = Path(__file__).parent
 FILES = [str(HERE / name) for name in ("typical_script.py", "kept_types.py")]
 FLOOR = "3.10"
-CHECKERS = pytest.mark.parametrize("checker", ["mypy", "pyright"])
 
 
 def check(checker: str, config: pytest.Config, folder: Path, *files: str) -> str:
@@ -30,23 +29,24 @@ def check(checker: str, config: pytest.Config, folder: Path, *files: str) -> str
     return f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
 
-@CHECKERS
-def test_what_users_write_is_accepted(checker: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+WRONG = """
+import torch
+from accelerate import Accelerator
+model = Accelerator().prepare(torch.nn.Linear(1, 1))
+text: str = model
+"""
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_what_users_write_is_accepted_and_a_mistake_found(
+    checker: str, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
     found = check(checker, pytestconfig, tmp_path, *FILES)
     assert found.startswith(("exit code 0\nSuccess: no issues", "exit code 0\n0 errors, 0 warnings"))
-
-
-@CHECKERS
-def test_a_wrong_type_is_found(checker: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text(
-        "import torch\n"
-        "from accelerate import Accelerator\n"
-        "model = Accelerator().prepare(torch.nn.Linear(1, 1))\n"
-        "text: str = model\n"
-    )
+    (tmp_path / "wrong.py").write_text(WRONG)
     found = check(checker, pytestconfig, tmp_path, "wrong.py")
     assert found.startswith("exit code 1\n")
-    assert "wrong.py:4" in found
+    assert "wrong.py:5" in found
     assert "Linear" in found
 
 

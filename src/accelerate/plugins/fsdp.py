@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.base import environ
 from accelerate.base.errors import wrong_value
@@ -19,7 +19,15 @@ from accelerate.settings.variables import read
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+
+    from accelerate.plugins.fsdp_choices import (
+        Given,
+        PrefetchName,
+        StateDictName,
+        StrategyName,
+        WrapPolicyName,
+    )
 
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 """The variable by which libraries that load weights learn that only rank 0 shall."""
@@ -100,16 +108,15 @@ class FullyShardedDataParallelPlugin:
         ConfigurationError: a value that cannot be, or values that do not go together.
     """
 
-    # Any: what users write is text, and torch's objects of the version after construction
-    fsdp_version: Any = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
+    fsdp_version: Given[Literal[1, 2] | None] = None  # type: ignore[assignment]
+    sharding_strategy: Given[StrategyName | ShardingStrategy | int | None] = None  # type: ignore[assignment]
+    reshard_after_forward: Given[bool | StrategyName | ShardingStrategy | None] = None  # type: ignore[assignment]
+    backward_prefetch: Given[PrefetchName | BackwardPrefetch | None] = None  # type: ignore[assignment]
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
+    auto_wrap_policy: Given[WrapPolicyName | Callable[..., Any] | None] = None  # type: ignore[assignment]
     cpu_offload: Any = None
     ignored_modules: Iterable[nn.Module] | str | None = None
-    state_dict_type: Any = None
+    state_dict_type: Given[StateDictName | StateDictType | None] = None  # type: ignore[assignment]
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -352,8 +359,8 @@ class FullyShardedDataParallelPlugin:
             )
 
 
-def _version(given: Any, found: Mapping[str, Any]) -> int:
+def _version(given: Any, found: Mapping[str, Any]) -> Literal[1, 2]:
     version = found.get("fsdp_version", 1) if given is None else given
     if str(version) not in ("1", "2"):
         raise wrong_value("fsdp_version", version, "there is no such version of FSDP", "Choose 1 or 2")
-    return int(version)
+    return 1 if str(version) == "1" else 2

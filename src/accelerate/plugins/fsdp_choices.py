@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from accelerate.base.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from accelerate.base.environ import FALSE_WORDS, TRUE_WORDS
@@ -13,6 +13,54 @@ from accelerate.base.errors import ConfigurationError, wrong_value
 if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+
+T = TypeVar("T", contravariant=True)
+
+
+class Given(Protocol[T]):
+    """For type checkers: a field that takes `T`, and holds torch's object after construction."""
+
+    def __get__(self, plugin: object, kind: Any = None) -> Any: ...
+    def __set__(self, plugin: object, value: T) -> None: ...
+
+
+# For type checkers: the names in `base/constants.py`, in capital and in small letters.
+StrategyName: TypeAlias = Literal[
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+    "full_shard",
+    "shard_grad_op",
+    "no_shard",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+]
+PrefetchName: TypeAlias = Literal[
+    "BACKWARD_PRE",
+    "BACKWARD_POST",
+    "NO_PREFETCH",
+    "backward_pre",
+    "backward_post",
+    "no_prefetch",
+]
+WrapPolicyName: TypeAlias = Literal[
+    "TRANSFORMER_BASED_WRAP",
+    "SIZE_BASED_WRAP",
+    "NO_WRAP",
+    "transformer_based_wrap",
+    "size_based_wrap",
+    "no_wrap",
+]
+StateDictName: TypeAlias = Literal[
+    "FULL_STATE_DICT",
+    "LOCAL_STATE_DICT",
+    "SHARDED_STATE_DICT",
+    "full_state_dict",
+    "local_state_dict",
+    "sharded_state_dict",
+]
 
 LOW_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Names of number formats, and the dtype that sharded parameters are computed in; FP8 layers cast by

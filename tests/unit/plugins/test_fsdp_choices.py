@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 
+from accelerate.base import constants
 from accelerate.base.errors import ConfigurationError
 from accelerate.plugins import fsdp_choices as choices
 
@@ -52,3 +53,16 @@ def test_fields_of_policies() -> None:
 
 def test_local_states_have_no_details() -> None:
     assert choices.state_dict_configs(StateDictType.LOCAL_STATE_DICT) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (choices.StrategyName, constants.FSDP_SHARDING_STRATEGY),
+        (choices.PrefetchName, constants.FSDP_BACKWARD_PREFETCH),
+        (choices.WrapPolicyName, constants.FSDP_AUTO_WRAP_POLICY),
+        (choices.StateDictName, constants.FSDP_STATE_DICT_TYPE),
+    ],
+)
+def test_type_checkers_know_the_names_in_capital_and_in_small_letters(names: Any, known: list[str]) -> None:
+    assert set(get_args(names)) == {*known, *map(str.lower, known)}

@@ -67,6 +67,11 @@ def test_the_limit_is_that_of_the_configuration_or_of_the_call(configured, asked
     assert [call for call in engine.calls if call == ("step", limit)] == [("step", limit)]
 
 
+def test_before_the_first_step_the_norm_is_nan(monkeypatch):
+    monkeypatch.setattr(Engine, "get_global_grad_norm", lambda engine: None)
+    assert math.isnan(DeepSpeedEngineWrapper(Engine()).clip(1.0).item())
+
+
 def test_another_limit_than_the_configured_one_is_told(states, caplog):
     Accelerator(cpu=True)
     wrapper = DeepSpeedEngineWrapper(Engine(1.0))
