@@ -164,7 +164,7 @@ def test_a_value_per_rank_is_not_cut(run: Run) -> None:
     assert all(len(values) == 2 for values in means[0])
 
 
-def warnings_about_means(samples: int) -> list[str]:
+def warnings_about_means(samples: int, trains: bool) -> list[str]:
     from accelerate.logging import get_logger
 
     said: list[logging.LogRecord] = []
@@ -174,17 +174,20 @@ def warnings_about_means(samples: int) -> list[str]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=2))  # type: ignore[arg-type]
     accelerator.gather_for_metrics(torch.tensor(1.0))
-    for batch in loader:
-        accelerator.gather_for_metrics(batch.mean())
-        accelerator.gather_for_metrics({"rank": accelerator.process_index})
+    with torch.set_grad_enabled(trains):
+        for batch in loader:
+            accelerator.gather_for_metrics(batch.mean())
+            accelerator.gather_for_metrics({"rank": accelerator.process_index})
     return [record.getMessage() for record in said]
 
 
-@pytest.mark.parametrize(("samples", "warnings"), [(8, 0), (6, 1), (7, 1)])
-def test_a_mean_is_only_warned_of_where_ranks_have_other_numbers_of_samples(
-    run: Run, samples: int, warnings: int
+@pytest.mark.parametrize(
+    ("samples", "trains", "warnings"), [(8, False, 0), (6, False, 1), (7, False, 1), (7, True, 0)]
+)
+def test_a_mean_is_only_warned_of_where_ranks_evaluate_other_numbers_of_samples(
+    run: Run, samples: int, trains: bool, warnings: int
 ) -> None:
-    first, second = run(warnings_about_means, samples)
+    first, second = run(warnings_about_means, samples, trains)
     assert (len(first), len(second)) == (warnings, 0)
 
 
@@ -236,6 +239,7 @@ def test_a_weighted_mean_is_that_of_all_samples(run: Run) -> None:
         assert most == pytest.approx((5 * 4 + 4 * 8) / 9)
 
 
+@torch.no_grad()
 def gather_what_is_not_per_sample() -> tuple[list[Any], int]:
     from accelerate.logging import get_logger
 

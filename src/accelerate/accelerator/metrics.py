@@ -142,6 +142,8 @@ def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
 def _warn_of_other(counts: _Counts, rows: int | None) -> None:
     if set(counts) == {rows}:  # nothing is to be cut, and a mean over processes is right
         return
+    if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
+        return
     logger.warning_once(
         "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
         "process, and a mean over what comes out weighs processes with fewer samples too much. Gather values "
