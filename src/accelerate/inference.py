@@ -345,7 +345,9 @@ def _find_split_points(
     if not isinstance(given, str):
         return list(given)
     if given != AUTO:
-        raise wrong_value("split_points", given, "this is no list of names", 'pass one, or "auto"')
+        raise wrong_value(
+            "split_points", given, "this is no list of names", 'pass one, or "auto"', AttributeError
+        )
     if processes == 1:
         return []
     device_map = generate_device_map(model, processes, whole)

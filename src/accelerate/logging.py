@@ -108,5 +108,5 @@ def _known_level(source: str, level: str) -> str:
     name = str(level).upper()
     if not isinstance(logging.getLevelName(name), int):
         levels = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
-        raise wrong_value(source, level, "no such level", f"choose one of {levels}")
+        raise wrong_value(source, level, "no such level", f"choose one of {levels}", AttributeError)
     return name

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate.base.errors import wrong_value
+from accelerate.base.errors import as_builtin, wrong_value
 
 T = TypeVar("T")
 
@@ -221,10 +221,11 @@ def find_batch_size(data: Any) -> int:
             return int(tensor.shape[0])
     if isinstance(data, (tuple, list, Mapping)) and not data:
         raise wrong_value("data", data, "empty, so it has no batch size", "give at least one tensor")
-    raise TypeError(
+    error = TypeError(
         f"A batch size is the first dimension of a tensor, but this {type(data).__name__} has none. "
         "Give tensors, or lists, tuples and dictionaries of them."
     )
+    raise as_builtin(error, IndexError) if contains_tensor(data) else error
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:

@@ -11,7 +11,7 @@ import torch
 
 from accelerate.base import environ
 from accelerate.base.enums import RNGName, RNGType
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, as_builtin, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.backend import DeviceBackend
 from accelerate.ops.transport import current_transport
@@ -36,7 +36,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         ConfigurationError: the seed is not such a number.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
-        raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", "choose one, such as 42")
+        mend = "choose one, such as 42"
+        raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", mend, TypeError)
     own = int(seed)
     if device_specific:
         own = (own + PartialState().process_index) % SEEDS
@@ -74,10 +75,11 @@ def _source_of(rng_type: RNGType, generator: torch.Generator | None) -> Source |
         return Source(torch.get_rng_state, torch.set_rng_state)
     if rng_type == RNGType.GENERATOR:
         if generator is None:
-            raise ConfigurationError(
+            error = ConfigurationError(
                 'rng_type="generator" needs the generator whose state travels: pass generator=, '
                 'or choose "torch".'
             )
+            raise as_builtin(error, AssertionError)
         return Source(generator.get_state, generator.set_state)
     backend = _device_backend()
     return Source(backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None

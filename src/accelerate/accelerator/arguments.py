@@ -307,6 +307,7 @@ def _fsdp(arguments: Arguments, environ: Mapping[str, str]) -> FullyShardedDataP
             type(plugin).__name__,
             "it is not a FullyShardedDataParallelPlugin",
             "Pass FullyShardedDataParallelPlugin(...)",
+            TypeError,
         )
     return plugin
 
@@ -346,6 +347,7 @@ def _megatron(arguments: Arguments, environ: Mapping[str, str]) -> MegatronLMPlu
             type(plugin).__name__,
             "it is not a MegatronLMPlugin",
             "Pass MegatronLMPlugin(...)",
+            TypeError,
         )
     return plugin
 
@@ -360,6 +362,7 @@ def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> Parallelis
             type(config).__name__,
             "it is not a ParallelismConfig",
             "Pass ParallelismConfig(...)",
+            AttributeError,
         )
     return config
 
@@ -373,6 +376,7 @@ def _handlers(arguments: Arguments) -> dict[str, Any]:
                 type(handler).__name__,
                 "it is not a KwargsHandler",
                 "Pass objects such as DistributedDataParallelKwargs() or AutocastKwargs()",
+                AssertionError,
             )
         if sum(type(other) is type(handler) for other in handlers) > 1:
             raise wrong_value(

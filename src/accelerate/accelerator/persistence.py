@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator import belongings
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin
 from accelerate.base.progress_bar import progress_bar, size_of
 from accelerate.base.text import describe
 from accelerate.checkpointing import loading, retention, saving
@@ -271,10 +271,11 @@ class Persistence:
         runtime, project = self._runtime, self._runtime.request.project
         numbered = project.automatic_checkpoint_naming
         if not output_dir and not numbered:
-            raise ConfigurationError(
+            error = ConfigurationError(
                 "save_state() has no folder to save to. Pass output_dir, or number checkpoints: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
+            raise as_builtin(error, TypeError)
         session = runtime.checkpoints
         iteration = None
         target = Path(output_dir or "").expanduser()

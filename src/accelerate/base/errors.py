@@ -4,15 +4,24 @@
 AccelerateError
 ├── ConfigurationError (ValueError)      a wrong flag, key, variable or argument
 │   └── PreparationError                 an object given to prepare() that cannot work
-├── MissingPackageError (ImportError)    an optional package is needed
+├── MissingPackageError (ModuleNotFoundError)    an optional package is needed
 ├── StateError (RuntimeError)            called too early, too late, or twice
 ├── CheckpointError (RuntimeError)       a checkpoint is missing, broken, or could not be written
 └── LaunchError (RuntimeError)           processes could not be started or failed
 ```
 
 Each also derives from the built-in exception that callers of such a function expect, so that
-`except ValueError` keeps working.
+`except ValueError` keeps working. Where callers expect another one, `as_builtin` makes the error an instance
+of that class too.
 """
+
+from __future__ import annotations
+
+import builtins
+from functools import cache
+from typing import Any, TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class AccelerateError(Exception):
@@ -27,7 +36,7 @@ class PreparationError(ConfigurationError):
     """An object given to `prepare()` cannot be trained the way it was asked for."""
 
 
-class MissingPackageError(AccelerateError, ImportError):
+class MissingPackageError(AccelerateError, ModuleNotFoundError):
     """A feature needs an optional package that is not installed."""
 
 
@@ -61,7 +70,60 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def wrong_value(name: str, value: object, reason: str, mend: str) -> ConfigurationError:
+def as_builtin(error: ErrorT, *kinds: type[BaseException]) -> ErrorT:
+    """Return an error that is an instance of built-in classes too; the caller raises it.
+
+    Args:
+        error: One with a message.
+        kinds: Built-in classes, such as `FileNotFoundError`; those that it is an instance of change nothing.
+
+    Returns:
+        An error of a subclass of `type(error)`, with the same name and message.
+    """
+    missing = tuple(kind for kind in kinds if not isinstance(error, kind))
+    if not missing:
+        return error
+    own: type[Exception] = type(error)
+    return _joined(own, missing)(*error.args)  # type: ignore[no-any-return, arg-type]
+
+
+def like(error: ErrorT, cause: BaseException) -> ErrorT:
+    """Return an error that is an instance of the built-in classes of its cause too; the caller raises it.
+
+    Args:
+        error: One with a message.
+        cause: What it is raised from.
+    """
+    kinds = [kind for kind in type(cause).__mro__ if vars(builtins).get(kind.__name__) is kind]
+    narrow = [
+        kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)
+    ]
+    return as_builtin(error, *narrow)
+
+
+@cache
+def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> Any:
+    """Return a subclass; an instance is pickled as one of its parent and the names of its other parents."""
+
+    def reduce(self: Exception) -> tuple[Any, ...]:
+        return _rebuild, (kind, further, self.args)
+
+    namespace = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__str__": BaseException.__str__,
+        "__reduce__": reduce,
+    }
+    return type(kind.__name__, (kind, *further), namespace)
+
+
+def _rebuild(kind: type[Exception], further: tuple[type[BaseException], ...], args: Any) -> Exception:
+    return as_builtin(kind(*args), *further)
+
+
+def wrong_value(
+    name: str, value: object, reason: str, mend: str, *kinds: type[BaseException]
+) -> ConfigurationError:
     """Build the error for one wrong value; the caller raises it.
 
     Args:
@@ -69,9 +131,11 @@ def wrong_value(name: str, value: object, reason: str, mend: str) -> Configurati
         value: The value found; a long one is shortened.
         reason: Why it cannot work, without a full stop.
         mend: What to do instead, without a full stop.
+        kinds: Further built-in classes that the error is an instance of, see `as_builtin`.
 
     Returns:
         A `ConfigurationError` whose text is `NAME=VALUE: reason. Mend.`
     """
     mend = mend[:1].upper() + mend[1:]
-    return ConfigurationError(f"{name}={shown(value)}: {reason.rstrip('.')}. {mend.rstrip('.')}.")
+    text = f"{name}={shown(value)}: {reason.rstrip('.')}. {mend.rstrip('.')}."
+    return as_builtin(ConfigurationError(text), *kinds)

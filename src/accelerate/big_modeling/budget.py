@@ -41,7 +41,9 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
     """
     found: Memory = _free_memory() if max_memory is None else max_memory
     if not isinstance(found, Mapping):
-        raise wrong_value("max_memory", found, "sizes by device are needed", 'pass a dict, like {0: "5GB"}')
+        raise wrong_value(
+            "max_memory", found, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
+        )
     for place in found:
         _check_place(place)
     sizes = {place: _read_size(place, found[place]) for place in sorted(found, key=_rank)}

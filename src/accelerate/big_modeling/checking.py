@@ -31,6 +31,8 @@ def check_places(device_map: Mapping[str, Any]) -> None:
             device_map,
             "devices by module are needed",
             "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one",
+            TypeError,
+            AttributeError,
         )
     for place in set(device_map.values()) - {"disk", None}:
         check_here(resolve_device(place))

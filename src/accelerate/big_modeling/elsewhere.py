@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base.errors import ConfigurationError, as_builtin
 from accelerate.base.text import listed
 from accelerate.big_modeling.checking import spell_place
 from accelerate.big_modeling.device_map import CPU, DISK
@@ -66,10 +66,11 @@ def keep_in_memory(
     found = {name: given.get(name, own[name]).detach() for name in names}
     empty = [name for name, tensor in found.items() if tensor.is_meta]
     if empty:
-        raise ConfigurationError(
+        error = ConfigurationError(
             f"{listed(empty)} have no values to keep on the CPU: they are on the meta device. Load the model "
             "first, or pass state_dict."
         )
+        raise as_builtin(error, NotImplementedError)
     kept: dict[Any, Tensor] = {}
     lock = _may_lock(found, resolve_device(main))
     for name, tensor in found.items():
@@ -138,10 +139,11 @@ def keep_on_disk(
         index.update({name: known for name in group if known is not None and name not in index})
     missing = [name for name in names if name not in index]
     if missing:
-        raise ConfigurationError(
+        error = ConfigurationError(
             f"{listed(missing)} have no values, and are not among the weights on the disk. Load the model "
             "first, or use load_checkpoint_and_dispatch()."
         )
+        raise as_builtin(error, NotImplementedError)
     scales = [beside(name, STATISTICS) for name in names if name == beside(name, "weight")]
     used = {name: index[name] for name in [*names, *scales] if name in index}
     return used if folder is None else note_files(used, folder)

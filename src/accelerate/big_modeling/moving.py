@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base.errors import ConfigurationError, StateError, as_builtin
 from accelerate.base.text import listed
 from accelerate.hooks.align import AlignDevicesHook
 from accelerate.hooks.base import hooks_of, remove_hook_from_module
@@ -34,11 +34,12 @@ def move_whole(model: nn.Module, place: Any) -> None:
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     device = resolve_device(place)
     if empty and device.type != "meta":
-        raise ConfigurationError(
+        error = ConfigurationError(
             f"{listed(empty)} have no values to bring to {place}: they are on the meta device. Load the "
             "model first, as load_checkpoint_and_dispatch() does; build it with include_buffers=False where "
             "they are buffers that no checkpoint holds."
         )
+        raise as_builtin(error, NotImplementedError)
     if any(tensor.device != device for tensor in tensors.values()):
         model.to(device)
 

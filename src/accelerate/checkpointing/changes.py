@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from accelerate.base.errors import AccelerateError, CheckpointError
+from accelerate.base.errors import AccelerateError, CheckpointError, like
 from accelerate.base.text import describe
 
 Apply = Callable[[], None]
@@ -81,7 +81,8 @@ def apply_all(changes: Sequence[Change], settle: Settle) -> None:
             lost = _bring_back(undo)
             if not isinstance(error, CheckpointError):  # a rank is gone: nothing more can be agreed upon
                 raise
-            raise CheckpointError(_explain(error, lost, settle)) from failure
+            explained = CheckpointError(_explain(error, lost, settle))
+            raise explained if failure is None else like(explained, failure) from failure
 
 
 def _apply(changes: Iterable[Change], undo: list[tuple[str, Apply]]) -> Exception | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accelerate.base.constants import RNG_STATE_NAME
-from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base.errors import CheckpointError, as_builtin, wrong_value
 from accelerate.base.progress_bar import expect, for_threads
 from accelerate.base.text import listed
 from accelerate.checkpointing import folder, manifest, retention
@@ -349,10 +349,13 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
     if folder is not None and said.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")
     if folder is not None:
-        return CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {said}")
+        error = CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {said}")
+        is_missing = any(mark in said for mark in (" is missing", " holds no "))
+        return as_builtin(error, FileNotFoundError) if is_missing else error
     if faults:
         return CheckpointError(
             f"There is no complete checkpoint to load, and nothing was changed. {said}. One that other "
             "software wrote is loaded by its name: load_state(folder)."
         )
-    return CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")
+    error = CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")
+    return as_builtin(error, FileNotFoundError)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from accelerate.base.errors import AccelerateError, CheckpointError
+from accelerate.base.errors import AccelerateError, CheckpointError, as_builtin, like
 from accelerate.base.text import describe
 from accelerate.checkpointing.changes import Change
 from accelerate.weights.files import read_torch, write_torch
@@ -64,10 +64,11 @@ class Load:
             CheckpointError: it is not there.
         """
         if not self.has(name):
-            raise CheckpointError(
+            error = CheckpointError(
                 f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
                 "prepare the same ones in the same order, or choose another checkpoint."
             )
+            raise as_builtin(error, FileNotFoundError)
         return self.folder / name
 
     @contextmanager
@@ -83,13 +84,13 @@ class Load:
         except CheckpointError as error:
             if name in str(error):
                 raise
-            raise CheckpointError(f"{self.folder / name} does not fit this {kind}: {error}") from error
+            text = f"{self.folder / name} does not fit this {kind}: {error}"
+            raise like(CheckpointError(text), error) from error
         except AccelerateError:
             raise
         except Exception as error:  # an object of the user's own may raise anything
-            raise CheckpointError(
-                f"{self.folder / name} does not fit this {kind}: {describe(error)}"
-            ) from error
+            text = f"{self.folder / name} does not fit this {kind}: {describe(error)}"
+            raise like(CheckpointError(text), error) from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from accelerate.base.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
+from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, wrong_value
 from accelerate.base.progress_bar import progress_bar, size_of
 from accelerate.base.text import convert_file_size_to_int, listed
 from accelerate.weights.files import write_torch, write_whole_tensors
@@ -170,5 +170,6 @@ def find_shards(checkpoint: Path) -> list[Path]:
 def _read_index(path: Path) -> list[Path]:
     paths = [path.parent / name for name in sorted(set(read_weight_map(path).values()))]
     if missing := [each.name for each in paths if not each.is_file()]:
-        raise CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
+        error = CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
+        raise as_builtin(error, FileNotFoundError)
     return paths

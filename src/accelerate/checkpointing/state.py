@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base.errors import CheckpointError, wrong_value
 from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.part import Load, Part
 from accelerate.checkpointing.parts import (
@@ -142,10 +143,20 @@ def read_device(map_location: Any) -> Any:
 
     Args:
         map_location: "on_device" is the device of this process, None is the CPU; else a device.
+
+    Raises:
+        ConfigurationError: torch knows no such device; it is a TypeError too.
     """
     if map_location == "on_device":
         return PartialState().device
-    return "cpu" if map_location is None else map_location
+    if map_location is None:
+        return "cpu"
+    try:
+        torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        mend = 'pass None, "cpu", "on_device" or a device'
+        raise wrong_value("map_location", map_location, "it is no device", mend, TypeError) from error
+    return map_location
 
 
 def _raise(failure: str) -> None:

@@ -158,6 +158,7 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
             function,
             "it cannot be called",
             "Pass the function itself, and its arguments in `args`",
+            TypeError,
         )
     names = [str(kind.value) for kind in PrecisionType]
     if precision not in names:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base.errors import ConfigurationError, as_builtin, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
 from accelerate.ops.base import Reduction, Transport
 from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
@@ -324,7 +324,8 @@ def _only_owner(entries: list[Any]) -> int:
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
         found = f"processes {owners} have one" if owners else "no process has one"
-        raise ConfigurationError(f"tensor: {found}. Pass the tensor on one process and None on all others.")
+        error = ConfigurationError(f"tensor: {found}. Pass the tensor on one process and None on all others.")
+        raise as_builtin(error, IndexError)
     return owners[0]
 
 

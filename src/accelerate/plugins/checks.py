@@ -61,7 +61,7 @@ def at_least(name: str, value: float, minimum: float) -> None:
         ConfigurationError: the number is smaller, or none.
     """
     if not isinstance(value, Number):
-        raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more")
+        raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more", TypeError)
     if value < minimum:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
 

@@ -247,7 +247,7 @@ def _dtype(name: str, value: Any) -> Any:
 def _known(name: str, value: Any, text: str, choices: Iterable[str]) -> None:
     if text not in choices:
         listed = ", ".join(choices)
-        raise wrong_value(name, value, "it is not a known choice", f"Choose one of {listed}")
+        raise wrong_value(name, value, "it is not a known choice", f"Choose one of {listed}", KeyError)
 
 
 def refuse(problem: str, mend: str) -> ConfigurationError:

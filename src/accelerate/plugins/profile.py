@@ -144,12 +144,18 @@ def _check_schedule(schedule: dict[str, int]) -> None:
             "steps by phase are needed",
             'write {"wait": 1, "warmup": 1, "active": 3}',
         )
-    for name in schedule:
-        one_of("schedule_option", name, _PHASES)
+    unknown = [name for name in schedule if name not in _PHASES]
+    if unknown:
+        mend = f"Choose one of {', '.join(_PHASES)}"
+        raise wrong_value("schedule_option", unknown[0], "it is not a known choice", mend, TypeError)
     missing = [name for name in _REQUIRED_PHASES if name not in schedule]
     if missing:
         raise wrong_value(
-            "schedule_option", schedule, f"it lacks {', '.join(missing)}", "Give wait, warmup and active"
+            "schedule_option",
+            schedule,
+            f"it lacks {', '.join(missing)}",
+            "Give wait, warmup and active",
+            TypeError,
         )
     for name, length in schedule.items():
         at_least(f"schedule_option[{name!r}]", length, _PHASES[name])

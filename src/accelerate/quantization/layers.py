@@ -127,6 +127,7 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
             config,
             "it is not a BnbQuantizationConfig",
             "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)",
+            AttributeError,
         )
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.base import environ
 from accelerate.base.enums import ComputeEnvironment
-from accelerate.base.errors import ConfigurationError, shortened, wrong_value
+from accelerate.base.errors import ConfigurationError, as_builtin, like, shortened, wrong_value
 from accelerate.base.system import expanded, is_file
 from accelerate.settings import parsing
 from accelerate.settings.catalogue import SECTIONS
@@ -82,8 +82,9 @@ def existing_file(name: str, given: str) -> Path:
     except OSError as error:
         reason = f"it cannot be looked at ({error.strerror})"
         raise wrong_value(name, given, reason, "Check the path") from error
-    reason = "it is a folder" if os.path.isdir(path) else "there is no such file"
-    raise wrong_value(name, given, reason, "Check the path")
+    if os.path.isdir(path):
+        raise wrong_value(name, given, "it is a folder", "Check the path", IsADirectoryError)
+    raise wrong_value(name, given, "there is no such file", "Check the path", FileNotFoundError)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -111,12 +112,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
         text = parsing.read_text(path)
         content = parsing.parse_json(text) if path.suffix == ".json" else parsing.parse_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"The configuration file {path} cannot be read: {error}.") from error
+        text = f"The configuration file {path} cannot be read: {error}."
+        raise like(ConfigurationError(text), error) from error
     except ValueError as error:
         first = " ".join(str(error).split())
         raise ConfigurationError(f"The configuration file {path} is not valid: {first}.") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"The configuration file {path} holds no settings (name: value).")
+        text = f"The configuration file {path} holds no settings (name: value)."
+        raise as_builtin(ConfigurationError(text), AttributeError)
     return content
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate.base import environ
 from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
 from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.base.errors import ConfigurationError, StateError, as_builtin, wrong_value
 from accelerate.devices import catalogue
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import process_group
@@ -195,9 +195,10 @@ class AcceleratorState(SharedState, ProcessControl):
     def _only_with_deepspeed(plugins: Any) -> dict[str, Any]:
         if isinstance(plugins, dict):
             return plugins
-        raise StateError(
+        error = StateError(
             "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dictionary."
         )
+        raise as_builtin(error, ValueError)
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Select one of several DeepSpeed plugins for what is prepared next.

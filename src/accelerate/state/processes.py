@@ -214,7 +214,7 @@ class ProcessControl:
 
 def _keep(function: Callable[..., Any], runs_here: bool) -> Callable[..., Any]:
     if not callable(function):
-        raise wrong_value("function", function, "it cannot be called", "decorate a function")
+        raise wrong_value("function", function, "it cannot be called", "decorate a function", TypeError)
     if runs_here:
         return function
 

@@ -158,7 +158,10 @@ def build_tracker(
 def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
     if log_with is None:
         return []
-    entries = [log_with] if isinstance(log_with, str | LoggerType | GeneralTracker) else list(log_with)
+    if isinstance(log_with, str | LoggerType | GeneralTracker) or not isinstance(log_with, Iterable):
+        entries = [log_with]
+    else:
+        entries = list(log_with)
     if not any(str(entry) == "all" for entry in entries):
         return [_recognise(entry) for entry in entries]
     own = [entry for entry in entries if isinstance(entry, GeneralTracker)]

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
+from accelerate.base.errors import CheckpointError, ConfigurationError, like, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared
@@ -124,7 +124,7 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata()
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        raise like(CheckpointError(f"{path} cannot be read as safetensors: {error}"), error) from error
     return restore_shared(state, read_aliases(metadata, state.keys(), path))
 
 
@@ -157,7 +157,7 @@ def write_torch(obj: Any, path: Path) -> None:
     try:
         torch.save(obj, path)
     except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{path} could not be written: {error}") from error
+        raise like(OSError(f"{path} could not be written: {error}"), error) from error
 
 
 DAMAGES = (
@@ -200,9 +200,8 @@ def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
 
 
 def _unreadable(path: Target, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
-    )
+    text = f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
+    return like(CheckpointError(text), error)
 
 
 def refused_globals(path: Path) -> list[str]:

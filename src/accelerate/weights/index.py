@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base.errors import CheckpointError, like
 from accelerate.base.text import describe, listed, refuse_outside
 
 INDEX = "index.json"
@@ -35,7 +35,7 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
         unfinished.write_text(json.dumps(entries, indent=2), encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise like(CheckpointError(f"{path} could not be written: {error}"), error) from error
 
 
 def read_index(path: Path) -> Index:
@@ -107,7 +107,8 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as an index of weights: {describe(error)}") from error
+        text = f"{path} cannot be read as an index of weights: {describe(error)}"
+        raise like(CheckpointError(text), error) from error
 
 
 def make_folder(folder: Folder) -> None:

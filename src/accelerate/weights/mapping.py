@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base.errors import CheckpointError, like
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -74,7 +74,8 @@ class MappedFile:
             weakref.finalize(self, os.close, self._file)
             self._ranges = _read_header(self._file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
+            text = f"{path} cannot be read as safetensors: {error!r}"
+            raise like(CheckpointError(text), error) from error
 
     def __reduce__(self) -> Any:
         return MappedFile, (self.path,)  # a copy opens the file by itself

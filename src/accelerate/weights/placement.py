@@ -130,12 +130,20 @@ def resolve_device(device: Device) -> torch.device:
             return torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise wrong_value(
-                "device", device, "torch knows no such device", 'pass one, like "cpu", "cuda:0" or 0'
+                "device",
+                device,
+                "torch knows no such device",
+                'pass one, like "cpu", "cuda:0" or 0',
+                RuntimeError,
             ) from error
     backend = catalogue.detect()
     if backend is catalogue.CPU:
         raise wrong_value(
-            "device", device, "numbers are those of accelerators, and there is none here", 'pass "cpu"'
+            "device",
+            device,
+            "numbers are those of accelerators, and there is none here",
+            'pass "cpu"',
+            RuntimeError,
         )
     return backend.device(device)
 
@@ -167,10 +175,15 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
     if not isinstance(found, torch.dtype):
         raise wrong_value(
-            "dtype", dtype, "torch has no such dtype", 'pass one, such as torch.float16 or "float16"'
+            "dtype",
+            dtype,
+            "torch has no such dtype",
+            'pass one, such as torch.float16 or "float16"',
+            AttributeError,
+            TypeError,
         )
     return found
 
@@ -251,6 +264,7 @@ def _unknown(module: nn.Module, tensor_name: str) -> ConfigurationError:
         tensor_name,
         f"this {type(module).__name__} has no parameter or buffer of that name",
         "names are those of its state dict",
+        AttributeError,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base.errors import CheckpointError, like
 from accelerate.weights.files import read_torch
 from accelerate.weights.shared import read_aliases
 
@@ -90,7 +90,8 @@ class SafetensorsFile:
             try:
                 self._opened[key] = safe_open(self.path, "pt", device=key)
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.path} cannot be read as safetensors: {error}") from error
+                text = f"{self.path} cannot be read as safetensors: {error}"
+                raise like(CheckpointError(text), error) from error
         return self._opened[key]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, like
 from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
 from accelerate.weights.mapping import MappedFile
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
@@ -53,7 +53,7 @@ def offload_weight(
         unfinished.write_bytes(content)
         os.replace(unfinished, path)  # written over, it would tear what is mapped from it
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise like(CheckpointError(f"{path} could not be written: {error}"), error) from error
     if index is not None:
         index[weight_name] = {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -86,7 +86,8 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     found = -1 if status is None else status.st_size
     if found < size:
         reason = "is missing" if found < 0 else f"has {found} bytes instead of {size}: it is cut off"
-        raise CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
+        error = CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
+        raise as_builtin(error, FileNotFoundError if found < 0 else ValueError)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 

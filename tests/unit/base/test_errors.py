@@ -1,8 +1,13 @@
 """The error hierarchy and the text of the commonest error."""
 
+import copy
+import pickle
+from traceback import format_exception_only
+
 import pytest
 
 from accelerate.base import errors
+from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, like, wrong_value
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,42 @@ def test_values_that_cannot_be_written_are_named_by_their_type():
     assert errors.shown(nested) == "<list>"
     while nested:  # one by one: freeing them all at once would take as many frames
         nested = nested[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [FileNotFoundError, KeyError, AttributeError, TypeError, NotImplementedError, EOFError, AssertionError],
+)
+@pytest.mark.parametrize("own", [ConfigurationError, CheckpointError])
+def test_an_error_is_a_built_in_one_too(own: type[Exception], kind: type[Exception]) -> None:
+    error = as_builtin(own("a is wrong"), kind)
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert isinstance(one, own)
+        assert isinstance(one, kind)
+        assert str(one) == "a is wrong"
+        assert "".join(format_exception_only(one)) == f"accelerate.base.errors.{own.__name__}: a is wrong\n"
+
+
+def test_an_error_that_is_of_the_class_stays_the_same_object() -> None:
+    error = ConfigurationError("a")
+    assert as_builtin(error, ValueError, Exception) is error
+    assert as_builtin(error) is error
+
+
+def test_an_error_is_of_the_class_of_its_cause() -> None:
+    class Own(OSError):
+        pass
+
+    assert isinstance(like(CheckpointError("a"), FileNotFoundError("b")), FileNotFoundError)
+    assert isinstance(like(CheckpointError("a"), Own("b")), OSError)
+    joined = as_builtin(CheckpointError("b"), TypeError)
+    assert isinstance(like(CheckpointError("a"), joined), TypeError)
+    plain = CheckpointError("a")
+    assert like(plain, pickle.UnpicklingError("b")) is plain
+    assert isinstance(like(OSError("a"), RuntimeError("b")), RuntimeError)
+
+
+def test_a_wrong_value_may_be_of_further_classes() -> None:
+    error = wrong_value("size", None, "not a size", "give one", AttributeError)
+    assert isinstance(error, AttributeError)
+    assert str(error) == "size=None: not a size. Give one."

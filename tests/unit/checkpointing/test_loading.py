@@ -174,7 +174,8 @@ def test_states_that_nobody_takes_are_named(tmp_path: Path, caplog: pytest.LogCa
 )
 def test_nothing_to_load_says_why(folder: Any, faults: list[str], kind: type[Exception], text: str) -> None:
     error = nothing_to_load(folder, faults)
-    assert type(error) is kind
+    assert isinstance(error, kind)
+    assert isinstance(error, FileNotFoundError) == (folder is None and not faults or "missing" in text)
     with pytest.raises(kind, match=f"(?i){text}"):
         raise error
 

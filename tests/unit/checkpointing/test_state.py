@@ -112,3 +112,5 @@ def test_where_weights_are_read_to() -> None:
     assert read_device(None) == "cpu"
     assert read_device("on_device") == torch.device("cpu")
     assert read_device("meta") == "meta"
+    with pytest.raises(TypeError, match="map_location='invalid': it is no device"):
+        read_device("invalid")

@@ -222,6 +222,7 @@ def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
             str(folder),
             f"it holds neither {shards}/{catalogue.NAME} nor {whole}",
             "pass another",
+            FileNotFoundError,
         )
     return found[0] if saves_shards(plugin) else found[-1]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.base import environ
-from accelerate.base.errors import PreparationError
+from accelerate.base.errors import PreparationError, as_builtin
 from accelerate.base.text import listed
 from accelerate.ops.transport import current_transport
 from accelerate.plugins.fsdp import EFFICIENT_LOADING
@@ -120,10 +120,11 @@ def _check_whole(wanted: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -
     ]
     if missing or other:
         wrong = f"lacks {listed(missing)}" if missing else f"has other shapes of {listed(other)}"
-        raise PreparationError(
+        error = PreparationError(
             f"The weights of rank 0 do not fill the model: it {wrong}. Build the same model on all ranks and "
             "load its weights on rank 0 before `prepare`, or set cpu_ram_efficient_loading=False."
         )
+        raise as_builtin(error, KeyError) if missing else error
 
 
 def _own_part(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
