@@ -287,7 +287,7 @@ def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, st
     from accelerate.checkpointing import retention, search
 
     top = Path(os.path.abspath(folder))
-    if not top.is_dir():
+    if not os.path.isdir(top):
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
     with progress_bar("Verifying"):
         found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]

@@ -18,7 +18,7 @@ TRAIN = "train.py"
 
 FLAGS = [
     (("lanch", TRAIN), "there is no command 'lanch'. Did you mean 'launch'?"),
-    (("nonsense",), "there is no command 'nonsense'. There are: checkpoint, config"),
+    (("nonsense",), "there is no command 'nonsense'. There are: checkpoint, clients, config"),
     (("config", "defualt"), "there is no command 'defualt'. Did you mean 'default'?"),
     (("test", "--cfg", "x"), "--cfg x (did you mean --config_file? See accelerate test --help)"),
     (("config", "default", "--zzz"), "--zzz (see accelerate config default --help)"),
