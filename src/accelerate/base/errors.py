@@ -87,6 +87,10 @@ def as_builtin(error: ErrorT, *kinds: type[BaseException]) -> ErrorT:
     return _joined(own, missing)(*error.args)  # type: ignore[no-any-return, arg-type]
 
 
+_NOT_OF_A_MESSAGE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+"""Built-in errors that are not made of a message alone; `UnicodeError`, their base, is."""
+
+
 def like(error: ErrorT, cause: BaseException) -> ErrorT:
     """Return an error that is an instance of the built-in classes of its cause too; the caller raises it.
 
@@ -94,7 +98,11 @@ def like(error: ErrorT, cause: BaseException) -> ErrorT:
         error: One with a message.
         cause: What it is raised from.
     """
-    kinds = [kind for kind in type(cause).__mro__ if vars(builtins).get(kind.__name__) is kind]
+    kinds = [
+        kind
+        for kind in type(cause).__mro__
+        if vars(builtins).get(kind.__name__) is kind and kind not in _NOT_OF_A_MESSAGE
+    ]
     narrow = [
         kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)
     ]

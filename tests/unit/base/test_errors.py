@@ -75,6 +75,9 @@ def test_an_error_is_of_the_class_of_its_cause() -> None:
     assert isinstance(like(CheckpointError("a"), joined), TypeError)
     plain = CheckpointError("a")
     assert like(plain, pickle.UnpicklingError("b")) is plain
+    decoding = like(CheckpointError("a"), UnicodeDecodeError("utf-8", b"\x80", 0, 1, "invalid start byte"))
+    assert isinstance(decoding, UnicodeError)
+    assert str(decoding) == "a"
     assert isinstance(like(OSError("a"), RuntimeError("b")), RuntimeError)
 
 
