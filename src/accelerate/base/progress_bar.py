@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -130,11 +131,16 @@ def for_threads() -> dict[str, Any]:
 
 
 def size_of(paths: Iterable[Path]) -> int:
-    """Return the bytes of files, as far as they can be counted: others may write and rename them now."""
+    """Return the bytes that files hold, as far as they can be counted: others may write and rename them now.
+
+    A file that got its whole size before its content counts as far as blocks of the disk hold it.
+    """
     found = 0
     with suppress(OSError):
         for path in paths:
-            found += path.stat().st_size if path.is_file() else 0
+            status = path.stat()
+            held = 512 * getattr(status, "st_blocks", status.st_size)
+            found += min(status.st_size, held) if stat.S_ISREG(status.st_mode) else 0
     return found
 
 

@@ -76,8 +76,10 @@ def save_sharded(
                 others.clear()
 
     nbytes = sum(tensor.nbytes for tensor in weights.values())
+    present = size_of(folder.iterdir())
     try:
-        with progress_bar("Saving a model", nbytes, lambda: size_of(beside.values())):
+        # safetensors writes to a file with a name of its own in this folder, and renames that.
+        with progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present):
             write()
         for name, path in beside.items():
             os.replace(path, folder / name)

@@ -6,7 +6,9 @@ import io
 import os
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from torch import nn
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.base import progress_bar
 from accelerate.base.progress_bar import advance, expect, for_threads, is_shown
+from accelerate.checkpointing import shards
 from accelerate.commands.checkpoint import checkpoint_command_parser
 
 
@@ -140,6 +143,42 @@ def test_a_file_that_grows_moves_the_bar(tmp_path: Path, terminal: Terminal) -> 
         terminal.wait_for("50%")
         advance(1_000_000)
         terminal.wait_for("100%")
+
+
+def test_a_file_of_full_size_counts_as_far_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(1 << 20)
+        assert progress_bar.size_of(tmp_path.iterdir()) < 1 << 20
+        file.write(bytes([1]) * (1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    assert progress_bar.size_of(tmp_path.iterdir()) == 1 << 20
+
+
+@pytest.mark.usefixtures("states")
+def test_saving_a_model_counts_the_file_that_safetensors_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[Callable[[], int]] = []
+    seen: list[int] = []
+
+    def bar(task: str, nbytes: int, written: Callable[[], int]) -> nullcontext[None]:
+        counts.append(written)
+        return nullcontext()
+
+    def write(content: object, twins: object, path: Path) -> None:
+        part = path.with_name(".tmpAbC")
+        seen.append(counts[0]())
+        part.write_bytes(bytes([1]) * 5000)
+        seen.append(counts[0]())
+        part.rename(path)
+
+    (tmp_path / "present").write_bytes(bytes([1]) * 3000)
+    monkeypatch.setattr(shards, "progress_bar", bar)
+    monkeypatch.setattr(shards, "write_whole_tensors", write)
+    Accelerator(cpu=True).save_model(nn.Linear(2, 2), tmp_path)
+    assert seen == [0, 5000]
 
 
 @pytest.mark.usefixtures("states")
