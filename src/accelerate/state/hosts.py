@@ -30,15 +30,17 @@ def find_place(topology: Topology, channel: StoreChannel, timeout: timedelta) ->
     """
     rank, seconds = topology.rank, timeout.total_seconds()
     channel.post(str(rank), socket.gethostname())
+    names = [str(each) for each in range(topology.size)]
     if rank == 0:
-        found = channel.wait([str(each) for each in range(topology.size)], seconds)
+        found = channel.wait(names, seconds)
         absent = [each for each, host in found.items() if host is None]
         if absent:
-            raise _absent(absent[0], seconds)
+            raise _absent(absent, seconds)
         channel.post("all", list(found.values()))
     hosts = channel.wait(["all"], seconds)["all"]
     if hosts is None:
-        raise _absent("0", seconds)
+        others = channel.read_all(names[1:])  # rank 0 may still wait for these
+        raise _absent([each for each, host in others.items() if host is None] or ["0"], seconds)
     beside = [each for each, host in enumerate(hosts) if host == hosts[rank]]
     node = list(dict.fromkeys(hosts)).index(hosts[rank])
     return replace(
@@ -46,8 +48,9 @@ def find_place(topology: Topology, channel: StoreChannel, timeout: timedelta) ->
     )
 
 
-def _absent(rank: str, seconds: float) -> StateError:
+def _absent(ranks: list[str], seconds: float) -> StateError:
+    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(ranks)}"
     return StateError(
-        f"Rank {rank} did not come within {seconds:.0f} s to exchange host names. See its own output; set "
+        f"{who} did not come within {seconds:.0f} s to exchange host names. See the output there; set "
         "LOCAL_RANK and LOCAL_WORLD_SIZE on every rank where host names should not be exchanged."
     )

@@ -51,3 +51,12 @@ def test_a_rank_that_does_not_come_is_named(rank: int, absent: int) -> None:
     channel = StoreChannel(HashStore(), "hosts", {})
     with pytest.raises(StateError, match=f"Rank {absent} did not come within 0 s .* set LOCAL_RANK"):
         hosts.find_place(topology(rank, 2), channel, timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(("size", "who"), [(3, "Rank 1"), (4, "Ranks 1, 3")])
+def test_all_ranks_name_those_that_rank_0_waits_for(size: int, who: str) -> None:
+    store = HashStore()
+    channel = StoreChannel(store, "hosts", {})
+    for rank in (2, 0):
+        with pytest.raises(StateError, match=f"{who} did not come within 0 s"):
+            hosts.find_place(topology(rank, size), channel, timedelta(seconds=0.1))
