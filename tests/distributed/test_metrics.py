@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -164,7 +165,7 @@ def test_a_value_per_rank_is_not_cut(run: Run) -> None:
     assert all(len(values) == 2 for values in means[0])
 
 
-def warnings_about_means(samples: int, trains: bool) -> list[str]:
+def warnings_about_means(samples: int, trains: bool, library: str | None = None) -> list[str]:
     from accelerate.logging import get_logger
 
     said: list[logging.LogRecord] = []
@@ -174,10 +175,15 @@ def warnings_about_means(samples: int, trains: bool) -> list[str]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=2))  # type: ignore[arg-type]
     accelerator.gather_for_metrics(torch.tensor(1.0))
+    call = accelerator.gather_for_metrics
+    if library is not None:
+        names: dict[str, Any] = {}
+        exec(compile("def call(ask, value):\n    return ask(value)", library, "exec"), names)
+        call = functools.partial(names["call"], accelerator.gather_for_metrics)
     with torch.set_grad_enabled(trains):
         for batch in loader:
-            accelerator.gather_for_metrics(batch.mean())
-            accelerator.gather_for_metrics({"rank": accelerator.process_index})
+            call(batch.mean())
+            call({"rank": accelerator.process_index})
     return [record.getMessage() for record in said]
 
 
@@ -189,6 +195,11 @@ def test_a_mean_is_only_warned_of_where_ranks_evaluate_other_numbers_of_samples(
 ) -> None:
     first, second = run(warnings_about_means, samples, trains)
     assert (len(first), len(second)) == (warnings, 0)
+
+
+def test_a_mean_that_an_installed_library_gathers_is_not_warned_of(run: Run) -> None:
+    assert run(warnings_about_means, 7, False, "/usr/lib/site-packages/library/trainer.py") == [[], []]
+    assert run(warnings_about_means, 7, False, "/home/me/trainer.py")[0] != []
 
 
 def gather_with_uneven_ends(samples: int, own_shard: bool = False) -> tuple[list[int], str]:

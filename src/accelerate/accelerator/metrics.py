@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
 from accelerate.ops.dtensors import whole_tensors
+from accelerate.ops.record import calling_frame
 
 logger = get_logger(__name__)
 
@@ -144,6 +147,8 @@ def _warn_of_other(counts: _Counts, rows: int | None) -> None:
         return
     if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
         return
+    if "site-packages" in Path(calling_frame(sys._getframe()).f_code.co_filename).parts:
+        return  # an installed library asks: its user cannot change the call
     logger.warning_once(
         "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
         "process, and a mean over what comes out weighs processes with fewer samples too much. Gather values "

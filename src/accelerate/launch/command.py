@@ -22,14 +22,11 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     """The arguments of ``torchrun`` that run a plan."""
     meeting = plan.rendezvous
     endpoint = f"{meeting.address}:{meeting.port}"
-    where = ["--master_addr", meeting.address, "--master_port", str(meeting.port)]
-    if meeting.backend != "static":
-        where = ["--rdzv_endpoint", endpoint]
     words = [
         *("--nnodes", str(plan.machines)),
         *("--nproc_per_node", str(plan.local_processes)),
         *("--node_rank", str(plan.machine)),
-        *where,
+        *("--rdzv_endpoint", endpoint),  # absent, torch would take it from PET_RDZV_ENDPOINT
         *("--rdzv_backend", meeting.backend),
         *("--max_restarts", str(meeting.restarts)),
         *("--monitor_interval", str(meeting.interval)),

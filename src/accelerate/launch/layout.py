@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from accelerate.base.errors import wrong_value
 from accelerate.base.text import whole_number
 from accelerate.launch.machine import Machine
@@ -67,10 +69,17 @@ def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tu
     total = machine.devices * machines
     settings = settings.replaced(CHOSEN, num_processes=total)
     plural = "es" if total > 1 else ""
-    assumed = [f"{total} process{plural} on {machine.hardware.label}"]
+    among = _number_of_others(machine.environ or {}) if total == 1 else ""
+    assumed = [f"{total} process{plural} on {machine.hardware.label}{among}"]
     if settings.source("mixed_precision") == BUILT_IN:
         assumed.append("mixed_precision=no")
     return settings, (f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise",)
+
+
+def _number_of_others(environ: Mapping[str, str]) -> str:
+    """Say that this process belongs to a run that something else has started, as one process for each pod."""
+    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
+    return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
 
 
 def _says_one_process(settings: Settings) -> bool:

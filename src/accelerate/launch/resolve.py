@@ -136,6 +136,8 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
     Raises:
         ConfigurationError: two flags contradict each other.
     """
+    if settings.values["cpu"] and settings.source("gpu_ids") == FLAG:
+        settings = settings.noted("--gpu_ids has no effect on the CPU")
     if not (settings.values["cpu"] and settings.values["multi_gpu"]):
         return settings
     sources = settings.source("cpu"), settings.source("multi_gpu")

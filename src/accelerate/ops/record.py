@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +36,17 @@ _ROOTS = (
 
 # Read for each frame that is passed: file name -> whether it belongs to this package or to torch.
 _INSIDE: dict[str, bool] = {}
+
+
+def calling_frame(frame: FrameType) -> FrameType:
+    """Return the first frame from this one on that belongs neither to this package nor to torch."""
+    while (inside := _INSIDE.get(frame.f_code.co_filename)) or (
+        inside is None and _is_inside(frame.f_code.co_filename)
+    ):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
 
 
 @dataclass(frozen=True)
@@ -94,15 +105,9 @@ class Ring:
         self._depth += 1
         if self._depth > 1:
             return
-        frame = sys._getframe(1)
-        code = frame.f_code
-        while (inside := _INSIDE.get(code.co_filename)) or (inside is None and _is_inside(code.co_filename)):
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-            code = frame.f_code
+        frame = calling_frame(sys._getframe(1))
         self._sequence += 1
-        self._running = (self._sequence, operation, facts, time.monotonic(), code, frame.f_lasti)
+        self._running = (self._sequence, operation, facts, time.monotonic(), frame.f_code, frame.f_lasti)
         self._entries.append(self._running)
 
     def end(self) -> None:

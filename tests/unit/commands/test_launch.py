@@ -204,6 +204,17 @@ def test_cpu_and_multi_gpu_of_different_places(
     assert [bool(re.match(note, each)) for each in settings.notes] == [True] if note else not settings.notes
 
 
+def test_a_flag_for_devices_without_effect_is_named() -> None:
+    settings = choose_cpu_or_devices(read_settings(parse("--cpu", "--gpu_ids", "0", "x.py")))
+    assert settings.notes == ("--gpu_ids has no effect on the CPU",)
+
+
+def test_one_process_of_a_run_of_several_is_said() -> None:
+    with patch_environment(RANK="1", WORLD_SIZE="2"):
+        (note,) = make_plan(parse("--cpu", "x.py"))[0].notes
+    assert "assumed 1 process on CPU (rank 1 of WORLD_SIZE=2), mixed" in note
+
+
 def test_cpu_and_multi_gpu_as_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run_command(launch_command, parse("--cpu", "--multi_gpu", "x.py"))
