@@ -12,7 +12,7 @@ import torch
 from accelerate.base import environ
 from accelerate.base.enums import RNGName, RNGType
 from accelerate.base.errors import ConfigurationError, as_builtin, wrong_value
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import DeviceBackend
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
@@ -60,7 +60,7 @@ def _compute_deterministically() -> None:
 def _device_backend() -> DeviceBackend:
     """The hardware of this process; asking for it makes no state where there is none."""
     backend: DeviceBackend | None = PartialState._shared_state.get("device_backend")
-    return catalogue.detect() if backend is None else backend
+    return hardware_table.detect() if backend is None else backend
 
 
 class Source(NamedTuple):
@@ -142,7 +142,7 @@ def capture() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy, torch and the device, by name."""
     states = capture_on_cpu()
     backend = _device_backend()
-    if backend != catalogue.CPU:
+    if backend != hardware_table.CPU:
         states[backend.name] = backend.rng_state()
     return states
 

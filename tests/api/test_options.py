@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig
+from accelerate.settings.section_list import SECTIONS
 
 from .conftest import load_golden
 

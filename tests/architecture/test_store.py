@@ -7,18 +7,18 @@ from typing import Any
 
 LOADERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
 UNPICKLING = {
-    "checkpointing/catalogue.py": "metadata of a folder of shards that the user trusts",
+    "checkpointing/shard_index.py": "metadata of a folder of shards that the user trusts",
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
-    "checkpointing/slab_reader.py": "names the exception class alone",
-    "data_loader/messages.py": "what rank 0 sends through a collective or shared memory",
-    "data_loader/packing.py": "errors and specs in such messages",
+    "checkpointing/shard_reader.py": "names the exception class alone",
+    "data_loader/dispatch_messages.py": "what rank 0 sends through a collective or shared memory",
+    "data_loader/dispatch_packing.py": "errors and specs in such messages",
     "diagnostics/flight.py": "what torch's flight recorder returns inside this process",
     "ops/objects.py": "objects in collectives",
     "weights/files.py": "names the exception class alone",
 }
 """Each file that may import such a module, and what for."""
 
-STORE = ("state/lives.py", "state/process_group.py", "state/store_channel.py", "diagnostics/attempts.py")
+STORE = ("state/restarts.py", "state/process_group.py", "state/store_channel.py", "diagnostics/oom_retry.py")
 """The files that hold a store of torch."""
 
 REQUESTS = {"get", "multi_get", "compare_set", "wait"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerate.devices.catalogue import CPU
+from accelerate.devices.hardware_table import CPU
 from accelerate.precision.base import Precision
 from accelerate.precision.resolve import FORMATS, PrecisionRequest, resolve
 

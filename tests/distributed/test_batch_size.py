@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.diagnostics import attempts
+from accelerate.diagnostics import oom_retry
 from accelerate.diagnostics.batch_size import find_executable_batch_size
 from accelerate.ops.collectives import gather, reduce
 from accelerate.state import PartialState
@@ -25,7 +25,7 @@ def run_out() -> None:
 
 def search(failing_rank: int | None, when: str, patience: float) -> dict[str, Any]:
     """Train with batches of 8, of which at most 4 fit on one rank, or on all when it is None."""
-    attempts.SECONDS_OF_GRACE = patience
+    oom_retry.SECONDS_OF_GRACE = patience
     state = PartialState()
     sizes, groups, kept_alive = [], [], []
 

@@ -92,9 +92,9 @@ def save_on_the_other_rank() -> str:
     accelerator._runtime.checkpoints.patience = 0.1
     message = ""
     if not accelerator.is_main_process:
-        from accelerate.checkpointing import council
+        from accelerate.checkpointing import consensus
 
-        council.SECONDS_FOR_THE_VERDICT = 0.2
+        consensus.SECONDS_FOR_THE_VERDICT = 0.2
         with pytest.raises(StateError) as error:
             accelerator.save_state()
         message = str(error.value)

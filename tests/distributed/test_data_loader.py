@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accelerate.data_loader import DataLoaderDispatcher, delivery, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    dispatch_transport,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accelerate.state import GradientState, PartialState
 
 Run = Callable[..., list[Any]]
@@ -321,7 +326,7 @@ LARGE_SIZES = [3, 300_000, 2_000_000, 300_000, 7, 2_000_000, 5_000_000, 300_000]
 def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
     """Batches of very different size, all kept until the end, in two passes of which the first breaks off."""
     if not shares:
-        delivery.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
+        dispatch_transport.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
     samples = [
         {"x": torch.arange(size) * (place + 1), "y": torch.full((5,), place)}
         for place, size in enumerate(np.repeat(LARGE_SIZES, 3).tolist())
@@ -331,7 +336,7 @@ def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
     kept = [*cut_off, *prepared]
     seen = [(len(batch["x"]), batch["x"].sum().item(), batch["y"].tolist()) for batch in kept]
     whole = all(torch.equal(batch["x"], torch.arange(len(batch["x"])) * batch["x"][1]) for batch in kept)
-    return [whole, seen, prepared._delivery._memory is not None]  # type: ignore[return-value]
+    return [whole, seen, prepared._route._memory is not None]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest, saving, slabs
+from accelerate.checkpointing import manifest, saving, shard_files
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
 Run = Callable[..., list[Any]]
@@ -181,7 +181,7 @@ def fail_to_write() -> Any:
     accelerator.save_state("state")
     before = facts(accelerator, model, optimizer)
     step(accelerator, model, optimizer)
-    write = slabs.torch.save
+    write = shard_files.torch.save
     messages = []
 
     def full(*arguments: Any) -> None:
@@ -189,14 +189,14 @@ def fail_to_write() -> Any:
             raise RuntimeError("unexpected pos 64 vs 0")
         write(*arguments)
 
-    slabs.torch.save = full  # type: ignore[assignment]
+    shard_files.torch.save = full  # type: ignore[assignment]
     for blocking in (True, False):
         try:
             accelerator.save_state("state", blocking=blocking)
             accelerator.wait_for_checkpoint()
         except CheckpointError as error:
             messages.append(str(error))
-    slabs.torch.save = write
+    shard_files.torch.save = write
     accelerator.load_state("state")
     return messages, same(facts(accelerator, model, optimizer), before), chunks()
 
@@ -259,14 +259,14 @@ def save_and_be_killed(folder: str, blocking: bool) -> None:
     torch.save(facts(accelerator, model, optimizer), f"{folder}/facts_{accelerator.process_index}")
     step(accelerator, model, optimizer)
     saving.SECONDS_TO_WRITE = 1.0
-    write = slabs.torch.save
+    write = shard_files.torch.save
 
     def killed(*arguments: Any) -> None:
         write(*arguments)
         if accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    slabs.torch.save = killed  # type: ignore[assignment]
+    shard_files.torch.save = killed  # type: ignore[assignment]
     accelerator.save_state(f"{folder}/state", blocking=blocking)
     accelerator.wait_for_checkpoint()
 

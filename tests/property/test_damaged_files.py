@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from accelerate.base.errors import AccelerateError, CheckpointError
-from accelerate.checkpointing import catalogue
+from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.fit import check_optimizer
 from accelerate.checkpointing.groups import ByOrder
@@ -91,15 +91,15 @@ def stored() -> Metadata:
 @given(st.one_of(*(mutations(pickle.dumps(stored(), protocol)) for protocol in (2, 4))))
 @example(b"\x80\x04r\xff\xff\xff\xff.")
 def test_catalogues(content: bytes) -> None:
-    with file_of(content, catalogue.NAME) as path:
-        attempt(lambda: catalogue.read(path.parent, "model"))
+    with file_of(content, shard_index.NAME) as path:
+        attempt(lambda: shard_index.read(path.parent, "model"))
 
 
 @patiently
 @given(st.binary(max_size=200))
 def test_programs_of_any_bytes(content: bytes) -> None:
-    with file_of(b"\x80\x04" + content, catalogue.NAME) as path:
-        attempt(lambda: catalogue.read(path.parent, "model"))
+    with file_of(b"\x80\x04" + content, shard_index.NAME) as path:
+        attempt(lambda: shard_index.read(path.parent, "model"))
 
 
 # Weights

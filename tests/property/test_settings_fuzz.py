@@ -28,11 +28,11 @@ from accelerate.launch.machine import Machine
 from accelerate.launch.plan import Target
 from accelerate.launch.resolve import resolve
 from accelerate.settings import file_layer
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.config_file import load_config_from_file
 from accelerate.settings.merge import Layer, Settings, merge
 from accelerate.settings.migrations import convert_config_to_fsdp2, fsdp2_notes, migrate
 from accelerate.settings.option import Section
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.stopping import StoppingSection
 from accelerate.settings.variables import decode
 from accelerate.state import environments

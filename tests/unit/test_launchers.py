@@ -12,7 +12,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.launchers import cuda_use, debug_launcher, notebook, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -22,7 +22,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Play a machine with one kind of hardware and so many devices."""
 
     def play(backend: Any, count: int) -> None:
-        monkeypatch.setattr(catalogue, "detect", lambda: backend)
+        monkeypatch.setattr(hardware_table, "detect", lambda: backend)
         monkeypatch.setattr(type(backend), "count", lambda self: count)
 
     return play
@@ -41,7 +41,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_one_process_is_this_one(on: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    on(catalogue.CPU, 1)
+    on(hardware_table.CPU, 1)
     seen = []
     notebook_launcher(
         lambda *args: seen.append((args, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])),
@@ -54,7 +54,7 @@ def test_one_process_is_this_one(on: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_state_that_one_process_made_ends_with_it(on: Any) -> None:
-    on(catalogue.CPU, 1)
+    on(hardware_table.CPU, 1)
     seen = []
 
     def train(fails: bool) -> None:
@@ -67,22 +67,22 @@ def test_the_state_that_one_process_made_ends_with_it(on: Any) -> None:
         notebook_launcher(train, (True,))
     assert seen == [1, 1]
     assert not any((AcceleratorState._shared_state, GradientState._shared_state, PartialState._shared_state))
-    notebook._refuse_used_notebook(catalogue.CPU)
+    notebook._refuse_used_notebook(hardware_table.CPU)
 
 
 @pytest.mark.usefixtures("states")
 def test_a_state_that_was_there_before_stays(on: Any) -> None:
-    on(catalogue.CPU, 1)
+    on(hardware_table.CPU, 1)
     state = PartialState(cpu=True)
     notebook_launcher(lambda: Accelerator(cpu=True))
     assert state.num_processes == 1
     assert not AcceleratorState._shared_state
     with pytest.raises(ConfigurationError, match="was already made"):
-        notebook._refuse_used_notebook(catalogue.CPU)
+        notebook._refuse_used_notebook(hardware_table.CPU)
 
 
 def test_the_environment_is_restored_after_an_error(on: Any) -> None:
-    on(catalogue.CPU, 1)
+    on(hardware_table.CPU, 1)
 
     def fail() -> None:
         raise KeyError("column")
@@ -93,7 +93,7 @@ def test_the_environment_is_restored_after_an_error(on: Any) -> None:
 
 
 def test_all_gpus_are_used_by_default(on: Any, elastic: list[Any]) -> None:
-    on(catalogue.CUDA, 4)
+    on(hardware_table.CUDA, 4)
     notebook_launcher(print, use_port=0, max_restarts=2, monitor_interval=0.5, rdzv_id="me")
     crew, meeting = elastic[0]
     assert (crew.size, crew.machines, crew.address) == (4, 1, "127.0.0.1")
@@ -102,7 +102,7 @@ def test_all_gpus_are_used_by_default(on: Any, elastic: list[Any]) -> None:
 
 
 def test_several_machines(on: Any, elastic: list[Any]) -> None:
-    on(catalogue.CUDA, 4)
+    on(hardware_table.CUDA, 4)
     notebook_launcher(
         print,
         num_processes=2,
@@ -153,7 +153,7 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
     for name in ("torch_xla", "torch_xla.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, xmp.__name__, xmp)
-    on(catalogue.XLA, 8)
+    on(hardware_table.XLA, 8)
     monkeypatch.setattr(notebook, "count_chips", lambda: 8)
     for wanted, nprocs in ((None, None), (8, None), (1, 1)):
         calls.clear()
@@ -173,7 +173,7 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
     ],
 )
 def test_wrong_arguments_are_named(on: Any, options: dict[str, Any], text: str) -> None:
-    on(catalogue.CUDA, 2)
+    on(hardware_table.CUDA, 2)
     with pytest.raises(ConfigurationError, match=text):
         notebook_launcher(print, **options)
 
@@ -190,7 +190,7 @@ def test_debug_launcher_needs_a_process() -> None:
 
 
 def test_one_process_on_an_apple_gpu(on: Any) -> None:
-    on(catalogue.MPS, 1)
+    on(hardware_table.MPS, 1)
     seen = []
     notebook_launcher(lambda: seen.append(os.environ["PYTORCH_ENABLE_MPS_FALLBACK"]))
     assert seen == ["1"]
@@ -209,7 +209,7 @@ def test_an_accelerator_in_the_notebook_is_refused(launch: Any) -> None:
 def test_cuda_in_the_notebook_is_refused(
     on: Any, elastic: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(catalogue.CUDA, 2)
+    on(hardware_table.CUDA, 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(cuda_use, "_on_cuda", lambda thing: thing is tensor)
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
@@ -232,7 +232,7 @@ def test_test_launch_builds_a_state() -> None:
 def test_gpus_that_cannot_talk_directly_are_told_so(
     on: Any, elastic: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on(catalogue.CUDA, 2)
+    on(hardware_table.CUDA, 2)
     monkeypatch.setattr(notebook, "check_cuda_p2p_ib_support", lambda: False)
     notebook_launcher(print)
     environment = elastic[0][0].environment()

@@ -13,7 +13,7 @@ import torch
 from accelerate import rng
 from accelerate.base.enums import RNGType
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import CpuBackend
 from accelerate.ops.transport import Transport
 from accelerate.state import PartialState
@@ -135,9 +135,11 @@ def test_hardware_that_is_not_used_is_left_alone() -> None:
 @pytest.mark.usefixtures("second_process")
 def test_the_device_follows_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(7)
-    PartialState._shared_state.update(device_backend=catalogue.CUDA)
-    monkeypatch.setattr(type(catalogue.CUDA), "rng_state", lambda row: generator.get_state())
-    monkeypatch.setattr(type(catalogue.CUDA), "set_rng_state", lambda row, state: generator.set_state(state))
+    PartialState._shared_state.update(device_backend=hardware_table.CUDA)
+    monkeypatch.setattr(type(hardware_table.CUDA), "rng_state", lambda row: generator.get_state())
+    monkeypatch.setattr(
+        type(hardware_table.CUDA), "set_rng_state", lambda row, state: generator.set_state(state)
+    )
     rng.synchronize_rng_state("cuda")
     assert generator.initial_seed() == 99
 
@@ -178,14 +180,14 @@ def test_capture_and_restore() -> None:
 def test_the_state_of_the_device_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     PartialState(cpu=True)
     kept: list[torch.Tensor] = []
-    PartialState._shared_state.update(device_backend=catalogue.CUDA)
-    monkeypatch.setattr(type(catalogue.CUDA), "rng_state", lambda row: torch.tensor([1]))
-    monkeypatch.setattr(type(catalogue.CUDA), "set_rng_state", lambda row, state: kept.append(state))
+    PartialState._shared_state.update(device_backend=hardware_table.CUDA)
+    monkeypatch.setattr(type(hardware_table.CUDA), "rng_state", lambda row: torch.tensor([1]))
+    monkeypatch.setattr(type(hardware_table.CUDA), "set_rng_state", lambda row, state: kept.append(state))
     states = rng.capture()
     assert set(states) == {"python", "numpy", "torch", "cuda"}
     rng.restore(states)
     assert kept == [torch.tensor([1])]
-    PartialState._shared_state.update(device_backend=catalogue.CPU)
+    PartialState._shared_state.update(device_backend=hardware_table.CPU)
     with pytest.raises(ConfigurationError, match=r"states=\['cuda'\]: this process, which computes on CPU"):
         rng.restore(states)
 

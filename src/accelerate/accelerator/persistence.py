@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.accelerator import belongings
+from accelerate.accelerator import checkpoint_items
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin
 from accelerate.base.progress_bar import progress_bar, size_of
@@ -88,7 +88,7 @@ class Persistence:
         try:
             write = session.prepare_write(
                 site,
-                belongings.collect(runtime, site, self.step, safe_serialization),
+                checkpoint_items.collect(runtime, site, self.step, safe_serialization),
                 blocking=not project.async_save if blocking is None else blocking,
             )
         except Exception as error:
@@ -325,7 +325,7 @@ class Persistence:
             source.settle()  # raises on all ranks
         try:
             progress = read_progress(source, options)
-            changes = belongings.read(self._runtime, source, options, policy)
+            changes = checkpoint_items.read(self._runtime, source, options, policy)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             source.settle(describe(error))
             raise

@@ -9,7 +9,7 @@ from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.checkpointing.session import Session
-from accelerate.devices import catalogue, xla
+from accelerate.devices import hardware_table, xla
 from accelerate.diagnostics import watching
 from accelerate.diagnostics.agreement import agreement_of_run
 from accelerate.logging import get_logger
@@ -101,7 +101,7 @@ def _announce_shards(request: RunRequest) -> None:
         ConfigurationError: it has opened one.
     """
     wanted = request.fsdp is not None and request.fsdp.fsdp_version == 2 and not request.cpu
-    if not wanted or catalogue.detect() != catalogue.XLA or xla.is_shared():
+    if not wanted or hardware_table.detect() != hardware_table.XLA or xla.is_shared():
         return
     if PartialState._shared_state:
         raise ConfigurationError(
@@ -113,7 +113,7 @@ def _announce_shards(request: RunRequest) -> None:
 
 def _shards_between_processes(place: PartialState) -> bool:
     """Whether FSDP makes this a run of its own kind: XLA devices have their own, also in one process."""
-    return place.num_processes > 1 and place.device_backend != catalogue.XLA
+    return place.num_processes > 1 and place.device_backend != hardware_table.XLA
 
 
 def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
@@ -125,7 +125,7 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "this process already runs without DeepSpeed",
             ONE_STATE,
         )
-    if state.device_backend == catalogue.XLA:
+    if state.device_backend == hardware_table.XLA:
         return replace(request, parallelism=state.parallelism_config)
     begun = getattr(state, "fsdp_plugin", None)
     if begun is None and request.fsdp is not None and state.num_processes > 1:
@@ -184,12 +184,12 @@ def _accumulation_of(
 def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
     is_cpu = (
-        state.device_backend == catalogue.CPU
+        state.device_backend == hardware_table.CPU
     )  # whose number, if it has one, wrappers of torch do not take
     context = Context(
         topology=state.topology,
         backend=state.device_backend,
-        device=catalogue.CPU.device() if is_cpu else state.device,
+        device=hardware_table.CPU.device() if is_cpu else state.device,
         request=request,
         mixed_precision=state.mixed_precision,
         gradients=gradient_state,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import StateError, wrong_value
-from accelerate.ops.aside import Answer, combine_aside
+from accelerate.ops.async_reduce import Answer, combine_aside
 from accelerate.state import GradientState
 
 

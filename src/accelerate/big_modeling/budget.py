@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.base.errors import wrong_value
 from accelerate.base.text import convert_file_size_to_int
 from accelerate.big_modeling.units import Unit, find_units
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.weights.sizes import Dtype
 
 Place = int | str
@@ -187,9 +187,9 @@ def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list
 
 
 def _free_memory() -> dict[Place, int]:
-    backend = catalogue.detect()
-    cpu: dict[Place, int] = {"cpu": catalogue.CPU.free_memory()}
-    if backend is catalogue.CPU:
+    backend = hardware_table.detect()
+    cpu: dict[Place, int] = {"cpu": hardware_table.CPU.free_memory()}
+    if backend is hardware_table.CPU:
         return cpu
     if backend.name == "mps":
         return {"mps": backend.free_memory()}

@@ -15,10 +15,10 @@ from accelerate.base.errors import wrong_value
 from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
 from accelerate.big_modeling.checking import check_places, spell_place
 from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
-from accelerate.big_modeling.elsewhere import find_elsewhere, keep_in_memory, keep_on_disk
 from accelerate.big_modeling.load import Source, fill_model, read_floating
 from accelerate.big_modeling.moves import Wishes
 from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
+from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 from accelerate.hooks.offload import UserCpuOffloadHook, offload_with_hook
 from accelerate.weights.index import Folder, Index, save_offload_index

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.progress_bar import advance, expect, progress_bar
+from accelerate.big_modeling.broadcast import Opened, receive_weights
 from accelerate.big_modeling.checking import check_device_map, check_places
 from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, check_fit, plan_moves, takes_extra
-from accelerate.big_modeling.sent import Opened, receive_weights
 from accelerate.big_modeling.sharded import check_wishes, fill_from_whole, fill_own_parts, is_sharded
 from accelerate.checkpointing.shards import find_shards
 from accelerate.weights.index import Index, make_folder, save_offload_index

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.text import listed
+from accelerate.big_modeling.broadcast import Opened
 from accelerate.big_modeling.moves import CPU, Wishes, check_fit, plan_moves
-from accelerate.big_modeling.sent import Opened
 from accelerate.weights.modules import all_tensors
 from accelerate.weights.reading import Weights
 from accelerate.weights.tied import find_tied_parameters

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import hidden, manifest
+from accelerate.checkpointing import manifest, temporary
 from accelerate.checkpointing.files import files_under, swap, sync_folder
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
@@ -102,7 +102,7 @@ def clear_aside(aside: Path, target: Path) -> None:
         return
     try:
         _move_others(aside, target, _own_files(aside))
-        hidden.dispose(aside, target.name)
+        temporary.dispose(aside, target.name)
     except OSError as error:
         logger.warning(f"{target} is saved, and what it replaces could not be removed from {aside}: {error}.")
 
@@ -162,7 +162,7 @@ def exchange_files(folder: Path, target: Path, aside: Path) -> None:
     try:
         _shift(target, aside, _own_files(target))
         _shift(folder, target, files_under(folder))
-        hidden.dispose(aside, target.name)
+        temporary.dispose(aside, target.name)
     except (OSError, CheckpointError):
         undo_exchange_of_files(aside, target)
         raise
@@ -172,7 +172,7 @@ def undo_exchange_of_files(aside: Path, target: Path) -> None:
     """Bring files back that were moved aside in the same folder."""
     _renew(aside)
     _shift(aside, target, files_under(aside))
-    hidden.dispose(aside, target.name)
+    temporary.dispose(aside, target.name)
 
 
 def _shift(source: Path, target: Path, names: Iterable[str]) -> None:

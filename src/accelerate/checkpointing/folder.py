@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import hidden, manifest
+from accelerate.checkpointing import manifest, temporary
 from accelerate.checkpointing.exchange import (
     clear_aside,
     exchange_files,
@@ -28,7 +28,7 @@ from accelerate.checkpointing.exchange import (
     undo_exchange_of_files,
 )
 from accelerate.checkpointing.files import sync_folder
-from accelerate.checkpointing.hidden import Hidden
+from accelerate.checkpointing.temporary import Hidden
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -63,14 +63,14 @@ class Workplace:
                 raise NotADirectoryError(20, "it is a file", str(self.target))
             _make_parents(self.folder.parent)
             recover(self.target)
-            hidden.sweep(self.target.parent)
-            hidden.sweep(self.target)
+            temporary.sweep(self.target.parent)
+            temporary.sweep(self.target)
             self._make_alone()
         except CheckpointError:
-            hidden.release(self.folder)
+            temporary.release(self.folder)
             raise
         except OSError as error:
-            hidden.release(self.folder)
+            temporary.release(self.folder)
             raise CheckpointError(
                 f"{self.target} cannot be written: {error}. Choose a folder that this process may write to, "
                 "on a disk with space left."
@@ -101,15 +101,15 @@ class Workplace:
         """
         sync_folder(self.folder)
         if self.inside or not self._takes_the_name():
-            aside = hidden.claim(self.target.name, self.target, hidden.OLD)
+            aside = temporary.claim(self.target.name, self.target, temporary.OLD)
             try:
                 exchange_files(self.folder, self.target, aside)
             finally:
-                hidden.release(aside)
+                temporary.release(aside)
 
     def _takes_the_name(self) -> bool:
         """Rename the folder; False where the old one cannot be, as in a lower layer of overlayfs."""
-        aside = hidden.claim(self.target.name, self.target.parent, hidden.OLD)
+        aside = temporary.claim(self.target.name, self.target.parent, temporary.OLD)
         try:
             exchange_folders(self.folder, self.target, aside)
             clear_aside(aside, self.target)
@@ -118,13 +118,13 @@ class Workplace:
                 raise
             return False
         finally:
-            hidden.release(aside)
+            temporary.release(aside)
         return True
 
     def discard(self) -> None:
         """Remove what was written so far, if it has not become the checkpoint."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        hidden.release(self.folder)
+        temporary.release(self.folder)
 
 
 def place_of(target: Path) -> Path:
@@ -144,7 +144,7 @@ def plan_workplace(target: Path) -> Workplace:
         _holds_mount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
     )
     parent = target if inside else target.parent
-    return Workplace(target, hidden.claim(target.name, parent, hidden.SAVING), inside)
+    return Workplace(target, temporary.claim(target.name, parent, temporary.SAVING), inside)
 
 
 def remove(folder: Path) -> None:
@@ -154,7 +154,7 @@ def remove(folder: Path) -> None:
         OSError: it cannot be.
     """
     try:
-        hidden.dispose(folder, folder.name)
+        temporary.dispose(folder, folder.name)
     except OSError as error:
         if error.errno != errno.EXDEV:  # it cannot be renamed, as in a lower layer of overlayfs
             raise
@@ -168,12 +168,12 @@ def recover(target: Path) -> None:
     Args:
         target: the checkpoint.
     """
-    for aside in hidden.find(target, hidden.OLD):
+    for aside in temporary.find(target, temporary.OLD):
         if aside.is_in_use:
             _await(aside.path, there=False)
         else:
             undo_exchange_of_files(aside.path, target)
-    for aside in hidden.find(target.parent, hidden.OLD):
+    for aside in temporary.find(target.parent, temporary.OLD):
         if not aside.belongs_to(target.name):
             continue
         if aside.is_needed:
@@ -186,18 +186,21 @@ def recover(target: Path) -> None:
 
 def recover_all(parent: Path) -> None:
     """Bring back all folders in a folder that interrupted saves had moved aside."""
-    for name in {each.name for each in hidden.find(parent, hidden.OLD) if each.has_whole_name}:
+    for name in {each.name for each in temporary.find(parent, temporary.OLD) if each.has_whole_name}:
         recover(parent / name)
 
 
 def is_changing(target: Path) -> bool:
     """Whether the files of a folder that must stay are being exchanged for others."""
-    return any(each.is_in_use for each in hidden.find(target, hidden.OLD))
+    return any(each.is_in_use for each in temporary.find(target, temporary.OLD))
 
 
 def _writers(target: Path) -> list[Hidden]:
     """Return the folders by which other processes write a checkpoint of a name at this moment."""
-    found = [*hidden.find(target.parent, hidden.SAVING), *hidden.find(target, hidden.SAVING, hidden.OLD)]
+    found = [
+        *temporary.find(target.parent, temporary.SAVING),
+        *temporary.find(target, temporary.SAVING, temporary.OLD),
+    ]
     return [each for each in found if each.belongs_to(target.name) and each.is_in_use and not each.is_own]
 
 
@@ -214,7 +217,7 @@ def _refuse_writers(target: Path) -> None:
             f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
             "give each run a folder of its own, or end one of them. A process that was killed does not "
             "count; one on another machine counts until it has written nothing for "
-            f"{hidden.SECONDS_TO_BELIEVE_STRANGERS:.0f} s."
+            f"{temporary.SECONDS_TO_BELIEVE_STRANGERS:.0f} s."
         )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
-from accelerate.checkpointing.catalogue import Catalogue, Place
 from accelerate.checkpointing.changes import Change
 from accelerate.checkpointing.fit import check_form, check_optimizer
 from accelerate.checkpointing.kept import inner_optimizers, keep_optimizer
+from accelerate.checkpointing.local_shards import LocalShards
 from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.spread import Spread
+from accelerate.checkpointing.shard_index import Place, ShardIndex
 
 OPTIMIZER = "optimizer"
 STATE = "state"
@@ -35,7 +35,7 @@ def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[s
     }
 
 
-def refuse_strangers(found: Catalogue, known: Container[str], groups: int, optimizer: Any) -> None:
+def refuse_strangers(found: ShardIndex, known: Container[str], groups: int, optimizer: Any) -> None:
     """Refuse the state of another optimizer.
 
     Args:
@@ -88,7 +88,7 @@ def loaded_groups(
     read: list[dict[str, Any]] = [{} for _ in own]
     for place, value in values.items():
         if place[1] == GROUPS:
-            read[place[2]][place[3]] = value.slabs[0].tensor if isinstance(value, Spread) else value
+            read[place[2]][place[3]] = value.shards[0].tensor if isinstance(value, LocalShards) else value
     for index, group in enumerate(read):
         parameters = group.pop(PARAMETERS, [])
         if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):

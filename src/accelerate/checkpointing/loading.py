@@ -15,7 +15,7 @@ from accelerate.base.errors import CheckpointError, as_builtin, wrong_value
 from accelerate.base.progress_bar import expect, for_threads
 from accelerate.base.text import listed
 from accelerate.checkpointing import folder, manifest, retention
-from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.part import Load
 from accelerate.logging import get_logger
@@ -48,7 +48,7 @@ class Source:
 
     Args:
         folder: the checkpoint.
-        council: between the ranks.
+        consensus: between the ranks.
         place: of this process; decides which files it compares.
         fault: what is known to be wrong with it; nothing is compared then.
         was_complete: whether it was seen as complete just before.
@@ -63,7 +63,7 @@ class Source:
     def __init__(
         self,
         folder: Path,
-        council: Council,
+        consensus: Consensus,
         place: Place,
         fault: str = "",
         *,
@@ -73,7 +73,7 @@ class Source:
         self.folder = folder
         self.manifest: Manifest | None = None
         self.was_replaced = False
-        self._council = council
+        self._consensus = consensus
         self._fault = fault
         self._is_last = is_last
         self._faults: list[Future[list[str]]] = []
@@ -97,7 +97,7 @@ class Source:
     @property
     def resized(self) -> bool:
         """Whether another number of processes saved it."""
-        return self.world_size not in (None, self._council.size)
+        return self.world_size not in (None, self._consensus.size)
 
     @property
     def is_readable(self) -> bool:
@@ -131,7 +131,7 @@ class Source:
             "place": place,
             "save": save,
         }
-        said = self._council.decide(CALL, own, list, SECONDS_TO_VERIFY)
+        said = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
         problems, again = _judge(said)
         self.was_replaced = again and not self._is_last
         if problems:
@@ -197,12 +197,12 @@ class Place:
     local_size: int
 
 
-def open_checkpoint(path: Path, council: Council, place: Place, patience: float) -> Iterator[Source]:
+def open_checkpoint(path: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
     """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
         path: the checkpoint.
-        council: between the ranks.
+        consensus: between the ranks.
         place: of this process.
         patience: seconds that the ranks have to come together.
 
@@ -210,21 +210,21 @@ def open_checkpoint(path: Path, council: Council, place: Place, patience: float)
         StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
-        council.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
-        source = Source(path, council, place, is_last=not left)
+        consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
+        source = Source(path, consensus, place, is_last=not left)
         yield source
         if not source.was_replaced:
             return
 
 
-def open_newest(parent: Path, council: Council, place: Place, patience: float) -> Iterator[Source]:
+def open_newest(parent: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
 
     It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
 
     Args:
         parent: the folder of the numbered checkpoints.
-        council: between the ranks.
+        consensus: between the ranks.
         place: of this process.
         patience: seconds that the ranks have to come together.
 
@@ -232,7 +232,7 @@ def open_newest(parent: Path, council: Council, place: Place, patience: float) -
         StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
-        for source in _open_numbered(parent, council, place, patience, is_last=not left):
+        for source in _open_numbered(parent, consensus, place, patience, is_last=not left):
             yield source
             if source.was_replaced:
                 break
@@ -241,14 +241,14 @@ def open_newest(parent: Path, council: Council, place: Place, patience: float) -
 
 
 def _open_numbered(
-    parent: Path, council: Council, place: Place, patience: float, is_last: bool
+    parent: Path, consensus: Consensus, place: Place, patience: float, is_last: bool
 ) -> Iterator[Source]:
     found = {each.number: each for each in _survey(parent)}
-    said = council.decide(CALL, sorted(found), list, patience)
+    said = consensus.decide(CALL, sorted(found), list, patience)
     for number in sorted({number for numbers in said for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
-        yield Source(path, council, place, fault, was_complete=not fault, is_last=is_last)
+        yield Source(path, consensus, place, fault, was_complete=not fault, is_last=is_last)
 
 
 def _survey(parent: Path) -> list[retention.Found]:

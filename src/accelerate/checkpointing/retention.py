@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
 from accelerate.base.progress_bar import expect
-from accelerate.checkpointing import folder, hidden, manifest
+from accelerate.checkpointing import folder, manifest, temporary
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
 ATTEMPTS = 5  # to look at a checkpoint that saves replace at the same time
@@ -80,7 +80,9 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
 
 def taken_numbers(parent: Path) -> set[int]:
     """Return the numbers of the checkpoints that are in a folder, or that other processes write to it."""
-    writing = [each.name for each in hidden.find(parent, hidden.SAVING) if each.is_in_use and not each.is_own]
+    writing = [
+        each.name for each in temporary.find(parent, temporary.SAVING) if each.is_in_use and not each.is_own
+    ]
     numbers = (PATTERN.fullmatch(name) for name in writing)
     return {*(each.number for each in survey(parent)), *(int(match[1]) for match in numbers if match)}
 

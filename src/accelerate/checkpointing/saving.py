@@ -17,7 +17,7 @@ from accelerate.base.errors import CheckpointError
 from accelerate.base.progress_bar import expect, for_threads, is_shown
 from accelerate.base.text import describe
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
 from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
 from accelerate.checkpointing.manifest import SAVE, Manifest
@@ -65,7 +65,7 @@ class Site:
     Attributes:
         workplace: the folder.
         commits: whether this rank gives it its name.
-        council: between the ranks.
+        consensus: between the ranks.
         request: what is saved.
         is_common: whether all ranks write in one folder.
         save: what tells this save from all others, the same on all ranks.
@@ -73,7 +73,7 @@ class Site:
 
     workplace: Workplace
     commits: bool
-    council: Council
+    consensus: Consensus
     request: Request
     is_common: bool = True
     save: str = ""
@@ -84,7 +84,7 @@ class Site:
         return self.workplace.folder
 
 
-def open_site(request: Request, council: Council) -> Site:
+def open_site(request: Request, consensus: Consensus) -> Site:
     """Make the folder that the checkpoint is written in; called on all ranks.
 
     Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
@@ -92,7 +92,7 @@ def open_site(request: Request, council: Council) -> Site:
 
     Args:
         request: what is saved where.
-        council: between the ranks.
+        consensus: between the ranks.
 
     Raises:
         StateError: a rank did not come in time.
@@ -107,33 +107,35 @@ def open_site(request: Request, council: Council) -> Site:
         return opened[-1]
 
     try:
-        return _agree_on_site(request, council, target, begin)
+        return _agree_on_site(request, consensus, target, begin)
     except BaseException:
         for workplace in opened:
             workplace.discard()
         raise
 
 
-def _agree_on_site(request: Request, council: Council, target: Path, begin: Callable[[], Workplace]) -> Site:
-    said = council.decide(CALL, None, lambda _: _spell(begin()), request.patience)
+def _agree_on_site(
+    request: Request, consensus: Consensus, target: Path, begin: Callable[[], Workplace]
+) -> Site:
+    said = consensus.decide(CALL, None, lambda _: _spell(begin()), request.patience)
     first = _workplace(target, said)
     sees = said["target"] == str(target) and first.folder.is_dir()
     place = "" if sees else f"{socket.gethostname()}:{target}"
-    places = council.decide(CALL, place, list, request.patience)
+    places = consensus.decide(CALL, place, list, request.patience)
     leader = places.index(place)
     if not any(places):
-        return Site(first, council.rank == 0, council, request, save=first.folder.name)
-    commits = leader == council.rank
+        return Site(first, consensus.rank == 0, consensus, request, save=first.folder.name)
+    commits = leader == consensus.rank
     own, failure = first, ""
     if commits and not sees:
         try:
             own = begin()
         except CheckpointError as error:
             failure = str(error)
-    offers = council.decide(CALL, {"failure": failure, "workplace": _spell(own)}, list, request.patience)
+    offers = consensus.decide(CALL, {"failure": failure, "workplace": _spell(own)}, list, request.patience)
     _refuse_failures([offer["failure"] for offer in offers])
     workplace = _workplace(target, offers[leader]["workplace"])
-    return Site(workplace, commits, council, request, is_common=False, save=first.folder.name)
+    return Site(workplace, commits, consensus, request, is_common=False, save=first.folder.name)
 
 
 def _spell(workplace: Workplace) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     Raises:
         CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
     """
-    council, folder = site.council, str(site.folder)
+    consensus, folder = site.consensus, str(site.folder)
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
     heard: list[Mapping[str, Any]] = []
@@ -206,7 +208,7 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         report = payload.write(payload.content, path)
         if payload.finish is not None:
             reports[str(Path(payload.name).parent)] = report
-        return seal(site.folder, payload.name, council.rank)
+        return seal(site.folder, payload.name, consensus.rank)
 
     def write_files() -> None:
         if is_shown():
@@ -227,10 +229,10 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     try:
         failure = _attempt(write_files)
         own = asdict(Written(failure, folder, records, reports))
-        said = [Written.read(each) for each in council.decide(CALL, own, hear, SECONDS_TO_WRITE)]
+        said = [Written.read(each) for each in consensus.decide(CALL, own, hear, SECONDS_TO_WRITE)]
         _refuse_failures([each.failure for each in said])
         failure = _attempt(lambda: commit(said)) if site.commits else ""
-        _refuse_failures(council.decide(CALL, failure, list, SECONDS_TO_WRITE))
+        _refuse_failures(consensus.decide(CALL, failure, list, SECONDS_TO_WRITE))
     finally:
         if site.commits:
             site.workplace.discard()
@@ -255,7 +257,9 @@ def abandon(site: Site, error: Exception) -> None:
         error: why; the caller raises it.
     """
     try:
-        site.council.decide(CALL, asdict(Written(describe(error), str(site.folder))), list, SECONDS_TO_WRITE)
+        site.consensus.decide(
+            CALL, asdict(Written(describe(error), str(site.folder))), list, SECONDS_TO_WRITE
+        )
     finally:
         if site.commits:
             site.workplace.discard()
@@ -273,12 +277,12 @@ def _commit(site: Site, records: Sequence[FileRecord]) -> None:
     files = {record.name: record for record in records}
     for name in files_under(site.folder):
         if name not in files:  # written by the user's hooks
-            files[name] = seal(site.folder, name, site.council.rank)
+            files[name] = seal(site.folder, name, site.consensus.rank)
     for folder in {(site.folder / name).parent for name in files}:
         sync_folder(folder)
     Manifest(
         files=files,
-        world_size=site.council.size,
+        world_size=site.consensus.size,
         step=request.step,
         epoch=request.epoch,
         iteration=request.iteration,

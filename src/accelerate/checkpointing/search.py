@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from accelerate.checkpointing import folder, hidden, manifest, retention
+from accelerate.checkpointing import folder, manifest, retention, temporary
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -61,7 +61,7 @@ def _content(parent: Path) -> tuple[set[str], list[str]]:
     """Return the names of the files, and of the folders to search."""
     with os.scandir(parent) as entries:
         known = list(entries)
-    if any(hidden.is_hidden(entry.name) for entry in known):
+    if any(temporary.is_hidden(entry.name) for entry in known):
         _recover(parent)
         with os.scandir(parent) as entries:
             known = list(entries)
@@ -71,13 +71,13 @@ def _content(parent: Path) -> tuple[set[str], list[str]]:
 
 def _recover(parent: Path) -> None:
     """Bring back the folders in a folder; what belongs to the folder itself waits until it is loaded."""
-    for aside in hidden.find(parent, hidden.OLD):
+    for aside in temporary.find(parent, temporary.OLD):
         if aside.has_whole_name and not aside.belongs_to(parent.name):
             folder.recover(parent / aside.name)
 
 
 def _is_searched(entry: os.DirEntry[str]) -> bool:
-    if hidden.is_hidden(entry.name):
+    if temporary.is_hidden(entry.name):
         return False
     follows = entry.name == LINKED or bool(retention.PATTERN.fullmatch(entry.name))
     return entry.is_dir(follow_symlinks=follows)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.background import Background
-from accelerate.checkpointing.council import Council, open_council
+from accelerate.checkpointing.consensus import Consensus, open_consensus
 from accelerate.checkpointing.loading import Source
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Request, Site
@@ -55,20 +55,20 @@ class Session:
         self._staging = StagingArea()
 
     @property
-    def council(self) -> Council:
+    def consensus(self) -> Consensus:
         """How the ranks agree; every session of a process counts their decisions together."""
-        council: Council | None = PartialState._shared_state.get("_council")
-        if council is None:
+        consensus: Consensus | None = PartialState._shared_state.get("_consensus")
+        if consensus is None:
             # the store may still hold what was said before the state was reset
             purpose = f"checkpoints/{next(_councils)}"
             channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
-            council = open_council(current_transport(), channel)
-            PartialState._shared_state["_council"] = council
-        return council
+            consensus = open_consensus(current_transport(), channel)
+            PartialState._shared_state["_consensus"] = consensus
+        return consensus
 
     @property
     def background(self) -> Background:
-        """What writes; the sessions of a process take turns in it, because they agree over one council."""
+        """What writes; the sessions of a process take turns in it, because they agree over one consensus."""
         background: Background = PartialState._shared_state.setdefault("_checkpoints", Background())
         return background
 
@@ -91,7 +91,7 @@ class Session:
             taken = retention.taken_numbers(parent)
             return said[0] if said[0] not in taken else max(taken) + 1
 
-        number = int(self.council.decide(saving.CALL, wanted, choose, self.patience))
+        number = int(self.consensus.decide(saving.CALL, wanted, choose, self.patience))
         if number != wanted:
             logger.warning(
                 f"{parent} holds a checkpoint {wanted} already: this run goes on with number {number}. "
@@ -101,7 +101,7 @@ class Session:
 
     def open_site(self, request: Request) -> Site:
         """Make the folder of a save; called on all ranks."""
-        return saving.open_site(request, self.council)
+        return saving.open_site(request, self.consensus)
 
     def prepare_write(
         self, site: Site, payloads: Sequence[Payload], *, blocking: bool
@@ -113,7 +113,7 @@ class Session:
             payloads: the files of this rank.
             blocking: return only when the checkpoint is committed.
         """
-        if not blocking and not self.council.is_threaded:
+        if not blocking and not self.consensus.is_threaded:
             logger.warning_once("This run has no store to agree over in the background: saves block.")
             blocking = True
         if blocking:
@@ -139,6 +139,6 @@ class Session:
         topology = PartialState().topology
         place = loading.Place(topology.local_rank, topology.local_size)
         if folder is not None:
-            yield from loading.open_checkpoint(folder, self.council, place, self.patience)
+            yield from loading.open_checkpoint(folder, self.consensus, place, self.patience)
         elif parent is not None:
-            yield from loading.open_newest(parent, self.council, place, self.patience)
+            yield from loading.open_newest(parent, self.consensus, place, self.patience)

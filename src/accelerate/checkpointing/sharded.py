@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.base.errors import CheckpointError
 from accelerate.base.text import listed
-from accelerate.checkpointing import catalogue, slabs
-from accelerate.checkpointing.catalogue import Catalogue, Place
+from accelerate.checkpointing import shard_files, shard_index
 from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import refuse_dtype, refuse_names
 from accelerate.checkpointing.groups import (
@@ -26,9 +25,10 @@ from accelerate.checkpointing.groups import (
     optimizer_change,
     refuse_strangers,
 )
+from accelerate.checkpointing.local_shards import LocalShards, rejoin, spread, whole
 from accelerate.checkpointing.part import Load, Part, Payload
 from accelerate.checkpointing.parts import extra_changes, fill
-from accelerate.checkpointing.spread import Spread, rejoin, spread, whole
+from accelerate.checkpointing.shard_index import Place, ShardIndex
 
 MODEL = "model"
 FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
@@ -46,7 +46,7 @@ class ShardOwner(Protocol):
         """Return the state: live tensors, what this process has of tensors, and other values."""
         ...
 
-    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         """Return memory for what this process reads; None for other values.
 
         Raises:
@@ -89,7 +89,7 @@ class ShardsPart:
     everywhere: bool = True
 
     def collect(self) -> list[Payload]:
-        return [slabs.payload(self.folder, self.rank, self.content)]
+        return [shard_files.payload(self.folder, self.rank, self.content)]
 
     def read(self, options: Load) -> Change:
         return nothing
@@ -118,7 +118,7 @@ class EitherPart:
         return self.whole.collect()
 
     def read(self, options: Load) -> Change:
-        if not options.has(f"{self.folder}/{catalogue.NAME}"):
+        if not options.has(f"{self.folder}/{shard_index.NAME}"):
             return self.whole.read(options)
         return read_shards(self.folder, self.owner(), options)
 
@@ -138,8 +138,8 @@ def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
         CheckpointError: a file is missing or broken, or the shards are of something else.
     """
     trusted = options.reading.get("weights_only") is False
-    found = catalogue.read(options.folder / folder, owner.root, trusted=trusted)
-    values = slabs.read(found, owner.targets(found, options), options.reading)
+    found = shard_index.read(options.folder / folder, owner.root, trusted=trusted)
+    values = shard_files.read(found, owner.targets(found, options), options.reading)
     return owner.plan(values, options)
 
 
@@ -157,7 +157,7 @@ class ModuleShards:
     def state(self) -> dict[Place, Any]:
         return {(MODEL, name): value for name, value in self.module.state_dict(keep_vars=True).items()}
 
-    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         return model_targets(self.module, self.state(), found, options)
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
@@ -169,7 +169,7 @@ class ModuleShards:
     def _apply(self, values: Mapping[Place, Any], options: Load) -> None:
         live = self.state()
         state = {
-            place[1]: rejoin(value, live.get(place)) if isinstance(value, Spread) else value
+            place[1]: rejoin(value, live.get(place)) if isinstance(value, LocalShards) else value
             for place, value in values.items()
         }
         with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
@@ -177,8 +177,8 @@ class ModuleShards:
 
 
 def model_targets(
-    module: nn.Module, live: Mapping[Place, Any], found: Catalogue, options: Load
-) -> dict[Place, Spread | None]:
+    module: nn.Module, live: Mapping[Place, Any], found: ShardIndex, options: Load
+) -> dict[Place, LocalShards | None]:
     """Return memory for the weights of a model.
 
     Args:
@@ -200,27 +200,27 @@ def model_targets(
     other = [
         f"{place[1]} {found.shape(place)} instead of {each.shape}"
         for place in common
-        if isinstance(each := own[place], Spread) and found.shape(place) not in (None, each.shape)
+        if isinstance(each := own[place], LocalShards) and found.shape(place) not in (None, each.shape)
     ]
     if other:
         raise CheckpointError(f"{found.folder} holds tensors of other shapes: {listed(other)}.")
     _refuse_kinds(own, found, common)
     return {
         place: each.emptied(found.entry(place).properties.dtype)  # type: ignore[union-attr]
-        if isinstance(each := own[place], Spread) and found.shape(place) is not None
+        if isinstance(each := own[place], LocalShards) and found.shape(place) is not None
         else None
         for place in common
     }
 
 
-def _refuse_kinds(own: Mapping[Place, Any], found: Catalogue, common: Sequence[Place]) -> None:
+def _refuse_kinds(own: Mapping[Place, Any], found: ShardIndex, common: Sequence[Place]) -> None:
     """Refuse what is a tensor on one side only, and numbers that would lose a part of them."""
     reasons = []
     for place in common:
         entry, each = found.entry(place), own[place]
-        if isinstance(each, Spread) != hasattr(entry, "properties"):
+        if isinstance(each, LocalShards) != hasattr(entry, "properties"):
             reasons.append(f"{place[1]} is a tensor on one side only")
-        elif isinstance(each, Spread):
+        elif isinstance(each, LocalShards):
             dtype: torch.dtype = entry.properties.dtype  # type: ignore[union-attr]
             reasons.append(refuse_dtype(place[1], each.dtype, dtype))
     if wrong := [reason for reason in reasons if reason]:
@@ -250,12 +250,12 @@ class OptimizerShards:
         }
         return {**states, **group_places(found[GROUPS], [[n[0] for n in group] for group in self.names])}
 
-    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         known = {name: p for name, (_, p) in self._by_name().items()}
         refuse_strangers(found, known, len(self.names), self.optimizer)
         return {place: self._target(place, known, found) for place in found.places}
 
-    def _target(self, place: Place, known: Mapping[str, Tensor], found: Catalogue) -> Spread | None:
+    def _target(self, place: Place, known: Mapping[str, Tensor], found: ShardIndex) -> LocalShards | None:
         shape = found.shape(place)
         if shape is None:
             return None
@@ -263,7 +263,7 @@ class OptimizerShards:
         parameter = known.get(place[2]) if place[1] == STATE else None
         if parameter is not None and tuple(parameter.shape) == shape:
             own = spread(parameter, 0, 0)
-            assert isinstance(own, Spread)
+            assert isinstance(own, LocalShards)
             return own.emptied(dtype)
         return whole(torch.empty(shape, dtype=dtype))
 
@@ -273,7 +273,7 @@ class OptimizerShards:
         for place, value in values.items():
             if place[1] == STATE:
                 index, parameter = by_name[place[2]]
-                joined = rejoin(value, parameter) if isinstance(value, Spread) else value
+                joined = rejoin(value, parameter) if isinstance(value, LocalShards) else value
                 states.setdefault(index, {})[place[3]] = joined
         same = {name: index for name, (index, _) in by_name.items()}
         groups = loaded_groups(self.optimizer, values, same)

@@ -186,7 +186,7 @@ def _short(value: Any) -> str:
 
 def _contents(folder: Path) -> dict[str, Any]:
     """All tensors and values of a checkpoint, by file and place in it."""
-    from accelerate.checkpointing import catalogue, manifest
+    from accelerate.checkpointing import manifest, shard_index
     from accelerate.checkpointing.files import files_under
 
     if not os.path.isdir(folder):
@@ -199,10 +199,10 @@ def _contents(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in files_under(folder):
         path = folder / name
-        if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / catalogue.NAME).is_file()):
+        if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / shard_index.NAME).is_file()):
             continue
-        read = _read_shards if path.name == catalogue.NAME else _reader(path.suffix)
-        found.update(_flat(f"{name.removesuffix(f'/{catalogue.NAME}')}:", read(path)))
+        read = _read_shards if path.name == shard_index.NAME else _reader(path.suffix)
+        found.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", read(path)))
     return found
 
 
@@ -249,17 +249,17 @@ def _read_shards(path: Path) -> dict[str, Any]:
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from accelerate.checkpointing import catalogue, slabs
-    from accelerate.checkpointing.spread import whole
+    from accelerate.checkpointing import shard_files, shard_index
+    from accelerate.checkpointing.local_shards import whole
 
-    found = catalogue.read(path.parent, "")
+    found = shard_index.read(path.parent, "")
     memory = {
         place: torch.empty(entry.size, dtype=entry.properties.dtype)
         for place in found.places
         if isinstance(entry := found.entry(place), TensorStorageMetadata)
     }
     targets = {place: whole(memory[place]) if place in memory else None for place in found.places}
-    values: dict[Any, Any] = {**slabs.read(found, targets, {}), **memory}
+    values: dict[Any, Any] = {**shard_files.read(found, targets, {}), **memory}
     return {key: values[place] for place, key in found.places.items()}
 
 

@@ -63,7 +63,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     import psutil
     import torch
 
-    from accelerate.devices.catalogue import detect
+    from accelerate.devices.hardware_table import detect
 
     backend = detect()
     path = file_layer.find_config_file(config_file)

@@ -37,7 +37,7 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-_LIVE = ("gradient_state", "_iterator", "origin", "_delivery", "_step")
+_LIVE = ("gradient_state", "_iterator", "origin", "_route", "_step")
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
 
 

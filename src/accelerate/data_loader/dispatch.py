@@ -11,9 +11,9 @@ import torch
 
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
-from accelerate.data_loader.delivery import Delivery
+from accelerate.data_loader.dispatch_messages import Arrival, Packed, Sender, receive
+from accelerate.data_loader.dispatch_transport import Route
 from accelerate.data_loader.late import start_where_saved
-from accelerate.data_loader.messages import Arrival, Packed, Sender, receive
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_placement, last_remainder
 from accelerate.data_loader.rounds import Dealer
@@ -47,7 +47,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
 
-    _delivery: Delivery | None = None
+    _route: Route | None = None
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""
-        delivery = self._delivery_over(transport)
+        route = self._route_over(transport)
         if transport.rank != 0:
-            yield from receive(delivery)
+            yield from receive(route)
             return
-        sender, group = Sender(delivery), self.plan.group
+        sender, group = Sender(route), self.plan.group
         reader: ReadAhead[Packed] | None = None
         try:
             while True:
@@ -171,11 +171,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.device.type != "cpu":
             self.state.device_backend.set_current(self.device.index or 0)
 
-    def _delivery_over(self, transport: Transport) -> Delivery:
+    def _route_over(self, transport: Transport) -> Route:
         """The way to the other processes; it stays the same from pass to pass."""
-        if self._delivery is None or self._delivery.transport is not transport:
-            self._delivery = Delivery(transport, self.groups_of_ranks(), self._block_device())
-        return self._delivery
+        if self._route is None or self._route.transport is not transport:
+            self._route = Route(transport, self.groups_of_ranks(), self._block_device())
+        return self._route
 
     def _block_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device

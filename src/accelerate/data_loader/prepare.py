@@ -12,7 +12,7 @@ from accelerate.base.errors import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.own_shares import OwnShare, is_the_same_everywhere, own_share
+from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywhere, own_share
 from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla

@@ -8,8 +8,8 @@ from typing import Any
 
 from accelerate.base.enums import RNGType
 from accelerate.data_loader.base import Carrier, DataLoaderAdapter, DataLoaderStateMixin, find_shard
-from accelerate.data_loader.in_step import InStep
 from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.data_loader.join import InStep
 from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.reading import choose_placement, give
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard

@@ -8,7 +8,7 @@ from accelerate.base.errors import wrong_value
 from accelerate.base.packages import PACKAGES, is_msamp_available, is_torchao_available
 from accelerate.base.versions import is_torch_version
 from accelerate.devices.backend import DeviceBackend
-from accelerate.devices.catalogue import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XLA, XPU, detect
+from accelerate.devices.hardware_table import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XLA, XPU, detect
 from accelerate.devices.xla import xla_wanted
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from accelerate.devices.catalogue import detect
+from accelerate.devices.hardware_table import detect
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

@@ -68,7 +68,7 @@ def is_shared() -> bool:
 
 
 def share_rows(tensor: "torch.Tensor", mesh: Any) -> None:
-    """Spread the rows of a tensor over the devices of a mesh, where they can be divided evenly.
+    """LocalShards the rows of a tensor over the devices of a mesh, where they can be divided evenly.
 
     Args:
         tensor: on the XLA device.

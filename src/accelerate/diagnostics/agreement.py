@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from accelerate.diagnostics.signals import SignalNotes
 from accelerate.diagnostics.stop import TRIGGERS, Source, asked, find_sources, rounds_between
 from accelerate.logging import get_logger
-from accelerate.ops.aside import Answer, combine_aside
+from accelerate.ops.async_reduce import Answer, combine_aside
 from accelerate.settings.sections.stopping import StoppingSection
 from accelerate.settings.variables import decode
 from accelerate.state import PartialState

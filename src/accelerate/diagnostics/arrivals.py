@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from uuid import uuid4
 
 from accelerate.diagnostics import process_view, siblings, stacks
-from accelerate.diagnostics.bulletin import PATIENCE, Report
+from accelerate.diagnostics.hang_channel import PATIENCE, Report
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, RankState, compose
 from accelerate.diagnostics.peers import own_identity

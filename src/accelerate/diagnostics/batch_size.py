@@ -11,7 +11,7 @@ import torch
 
 from accelerate.base.errors import AccelerateError, wrong_value
 from accelerate.devices.memory import clear_device_cache
-from accelerate.diagnostics.attempts import Attempts, join_attempts
+from accelerate.diagnostics.oom_retry import Attempts, join_attempts
 
 # What allocators say when there is no room, in small letters.
 _SIGNS = (

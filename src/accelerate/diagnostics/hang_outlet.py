@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.hang_channel import Report
 from accelerate.launch.failures import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
 
 EXIT_CODE = 1

@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from accelerate.diagnostics import loading, stacks
-from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.hang_channel import Report
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import DATA, RankState, compose
 from accelerate.diagnostics.watchdog import GROWTH, Limits

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from accelerate.diagnostics import process_view, stacks
-from accelerate.diagnostics.bulletin import Bulletin, Identity
+from accelerate.diagnostics.hang_channel import HangChannel, Identity
 from accelerate.diagnostics.hang_report import ENDED, SILENT, RankState
 
 _SPACE = Path("/proc/self/ns/pid")
@@ -25,14 +25,14 @@ class Peers:
     """The other ranks of the run.
 
     Args:
-        bulletin: where they said who they are.
+        hang_channel: where they said who they are.
         own: identity of this process.
         ranks: of the others.
     """
 
-    def __init__(self, bulletin: Bulletin, own: Identity, ranks: tuple[int, ...]) -> None:
+    def __init__(self, hang_channel: HangChannel, own: Identity, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self._bulletin = bulletin
+        self._hang_channel = hang_channel
         self._own = own
         self._known: dict[int, Identity] = {}
 
@@ -59,17 +59,17 @@ class Peers:
         return RankState(rank, SILENT, ending=text, host=host, pid=pid)
 
     def _ending(self, rank: int) -> str | None:
-        said = self._bulletin.ending(rank)
+        said = self._hang_channel.ending(rank)
         if said is not None:
             return said
         who = self._identity(rank)
         if who is None or not self._is_near(who) or _lives(who):
             return None
         # What it said of its end may have come while its process was looked for.
-        return self._bulletin.ending(rank) or f"died without a word (process {who.pid} on {who.host})"
+        return self._hang_channel.ending(rank) or f"died without a word (process {who.pid} on {who.host})"
 
     def _identity(self, rank: int) -> Identity | None:
-        if rank not in self._known and (who := self._bulletin.identity(rank)) is not None:
+        if rank not in self._known and (who := self._hang_channel.identity(rank)) is not None:
             self._known[rank] = who
         return self._known.get(rank)
 

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from accelerate.diagnostics.bulletin import Bulletin, Report
+from accelerate.diagnostics.hang_channel import HangChannel, Report
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import DATA, RankState, awaits_data, compose, is_hang
 from accelerate.diagnostics.observation import Observation
@@ -52,7 +52,7 @@ class Watchdog:
     Args:
         rank: of this process.
         limits: when something is said.
-        bulletin: the common board.
+        hang_channel: the common board.
         peers: the other ranks.
         observation: of the thread that trains.
         outlet: where reports go.
@@ -62,14 +62,14 @@ class Watchdog:
         self,
         rank: int,
         limits: Limits,
-        bulletin: Bulletin,
+        hang_channel: HangChannel,
         peers: Peers,
         observation: Observation,
         outlet: Outlet,
     ) -> None:
         self._rank = rank
         self._limits = limits
-        self._bulletin = bulletin
+        self._hang_channel = hang_channel
         self._peers = peers
         self._observation = observation
         self._outlet = outlet
@@ -105,22 +105,22 @@ class Watchdog:
             lost: where this rank was when an operation with other ranks failed; None when that is not why
                 it ends.
         """
-        self._bulletin.leave(ending)
+        self._hang_channel.leave(ending)
         if self._reported is not None and not failed:
             self._say_over()
         ended = {} if lost is None else self._peers.ended()
-        if lost is not None and ended and not self._named and self._bulletin.is_first_to_tell():
+        if lost is not None and ended and not self._named and self._hang_channel.is_first_to_tell():
             states = [self._peers.silent_state(rank) for rank in ended]
             text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
             self._outlet.publish(self._report(text, [self._rank], list(ended), ends=False))
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
-        number = self._bulletin.inquiry()
+        number = self._hang_channel.inquiry()
         if number > self._answered:
-            self._bulletin.answer(number, self._observation.state())
+            self._hang_channel.answer(number, self._observation.state())
             self._enter(number, seconds)
-        if self._read < self._answered and (report := self._bulletin.report(self._answered)) is not None:
+        if self._read < self._answered and (report := self._hang_channel.report(self._answered)) is not None:
             self._obey(self._answered, report)
 
     def _enter(self, number: int, seconds: float) -> None:
@@ -132,11 +132,11 @@ class Watchdog:
         return self._read < self._answered and time.monotonic() - self._answered_at < 3 * SECONDS_TO_ANSWER
 
     def _inquire(self, seconds: float) -> None:
-        if not self._bulletin.ask(self._answered):
+        if not self._hang_channel.ask(self._answered):
             return
         own = self._observation.state()
         self._enter(self._answered + 1, seconds)
-        self._bulletin.answer(self._answered, own)
+        self._hang_channel.answer(self._answered, own)
         answers = self._collect(own)
         ended = list(self._peers.ended())
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in self._all_ranks()]
@@ -146,7 +146,7 @@ class Watchdog:
             self._patience_for_data = seconds * GROWTH
         text = compose(states, os.getcwd()) if hang or slow else ""
         report = self._report(text, list(answers), ended, ends=hang and self._limits.ends)
-        self._bulletin.announce(self._answered, report)
+        self._hang_channel.announce(self._answered, report)
         self._reported = self._token if hang or slow else None
         self._obey(self._answered, report)
 
@@ -158,7 +158,9 @@ class Watchdog:
         found = {self._rank: own}
         deadline = time.monotonic() + SECONDS_TO_ANSWER
         while time.monotonic() < deadline:
-            found |= self._bulletin.answers(self._answered, [r for r in self._peers.ranks if r not in found])
+            found |= self._hang_channel.answers(
+                self._answered, [r for r in self._peers.ranks if r not in found]
+            )
             if len(found) + len(self._peers.ended().keys() - found.keys()) == len(self._peers.ranks) + 1:
                 break
             time.sleep(self._limits.pause / 4)
@@ -185,15 +187,15 @@ class Watchdog:
         Then this rank ends by what it sees itself, and one that does not wait is left to its launcher.
         """
         _, seconds = self._observation.waited()
-        return self._bulletin.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
+        return self._hang_channel.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
 
     def _wait_for_confirmations(self, number: int, wanted: int) -> None:
         """Let all that answered come here, so that the end of the first does not keep others from it."""
         deadline = time.monotonic() + SECONDS_TO_ANSWER
-        confirmed = self._bulletin.confirm(number)
+        confirmed = self._hang_channel.confirm(number)
         while confirmed < wanted and time.monotonic() < deadline:
             time.sleep(self._limits.pause / 4)
-            confirmed = self._bulletin.confirmed(number)
+            confirmed = self._hang_channel.confirmed(number)
 
     def _tell_end_of_hang(self) -> None:
         """Say that the wait which this rank reported is over; a look later: it may have ended in an error."""

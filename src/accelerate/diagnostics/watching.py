@@ -18,14 +18,14 @@ from accelerate.base import environ as variables
 from accelerate.data_loader import workers
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.arrivals import ArrivalWatch
-from accelerate.diagnostics.bulletin import Bulletin, Report, connect
+from accelerate.diagnostics.hang_channel import HangChannel, Report, connect
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import COLLECTIVE, TORCH, RankState, compose
 from accelerate.diagnostics.loader_watch import LoaderWatch
 from accelerate.diagnostics.observation import Observation
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.ops.record import RING
+from accelerate.ops.flight_record import RING
 from accelerate.settings.sections.diagnostics import DiagnosticsSection
 from accelerate.settings.variables import decode
 from accelerate.state import PartialState, process_group
@@ -187,13 +187,13 @@ def _build(
     state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
 ) -> _Watcher:
     rank, size, own = state.process_index, state.num_processes, own_identity()
-    bulletin = Bulletin(channel, rank)
-    bulletin.introduce(own)
+    hang_channel = HangChannel(channel, rank)
+    hang_channel.introduce(own)
     RING.reset()  # the thread that builds the state is the one that trains
     observation = Observation(RING, rank, own.host, own.pid)
-    peers = Peers(bulletin, own, tuple(other for other in range(size) if other != rank))
+    peers = Peers(hang_channel, own, tuple(other for other in range(size) if other != rank))
     outlet = Outlet(rank, size, environ)
-    dog = Watchdog(rank, limits, bulletin, peers, observation, outlet)
+    dog = Watchdog(rank, limits, hang_channel, peers, observation, outlet)
     return _Watcher(rank, limits, dog, observation, outlet)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.memory import clear_device_cache
 from accelerate.hooks.base import ModelHook, add_hook_to_module, not_traced, remove_hook_from_module
 from accelerate.nested import send_to_device
@@ -26,7 +26,7 @@ class CpuOffload(ModelHook):
     ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device: Device = (
-            catalogue.detect().device() if execution_device is None else execution_device
+            hardware_table.detect().device() if execution_device is None else execution_device
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 
 PAGE = 4096
 
@@ -98,7 +98,7 @@ def lane_to(device: torch.device) -> Lane:
     """
     if device.type in ("cpu", "meta"):
         return Lane()
-    module = catalogue.named(device.type).torch_module()
+    module = hardware_table.named(device.type).torch_module()
     return StreamLane(device, module) if hasattr(module, "Stream") else Lane()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.base.enums import PrecisionType
 from accelerate.base.errors import wrong_value
-from accelerate.devices.catalogue import CPU
+from accelerate.devices.hardware_table import CPU
 from accelerate.launch.layout import where
 from accelerate.launch.machine import Machine
 from accelerate.settings import deepspeed_checks as checks

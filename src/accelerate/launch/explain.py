@@ -9,9 +9,9 @@ from typing import Any
 
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import Settings
 from accelerate.settings.option import Option
+from accelerate.settings.section_list import SECTIONS
 
 HIDDEN = "(hidden)"
 

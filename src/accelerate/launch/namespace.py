@@ -69,7 +69,7 @@ def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> di
 
 
 def _visible_variable() -> str:
-    from accelerate.devices.catalogue import CUDA, count_visible
+    from accelerate.devices.hardware_table import CUDA, count_visible
 
     backend, _ = count_visible(environ.current())
     return backend.visible_env or CUDA.visible_env or ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.base.duration import read_seconds
 from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
-from accelerate.devices.catalogue import CPU
+from accelerate.devices.hardware_table import CPU
 from accelerate.launch.backends.base import Launcher, launcher_named
 from accelerate.launch.engines import check_engine
 from accelerate.launch.environment import device_ids, environment
@@ -25,8 +25,8 @@ from accelerate.launch.layout import (
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
 from accelerate.settings.sections.rendezvous import RendezvousSection
 

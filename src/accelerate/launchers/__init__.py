@@ -9,7 +9,7 @@ from accelerate.base.packages import are_libraries_initialized as are_libraries_
 from accelerate.base.versions import is_torch_version as is_torch_version
 from accelerate.devices.availability import is_mps_available as is_mps_available
 from accelerate.devices.availability import is_rocm_available as is_rocm_available
-from accelerate.devices.catalogue import get_current_device_type as get_current_device_type
+from accelerate.devices.hardware_table import get_current_device_type as get_current_device_type
 from accelerate.devices.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accelerate.devices.nvidia import get_gpu_info as get_gpu_info
 from accelerate.launch.worker import PrepareForLaunch as PrepareForLaunch

@@ -14,7 +14,7 @@ import torch
 from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
 from accelerate.base.environ import parse_flag_from_env, patch_environment
 from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import DeviceBackend
 from accelerate.devices.nvidia import check_cuda_p2p_ib_support
 from accelerate.devices.xla import count_chips
@@ -82,8 +82,8 @@ def notebook_launcher(
         LaunchError: A process failed; the message has its traceback.
     """
     _check_arguments(function, mixed_precision, num_nodes, node_rank)
-    backend = catalogue.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else catalogue.detect()
-    if backend == catalogue.XLA:
+    backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
+    if backend == hardware_table.XLA:
         _run_replicas(function, args, num_processes, mixed_precision)
         return
     size = _crew_size(num_processes, backend)
@@ -94,7 +94,7 @@ def notebook_launcher(
     port = _free_port(int(use_port), num_nodes)
     crew = Crew(size, num_nodes, node_rank, master_addr, port, mixed_precision, _device_variables(backend))
     print(f"Launching training on {size} x {backend.label}.")
-    if backend == catalogue.CPU and num_nodes == 1:
+    if backend == hardware_table.CPU and num_nodes == 1:
         with tempfile.TemporaryDirectory() as folder, patch_environment(**crew.environment()):
             worker = CpuWorker(function, Path(folder))
             run_forked(PrepareForLaunch(worker, DistributedType.MULTI_CPU), args, size, Path(folder))
@@ -108,7 +108,7 @@ def notebook_launcher(
         monitor_interval,
         log_line_prefix_template,
     )
-    run_elastic(CpuWorker if backend == catalogue.CPU else Worker, function, args, crew, meeting)
+    run_elastic(CpuWorker if backend == hardware_table.CPU else Worker, function, args, crew, meeting)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -126,7 +126,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     _check_arguments(function, "no", 1, 0)
     if num_processes < 1:
         raise wrong_value("num_processes", num_processes, "nobody would run", "Give at least 1")
-    _refuse_used_notebook(catalogue.CPU)
+    _refuse_used_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as meeting, tempfile.TemporaryDirectory() as folder:
         environment = {
             "WORLD_SIZE": str(num_processes),
@@ -171,12 +171,12 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
 
 def _crew_size(wanted: int | None, backend: DeviceBackend) -> int:
     """Number of processes on this machine."""
-    single = backend == catalogue.CPU or backend.comm is None
+    single = backend == hardware_table.CPU or backend.comm is None
     if wanted is None:
         return 1 if single else backend.count()
     if wanted < 1:
         raise wrong_value("num_processes", wanted, "nobody would run", "Give at least 1")
-    limit = wanted if backend == catalogue.CPU else 1 if backend.comm is None else backend.count()
+    limit = wanted if backend == hardware_table.CPU else 1 if backend.comm is None else backend.count()
     if wanted > limit:
         raise wrong_value(
             "num_processes",
@@ -191,7 +191,7 @@ def _run_here(
     function: Callable[..., Any], args: tuple[Any, ...], precision: str, backend: DeviceBackend
 ) -> None:
     print(f"Launching training on one {backend.label}.")
-    fallback = {"PYTORCH_ENABLE_MPS_FALLBACK": "1"} if backend == catalogue.MPS else {}
+    fallback = {"PYTORCH_ENABLE_MPS_FALLBACK": "1"} if backend == hardware_table.MPS else {}
     absent = [kind for kind in _STATES if not kind._shared_state]
     try:
         with patch_environment(**precision_variables(precision), **fallback):
@@ -228,7 +228,7 @@ def _refuse_used_notebook(backend: DeviceBackend) -> None:
             "An Accelerator (or PartialState) was already made in this process, so the launched processes "
             "would take it for theirs. Make it inside the function only, restart the notebook, launch again."
         )
-    if backend == catalogue.CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if backend == hardware_table.CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(describe_cuda_use())
 
 
@@ -240,8 +240,8 @@ def _free_port(port: int, machines: int) -> int:
 
 def _device_variables(backend: DeviceBackend) -> dict[str, str]:
     """What processes on this hardware need to be told."""
-    if backend == catalogue.CPU:
+    if backend == hardware_table.CPU:
         return {"ACCELERATE_USE_CPU": "true", **thread_variables()}
-    if backend == catalogue.CUDA and not check_cuda_p2p_ib_support():
+    if backend == hardware_table.CUDA and not check_cuda_p2p_ib_support():
         return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return {}

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import Tensor
 
 from accelerate.base.errors import wrong_value
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 REDUCTIONS = get_args(Reduction)

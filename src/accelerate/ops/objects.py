@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerate.ops.base import Transport
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 from accelerate.ops.packing import mark_of
 from accelerate.ops.verify import Call, agree, checking_head, debugging, must_verify
 

@@ -1,7 +1,7 @@
 """Nested tensors over a wire: few collectives for a whole structure, and the results of one for each tensor.
 
 CPU tensors begin with one head that compares the processes and carries small structures with it. What is
-larger follows: small tensors together in parcels, large ones each by itself, without a copy in between.
+larger follows: small tensors together in buffers, large ones each by itself, without a copy in between.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from accelerate.nested import recursively_apply
 from accelerate.ops.base import Transport
 from accelerate.ops.dtensors import gather_values, reduce_values
 from accelerate.ops.dtypes import finished_reduction, reducible_dtype
-from accelerate.ops.head import Head
+from accelerate.ops.flat_buffers import Slot, joined_shape
+from accelerate.ops.header import Head
 from accelerate.ops.packing import Parts, Plan, plan_for, put_together, take_apart
-from accelerate.ops.parcels import Slot, joined_shape
 from accelerate.ops.verify import Call, agree, checking_head, debugging
 
 
@@ -45,9 +45,9 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         for slot in plan.whole.slots:
             slot.receive(head, results)
         results = _back_on_device(results, parts)
-    for parcel in plan.parcels:
-        joined = transport.gather(parcel.pack(leaves)).view(size, -1)
-        for slot in parcel.slots:
+    for layout in plan.buffers:
+        joined = transport.gather(layout.pack(leaves)).view(size, -1)
+        for slot in layout.slots:
             slot.split_rows(slot.read(joined), results)
     for place in plan.alone:
         results[place] = transport.gather(leaves[place])
@@ -80,8 +80,8 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
         for slot, rows in plan.whole.received(head):
             total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.places[0]])
             slot.split(_scaled(total, scale), results)
-    for parcel in plan.parcels:
-        slot = parcel.slots[0]
+    for layout in plan.buffers:
+        slot = layout.slots[0]
         slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
     for place in plan.alone:
         results[place] = _scaled(transport.reduce(leaves[place], how), scale)
@@ -110,14 +110,14 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
         if head is not None and plan.whole is not None and not sends:
             for slot, rows in plan.whole.received(head):
                 slot.overwrite(rows[source], leaves)
-        for parcel in plan.parcels:
-            device = leaves[parcel.slots[0].places[0]].device
-            buffer = torch.empty(parcel.width, dtype=torch.uint8, device=device)
+        for layout in plan.buffers:
+            device = leaves[layout.slots[0].places[0]].device
+            buffer = torch.empty(layout.width, dtype=torch.uint8, device=device)
             if sends:
-                parcel.pack_into(leaves, buffer)
+                layout.pack_into(leaves, buffer)
             transport.broadcast(buffer, source)
             if not sends:
-                for slot in parcel.slots:
+                for slot in layout.slots:
                     slot.overwrite(slot.read(buffer), leaves)
         for place in plan.alone:
             transport.broadcast(leaves[place], source)

@@ -16,10 +16,10 @@ from torch import Tensor
 from accelerate.base.errors import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
 from accelerate.ops.dtensors import is_dtensor
-from accelerate.ops.parcels import Parcel, lay_out
+from accelerate.ops.flat_buffers import FlatBuffer, lay_out
 
 ALONE = 64 * 1024
-"""Bytes from which a tensor travels by itself: copying it into a parcel would cost more than a call."""
+"""Bytes from which a tensor travels by itself: copying it into a buffer would cost more than a call."""
 
 _SMALLEST_LIMIT, _LARGEST_LIMIT = 256 * 1024, 32 * 1024 * 1024
 
@@ -110,15 +110,15 @@ class Plan:
 
     Attributes:
         mark: A number that stands for the operation, the structure, the shapes and the dtypes.
-        whole: All leaves in one parcel, where that fits into the room that was asked for.
-        parcels: The small leaves, where it does not.
+        whole: All leaves in one buffer, where that fits into the room that was asked for.
+        buffers: The small leaves, where it does not.
         alone: The leaves that travel by themselves.
         empty: The leaves without elements, which need not travel.
     """
 
     mark: int
-    whole: Parcel | None
-    parcels: tuple[Parcel, ...]
+    whole: FlatBuffer | None
+    buffers: tuple[FlatBuffer, ...]
     alone: tuple[int, ...]
     empty: tuple[int, ...]
 
@@ -137,7 +137,7 @@ def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool 
         parts: The structure.
         size: Number of processes.
         room: Bytes that travel with the head.
-        mixed: Whether several dtypes may share one parcel (bytes are only moved).
+        mixed: Whether several dtypes may share one buffer (bytes are only moved).
     """
     return _plan(operation, tuple(parts.facts), tuple(parts.skeleton), size, room, mixed)
 
@@ -153,17 +153,17 @@ def _plan(operation: str, facts: Facts, skeleton: Facts, size: int, room: int, m
     if whole.width <= room:
         return Plan(mark, whole, (), (), empty)
     shared = [place for place in filled if lengths[place] < ALONE]
-    # Packing and unpacking hold copies of one parcel at a time: a quarter of everything at most.
+    # Packing and unpacking hold copies of one buffer at a time: a quarter of everything at most.
     limit = max(_SMALLEST_LIMIT, min(_LARGEST_LIMIT // size, sum(lengths) // 4))
     loads = _load(shared, lengths, limit, dtypes, mixed)
     alone = [place for place in filled if lengths[place] >= ALONE]
     alone += [load[0] for load in loads if len(load) == 1]
-    parcels = tuple(lay_out(load, shapes, dtypes, size) for load in loads if len(load) > 1)
-    return Plan(mark, None, parcels, tuple(sorted(alone)), empty)
+    buffers = tuple(lay_out(load, shapes, dtypes, size) for load in loads if len(load) > 1)
+    return Plan(mark, None, buffers, tuple(sorted(alone)), empty)
 
 
 def _load(places: list[int], lengths: list[int], limit: int, dtypes: Facts, mixed: bool) -> list[list[int]]:
-    """Distribute leaves over parcels of at most `limit` bytes."""
+    """Distribute leaves over buffers of at most `limit` bytes."""
     loads: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for place in places:

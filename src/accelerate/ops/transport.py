@@ -6,7 +6,7 @@ import copyreg
 from collections.abc import Callable
 
 from accelerate.ops.base import Transport as Transport
-from accelerate.ops.record import RecordingTransport
+from accelerate.ops.flight_record import RecordingTransport
 from accelerate.ops.wires import NeuronTransport, TorchTransport, XlaTransport, open_wire
 from accelerate.state import PartialState
 

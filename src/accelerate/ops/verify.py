@@ -18,9 +18,9 @@ from torch import Tensor
 
 from accelerate.base.errors import AccelerateError
 from accelerate.ops.base import Transport
-from accelerate.ops.head import Head
+from accelerate.ops.flight_record import RING, describe
+from accelerate.ops.header import Head
 from accelerate.ops.packing import mark_of, not_a_tensor
-from accelerate.ops.record import RING, describe
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
 

@@ -15,7 +15,7 @@ from accelerate.base.errors import wrong_value
 from accelerate.devices.xla import mark_step
 from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
 from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 from accelerate.state import process_group
 
 # Older versions of torch know the call by its other name only.

@@ -14,7 +14,7 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.base.text import listed
 from accelerate.big_modeling.budget import Memory, get_balanced_memory
 from accelerate.big_modeling.device_map import infer_auto_device_map
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.plugins.checks import one_of
 from accelerate.plugins.quantization import BnbQuantizationConfig
 from accelerate.quantization.layers import find_layers, get_keys_to_not_convert, is_in
@@ -68,13 +68,13 @@ def get_quantized_model_device_map(
 
 def _own_place() -> int | str:
     """The device of this process, as device maps write it."""
-    backend = catalogue.detect()
-    return backend.name if backend in (catalogue.CPU, catalogue.MPS) else backend.current()
+    backend = hardware_table.detect()
+    return backend.name if backend in (hardware_table.CPU, hardware_table.MPS) else backend.current()
 
 
 def _away() -> tuple[str, ...]:
     """Where weights only wait for being brought to the device that computes."""
-    return (DISK,) if catalogue.detect() == catalogue.CPU else ("cpu", DISK)
+    return (DISK,) if hardware_table.detect() == hardware_table.CPU else ("cpu", DISK)
 
 
 def name_kept(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import ENVIRONMENT, Layer, Settings
 from accelerate.settings.option import Option, Section
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.variables import decode as decode
 from accelerate.settings.variables import read as read
 

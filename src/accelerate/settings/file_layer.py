@@ -14,10 +14,10 @@ from accelerate.base.enums import ComputeEnvironment
 from accelerate.base.errors import ConfigurationError, as_builtin, like, shortened, wrong_value
 from accelerate.base.system import expanded, is_file
 from accelerate.settings import parsing
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import Layer
 from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
 
 FREE_FORM = ("additional_args",)

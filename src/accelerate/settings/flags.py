@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from accelerate.base import environ
 from accelerate.base.errors import shortened, shown
 from accelerate.settings import complaints
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.coloring import colored, wants_color
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.launch import GENERAL
 
 LONGEST_LINE = 1000

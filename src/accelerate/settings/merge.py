@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.option import Option, Section
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.launch import EXCLUSIVE
 
 S = TypeVar("S", bound=Section)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate.settings import pet
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.flags import OneSpellingFormatter
 from accelerate.settings.option import WANTED, Option, Section
+from accelerate.settings.section_list import SECTIONS
 
 PLACE = (
     ("RANK", "Index of this process among all, from 0."),

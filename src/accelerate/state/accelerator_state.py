@@ -13,7 +13,7 @@ from accelerate.base import environ
 from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
 from accelerate.base.environ import current, parse_flag_from_env
 from accelerate.base.errors import ConfigurationError, StateError, as_builtin, wrong_value
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import process_group
 from accelerate.state.partial import FACTS, PartialState
@@ -109,7 +109,7 @@ class AcceleratorState(SharedState, ProcessControl):
             distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
-        if partial.device_backend == catalogue.XLA and asked == PrecisionType.BF16:
+        if partial.device_backend == hardware_table.XLA and asked == PrecisionType.BF16:
             self.downcast_bfloat = _publish_xla_bf16()
 
     def _check_initialized(

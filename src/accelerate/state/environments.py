@@ -16,7 +16,7 @@ from accelerate.base.enums import SageMakerDistributedType
 from accelerate.base.environ import current, read_flag
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.text import whole_number
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.settings.parsing import parse_json
 from accelerate.state.topology import Topology
 
@@ -256,9 +256,9 @@ def _hosts(text: str) -> list[str]:
 def from_xla(environ: Mapping[str, str]) -> Topology | None:
     """Recognise a process of the XLA runtime, which no variables describe: the runtime is asked."""
     if (
-        not catalogue.XLA.installed()
+        not hardware_table.XLA.installed()
         or read_flag(environ, "ACCELERATE_USE_CPU")
-        or catalogue.detect() != catalogue.XLA
+        or hardware_table.detect() != hardware_table.XLA
     ):
         return None
     runtime = import_module("torch_xla.runtime")

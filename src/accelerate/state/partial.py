@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate.base.enums import DistributedType, SageMakerDistributedType
 from accelerate.base.environ import current, parse_flag_from_env
 from accelerate.base.errors import wrong_value
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.affinity import set_numa_affinity
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import environments, process_group
@@ -94,7 +94,7 @@ class PartialState(SharedState, ProcessControl):
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         device_backend, wanted = _choose_hardware(use_cpu, environ)
-        if device_backend == catalogue.CPU:  # so that no runtime of other hardware is asked
+        if device_backend == hardware_table.CPU:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
         topology = process_group.find_hosts(_find_place(environ), kwargs)
         device = wanted or _own_device(device_backend, topology)
@@ -122,7 +122,7 @@ class PartialState(SharedState, ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The kind of device this machine computes on when nothing else is asked for, without a number."""
-        return catalogue.detect().device()
+        return hardware_table.detect().device()
 
     def set_device(self) -> None:
         """Make the device of this process the current one of its kind."""
@@ -175,11 +175,11 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
     """Return the hardware, and the very device where `ACCELERATE_TORCH_DEVICE` names one with its number."""
     name = environ.get("ACCELERATE_TORCH_DEVICE")
     if not name:
-        return (catalogue.CPU if use_cpu else catalogue.detect()), None
-    backend = catalogue.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
-    if use_cpu and backend != catalogue.CPU:
+        return (hardware_table.CPU if use_cpu else hardware_table.detect()), None
+    backend = hardware_table.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
+    if use_cpu and backend != hardware_table.CPU:
         _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
-        return catalogue.CPU, None
+        return hardware_table.CPU, None
     return backend, _named_device(name, backend)
 
 
@@ -195,13 +195,13 @@ def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     number = name.partition(":")[2]
     if count and not number:
         return None
-    last = LAST_CPU if backend == catalogue.CPU else count - 1
+    last = LAST_CPU if backend == hardware_table.CPU else count - 1
     if not number.isdecimal() or len(number) > len(str(count + last)) or int(number) > last:
         seen = f"this process sees {count} devices of that kind"
         raise wrong_value(
             "ACCELERATE_TORCH_DEVICE",
             name,
-            f"torch counts CPUs up to {last}" if backend == catalogue.CPU else seen,
+            f"torch counts CPUs up to {last}" if backend == hardware_table.CPU else seen,
             "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE",
         )
     return torch.device(name)
@@ -221,7 +221,7 @@ def _prepare_process(
         backend.set_current(device.index)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank)
-    if backend == catalogue.CPU and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
+    if backend == hardware_table.CPU and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, _cores() // topology.local_size))
 
 
@@ -248,7 +248,7 @@ def _join_group(
     if process_group.is_open():
         process_group.own_group()
         return str(dist.get_backend())
-    if topology.size == 1 or backend == catalogue.XLA:
+    if topology.size == 1 or backend == hardware_table.XLA:
         return None
     comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
     if device.type == "cuda" and not comm:
@@ -257,7 +257,7 @@ def _join_group(
 
 
 def _label(backend: DeviceBackend, topology: Topology) -> DistributedType:
-    if topology.size == 1 and backend != catalogue.XLA:
+    if topology.size == 1 and backend != hardware_table.XLA:
         return DistributedType.NO
     if backend.distributed_type == DistributedType.NO:  # hardware that has no data-parallel label of its own
         return DistributedType.MULTI_CPU

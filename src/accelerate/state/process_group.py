@@ -29,7 +29,7 @@ from accelerate.base import environ
 from accelerate.base.errors import ConfigurationError, StateError, wrong_value
 from accelerate.devices.backend import DeviceBackend
 from accelerate.launch.local_store import LOOPBACK, hold_loopback_store, loopback_interface
-from accelerate.state import hosts, lives
+from accelerate.state import hosts, restarts
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
@@ -137,7 +137,7 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
         store = (
             None
             if {"init_method", "store"} & set(kwargs)
-            else lives.store_of_this_life(
+            else restarts.store_of_this_life(
                 topology, kwargs.get("timeout") or distributed_c10d.default_pg_timeout
             )
         )
@@ -190,7 +190,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
         return None
     store.set_timeout(timeout)
     # The store may outlive a restart, and a group that was closed.
-    return StoreChannel(store, f"accelerate/{purpose}/{lives.name()}.{_opened[0]}", environ.current())
+    return StoreChannel(store, f"accelerate/{purpose}/{restarts.name()}.{_opened[0]}", environ.current())
 
 
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:

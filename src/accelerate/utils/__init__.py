@@ -151,7 +151,7 @@ from accelerate.devices.availability import (
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
 )
-from accelerate.devices.catalogue import get_current_device_type as get_current_device_type
+from accelerate.devices.hardware_table import get_current_device_type as get_current_device_type
 from accelerate.devices.memory import release_memory as release_memory
 from accelerate.devices.nvidia import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,

@@ -16,7 +16,7 @@ from accelerate.devices.affinity import (
     parse_cpu_list as _parse_cpu_list,
     set_numa_affinity as set_numa_affinity,
 )
-from accelerate.devices.catalogue import get_current_device_type as get_current_device_type
+from accelerate.devices.hardware_table import get_current_device_type as get_current_device_type
 from accelerate.devices.nvidia import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.memory import clear_device_cache
 from accelerate.weights.packed import (
     is_own_class,
@@ -136,8 +136,8 @@ def resolve_device(device: Device) -> torch.device:
                 'pass one, like "cpu", "cuda:0" or 0',
                 RuntimeError,
             ) from error
-    backend = catalogue.detect()
-    if backend is catalogue.CPU:
+    backend = hardware_table.detect()
+    if backend is hardware_table.CPU:
         raise wrong_value(
             "device",
             device,
@@ -157,7 +157,7 @@ def check_here(device: torch.device) -> None:
     Raises:
         ConfigurationError: there is none, or there are fewer.
     """
-    backend = next((each for each in catalogue.BACKENDS if each.name == device.type), None)
+    backend = next((each for each in hardware_table.BACKENDS if each.name == device.type), None)
     if backend is None or device.type == "cpu":
         return
     count = backend.count() if backend.available() else 0

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.ops.aside import Answer, combine_aside
+from accelerate.ops.async_reduce import Answer, combine_aside
 from accelerate.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("states")

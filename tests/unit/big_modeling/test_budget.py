@@ -25,7 +25,7 @@ from accelerate.big_modeling.budget import (
     total,
 )
 from accelerate.big_modeling.units import Unit
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 
 LAYER = 20 * 20 * 4
 
@@ -78,7 +78,7 @@ class FakeBackend:
 
 
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue.CPU.__class__, "free_memory", lambda self, index=0: 10000)
+    monkeypatch.setattr(hardware_table.CPU.__class__, "free_memory", lambda self, index=0: 10000)
     assert get_max_memory() == {"cpu": 10000}
     monkeypatch.setattr(budget.catalogue, "detect", FakeBackend)
     assert get_max_memory() == {0: 1000, 1: 2000, "cpu": 10000}

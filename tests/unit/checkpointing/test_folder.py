@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import exchange, folder, hidden, manifest
+from accelerate.checkpointing import exchange, folder, manifest, temporary
 from accelerate.checkpointing.files import seal
 from accelerate.checkpointing.folder import Workplace, plan_workplace, recover, remove
 from accelerate.checkpointing.manifest import Manifest
@@ -161,7 +161,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        hidden._needed.clear()  # the process that crashed needs nothing
+        temporary._needed.clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -185,7 +185,7 @@ def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        hidden._needed.clear()  # the process that crashed needs nothing
+        temporary._needed.clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -202,7 +202,7 @@ def test_odd_names(tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     save(target, "old")
     save(target, "new")
-    os.rename(target, tmp_path / f".{name}.{hidden.OLD}-elsewhere-1-0x0")
+    os.rename(target, tmp_path / f".{name}.{temporary.OLD}-elsewhere-1-0x0")
     recover(target)
     assert content(target) == "new"
     assert os.listdir(tmp_path) == [name]
@@ -224,8 +224,8 @@ def test_long_names_can_be_saved_to_again_and_again(
 def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
     target = tmp_path / ("x" * 240)
     save(target, "old")
-    os.rename(target, hidden.claim(target.name, tmp_path, hidden.OLD))
-    hidden._needed.clear()
+    os.rename(target, temporary.claim(target.name, tmp_path, temporary.OLD))
+    temporary._needed.clear()
     folder.recover_all(tmp_path)  # the name is not known here
     assert not target.exists()
     recover(target)
@@ -266,7 +266,7 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
     with pytest.raises(Crash):
         save(target, "new")
     monkeypatch.undo()
-    hidden._needed.clear()
+    temporary._needed.clear()
     assert len(os.listdir(tmp_path)) == 2
     recover(target)
     assert content(target) == "new"
@@ -461,7 +461,7 @@ def test_of_processes_that_begin_together_one_saves(tmp_path: Path, monkeypatch:
     looks, rival = [], tmp_path / ".checkpoint.saving-other-host-7-1x0"
     writers = folder._writers
 
-    def look(target: Path) -> list[hidden.Hidden]:
+    def look(target: Path) -> list[temporary.Hidden]:
         looks.append(target)
         if len(looks) == 2:  # both have looked, and now both have made their folders
             rival.mkdir()
@@ -597,7 +597,7 @@ def test_a_saved_checkpoint_is_not_called_lost_when_the_old_one_cannot_be_delete
     def fail(*args: Any) -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(hidden, "dispose", fail)
+    monkeypatch.setattr(temporary, "dispose", fail)
     save(target, "new")
     monkeypatch.undo()
     assert content(target) == "new"
@@ -615,7 +615,7 @@ def test_a_folder_is_gone_before_its_files_are_deleted(
     def crash(path: Path, ignore_errors: bool) -> None:
         raise Crash
 
-    monkeypatch.setattr(hidden.shutil, "rmtree", crash)
+    monkeypatch.setattr(temporary.shutil, "rmtree", crash)
     with pytest.raises(Crash):
         remove(target)
     assert not target.exists()

@@ -12,7 +12,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing import loading, manifest, retention
-from accelerate.checkpointing.council import Council
+from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.files import FileRecord, seal
 from accelerate.checkpointing.folder import plan_workplace, remove
 from accelerate.checkpointing.loading import Place, Source, deal, nothing_to_load
@@ -39,18 +39,18 @@ def settle(source: Source, failure: str = "") -> str:
 
 
 def test_a_whole_one_settles(tmp_path: Path) -> None:
-    source = Source(make(tmp_path / "one", a="1", b="2"), Council(), ALONE)
+    source = Source(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
     assert source.is_readable
     assert settle(source) == ""
     assert not source.resized
-    assert Source(make(tmp_path / "two", 3), Council(), ALONE).resized
+    assert Source(make(tmp_path / "two", 3), Consensus(), ALONE).resized
 
 
 def test_all_faults_are_said_once(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1", b="2", c="3")
     (folder / "a").unlink()
     (folder / "b").write_text("x")
-    said = settle(Source(folder, Council(), ALONE), "mine")
+    said = settle(Source(folder, Consensus(), ALONE), "mine")
     assert said.count("a is missing") == 1
     assert "b does not fit its checksum" in said
     assert said.endswith("mine")
@@ -60,14 +60,14 @@ def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(tmp_path: Path) -> N
     folder = make(tmp_path / "one", a="1")
     (folder / "a").unlink()
     (folder / "a").symlink_to("a")
-    assert "a " in settle(Source(folder, Council(), ALONE))
+    assert "a " in settle(Source(folder, Consensus(), ALONE))
 
 
 @pytest.mark.parametrize("damage", ["", "[" * 5000, "[1]", '{"seal": 1}', "{}", "\xff"])
 def test_a_damaged_manifest_is_a_fault(tmp_path: Path, damage: str) -> None:
     folder = make(tmp_path / "one", a="1")
     (folder / manifest.NAME).write_bytes(damage.encode("latin-1"))
-    source = Source(folder, Council(), ALONE)
+    source = Source(folder, Consensus(), ALONE)
     assert not source.is_readable
     assert "manifest.json" in settle(source)
 
@@ -78,21 +78,21 @@ def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
     del content["seal"]
     content["surprise"] = 1
     (folder / manifest.NAME).write_text(json.dumps({**content, "seal": manifest._seal_of(content)}))
-    assert "'surprise'" in settle(Source(folder, Council(), ALONE))
+    assert "'surprise'" in settle(Source(folder, Consensus(), ALONE))
 
 
 def test_a_folder_of_checkpoints_is_told_from_one(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_4")
-    assert "pass" in settle(Source(tmp_path, Council(), ALONE))
-    assert "checkpoint_4" in settle(Source(tmp_path, Council(), ALONE))
-    assert settle(Source(tmp_path / "nothing", Council(), ALONE)) == loading.NO_FOLDER
+    assert "pass" in settle(Source(tmp_path, Consensus(), ALONE))
+    assert "checkpoint_4" in settle(Source(tmp_path, Consensus(), ALONE))
+    assert settle(Source(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
 
 
 def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> None:
     for number in (1, 2, 10):
         make(tmp_path / retention.name_of(number), a="1")
     (tmp_path / "checkpoint_10" / "a").unlink()
-    found = list(loading.open_newest(tmp_path, Council(), ALONE, 1.0))
+    found = list(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0))
     assert [source.folder.name for source in found] == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]
     assert [source.is_readable for source in found] == [False, True, True]
 
@@ -106,13 +106,13 @@ def test_a_rank_that_cannot_look_has_none(
 
     Accelerator(cpu=True)
     monkeypatch.setattr(retention, "survey", fail)
-    assert list(loading.open_newest(tmp_path, Council(), ALONE, 1.0)) == []
+    assert list(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0)) == []
     assert "cannot be looked for: [Errno 13] Permission denied" in caplog.text
 
 
 def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
     make(tmp_path / "one").rename(tmp_path / ".one.old-elsewhere-1-0x0")
-    assert settle(next(loading.open_checkpoint(tmp_path / "one", Council(), ALONE, 1.0))) == ""
+    assert settle(next(loading.open_checkpoint(tmp_path / "one", Consensus(), ALONE, 1.0))) == ""
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
@@ -133,7 +133,7 @@ def test_another_number_of_processes_is_announced(
     tmp_path: Path, policy: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
-    source = Source(make(tmp_path / "one", 3), Council(), ALONE)
+    source = Source(make(tmp_path / "one", 3), Consensus(), ALONE)
     loading.announce(source, 1, policy)
     assert "was saved by 3 processes, and this run has 1" in caplog.text
     assert text in caplog.text
@@ -146,7 +146,7 @@ def test_another_number_of_processes_is_announced(
 @pytest.mark.usefixtures("states")
 def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    loading.announce(Source(tmp_path, Council(), ALONE), 1, "strict")
+    loading.announce(Source(tmp_path, Consensus(), ALONE), 1, "strict")
     assert "without being verified" in caplog.text
 
 
@@ -220,7 +220,7 @@ def test_one_that_is_replaced_while_it_is_read_is_read_again(
         if number == 0:
             replace(folder, a="2", b="2")
 
-    opened = loading.open_checkpoint(folder, Council(), ALONE, 1.0)
+    opened = loading.open_checkpoint(folder, Consensus(), ALONE, 1.0)
     found, said = read_all(opened, act)
     assert found == ["2", "2"]
     assert said == [f"{loading.REPLACED}: load it when no other run saves to this name", ""]
@@ -228,7 +228,7 @@ def test_one_that_is_replaced_while_it_is_read_is_read_again(
 
 def test_one_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="0")
-    opened = loading.open_checkpoint(folder, Council(), ALONE, 1.0)
+    opened = loading.open_checkpoint(folder, Consensus(), ALONE, 1.0)
     found, said = read_all(opened, lambda number, source: replace(folder, a=str(number + 1)))
     assert found == []
     assert len(said) == loading.ATTEMPTS
@@ -244,7 +244,7 @@ def test_what_other_software_wrote_is_read_again_when_a_save_replaces_it(tmp_pat
         if number == 0:
             replace(folder, a="new")
 
-    assert read_all(loading.open_checkpoint(folder, Council(), ALONE, 1.0), act)[0] == ["new"]
+    assert read_all(loading.open_checkpoint(folder, Consensus(), ALONE, 1.0), act)[0] == ["new"]
 
 
 def test_a_numbered_one_that_is_deleted_meanwhile_gives_way_to_a_newer_one(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_numbered_one_that_is_deleted_meanwhile_gives_way_to_a_newer_one(tmp_p
             replace(tmp_path / "checkpoint_2", a="2")
             remove(tmp_path / "checkpoint_1")
 
-    assert read_all(loading.open_newest(tmp_path, Council(), ALONE, 1.0), act)[0] == ["2"]
+    assert read_all(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0), act)[0] == ["2"]
 
 
 def test_a_numbered_one_that_is_deleted_before_it_is_opened_gives_way_to_a_newer_one(
@@ -273,11 +273,11 @@ def test_a_numbered_one_that_is_deleted_before_it_is_opened_gives_way_to_a_newer
         return found
 
     monkeypatch.setattr(retention, "survey", look)
-    opened = loading.open_newest(tmp_path, Council(), ALONE, 1.0)
+    opened = loading.open_newest(tmp_path, Consensus(), ALONE, 1.0)
     assert read_all(opened, lambda number, source: None)[0] == ["2"]
 
 
-class Pair(Council):
+class Pair(Consensus):
     """Two ranks, of which the other one says what it is told to."""
 
     size = 2
@@ -291,8 +291,8 @@ class Pair(Council):
 
 def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    council = Pair({"save": "another"})
-    opened = loading.open_checkpoint(folder, council, ALONE, 1.0)
+    consensus = Pair({"save": "another"})
+    opened = loading.open_checkpoint(folder, consensus, ALONE, 1.0)
     found, said = read_all(opened, lambda number, source: None)
     assert found == []
     assert len(said) == loading.ATTEMPTS
@@ -310,7 +310,7 @@ def test_what_one_rank_sees_replaced_is_read_again_on_all(tmp_path: Path) -> Non
 
 def test_a_save_after_everything_was_read_does_no_harm(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    source = Source(folder, Council(), ALONE)
+    source = Source(folder, Consensus(), ALONE)
     assert settle(source) == ""
     replace(folder, a="2")
     source.settle(was_read=False)

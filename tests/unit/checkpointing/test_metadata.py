@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import catalogue
+from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.metadata import read_metadata
 
 DCP = "torch.distributed.checkpoint.metadata"
@@ -75,7 +75,7 @@ def test_what_torch_itself_saves_is_read(tmp_path: Path) -> None:
 
     state = {"model": {"a": torch.ones(3), "deep": {"b": [torch.zeros(2), 3]}}, "step": 4}
     checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
-    content = (tmp_path / catalogue.NAME).read_bytes()
+    content = (tmp_path / shard_index.NAME).read_bytes()
     wanted = pickle.loads(content)
     wanted.storage_meta.checkpoint_id = None  # where it was saved, which is not read
     assert read_metadata(content) == wanted
@@ -218,9 +218,9 @@ def attributes() -> dict[str, Any]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_hostile_program_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
     before, most = attributes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (tmp_path / catalogue.NAME).write_bytes(program(PROGRAMS[name]))
+    (tmp_path / shard_index.NAME).write_bytes(program(PROGRAMS[name]))
     with pytest.raises(CheckpointError, match=r"/\.metadata ") as caught:
-        catalogue.read(tmp_path, "model")
+        shard_index.read(tmp_path, "model")
     assert len(str(caught.value)) < 1000
     assert attributes() == before
     assert gc.isenabled()
@@ -230,11 +230,11 @@ def test_a_hostile_program_is_refused_and_changes_nothing(tmp_path: Path, name: 
 def test_a_registered_extension_is_refused(tmp_path: Path) -> None:
     copyreg.add_extension("builtins", "print", 0x77)
     try:
-        (tmp_path / catalogue.NAME).write_bytes(
+        (tmp_path / shard_index.NAME).write_bytes(
             program(pickle.EXT1 + b"\x77", pickle.EMPTY_TUPLE, pickle.REDUCE)
         )
         with pytest.raises(CheckpointError, match="holds the operation"):
-            catalogue.read(tmp_path, "model")
+            shard_index.read(tmp_path, "model")
     finally:
         copyreg.remove_extension("builtins", "print", 0x77)
 
@@ -315,9 +315,9 @@ CHANGES: dict[str, Callable[[Metadata], None]] = {
 def test_values_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
     metadata = build()
     CHANGES[name](metadata)
-    (tmp_path / catalogue.NAME).write_bytes(pickle.dumps(metadata))
+    (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"/\.metadata (holds|gives) "):
-        catalogue.read(tmp_path, "model")
+        shard_index.read(tmp_path, "model")
 
 
 def test_chunks_of_several_tensors_are_refused() -> None:
@@ -332,7 +332,7 @@ def test_chunks_of_several_tensors_are_refused() -> None:
 
 def test_a_catalogue_that_is_trusted_is_read_as_python_does(tmp_path: Path) -> None:
     metadata = build(planner_data=defaultdict(tuple, {"model.a": ("model", "a"), "model.b": ("model", "b")}))
-    (tmp_path / catalogue.NAME).write_bytes(pickle.dumps(metadata))
+    (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"holds a `collections\.defaultdict`.*weights_only"):
-        catalogue.read(tmp_path, "model")
-    assert len(catalogue.read(tmp_path, "model", trusted=True).places) == 2
+        shard_index.read(tmp_path, "model")
+    assert len(shard_index.read(tmp_path, "model", trusted=True).places) == 2

@@ -11,8 +11,8 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import hidden, manifest, retention, saving
-from accelerate.checkpointing.council import Council
+from accelerate.checkpointing import manifest, retention, saving, temporary
+from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Request, abandon, open_site
 
@@ -26,13 +26,13 @@ def request(target: Path, **choices: Any) -> Request:
 
 
 def save(target: Path, text: str = "x", **choices: Any) -> Path:
-    site = open_site(request(target, **choices), Council())
+    site = open_site(request(target, **choices), Consensus())
     return saving.write(site, [Payload("a.bin", text, put), Payload("deep/b.bin", text, put)])
 
 
 def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
     target = tmp_path / "new" / "one"
-    site = open_site(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}), Council())
+    site = open_site(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}), Consensus())
     assert not target.exists()
     (site.folder / "hook.txt").write_text("by a hook")
     assert saving.write(site, [Payload("a.bin", "x", put)]) == target
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_leaves_what_there_was(
     tmp_path: Path, error: Exception, text: str
 ) -> None:
     target = save(tmp_path / "one", "old")
-    site = open_site(request(target), Council())
+    site = open_site(request(target), Consensus())
     with pytest.raises(CheckpointError, match=rf"process 0: .*{text}. Mend the cause"):
         saving.write(site, [Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])
     assert (target / "a.bin").read_text() == "old"
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_written_leaves_what_there_was(
 
 
 def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    site = open_site(request(tmp_path / "one"), Council())
+    site = open_site(request(tmp_path / "one"), Consensus())
     abandon(site, KeyError("hook"))
     assert os.listdir(tmp_path) == []
 
@@ -80,12 +80,12 @@ def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file cannot be written: .*it is a file.*Choose a folder"):
-        open_site(request(tmp_path / "file"), Council())
+        open_site(request(tmp_path / "file"), Consensus())
     with pytest.raises(CheckpointError, match="cannot be written"):
-        open_site(request(Path("/proc/nothing/one")), Council())
+        open_site(request(Path("/proc/nothing/one")), Consensus())
 
 
-class Elsewhere(Council):
+class Elsewhere(Consensus):
     """Fails after the folder was made, as when another rank does not come."""
 
     def __init__(self) -> None:
@@ -99,11 +99,11 @@ class Elsewhere(Council):
 
 
 def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
-    before = set(hidden._needed)
+    before = set(temporary._needed)
     with pytest.raises(CheckpointError, match="not together"):
         open_site(request(tmp_path / "one"), Elsewhere())
     assert os.listdir(tmp_path) == []
-    assert hidden._needed == before
+    assert temporary._needed == before
 
 
 @pytest.mark.usefixtures("states")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import catalogue
+from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import nothing
 from accelerate.checkpointing.groups import OPTIMIZER
 from accelerate.checkpointing.part import Load
@@ -173,9 +173,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     """Change what the catalogue of a folder of shards says."""
-    content = pickle.loads((folder / catalogue.NAME).read_bytes())
+    content = pickle.loads((folder / shard_index.NAME).read_bytes())
     change(content)
-    (folder / catalogue.NAME).write_bytes(pickle.dumps(content))
+    (folder / shard_index.NAME).write_bytes(pickle.dumps(content))
 
 
 def move(old: str, *place: Any) -> Callable[[Any], None]:

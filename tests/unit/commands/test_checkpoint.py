@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import manifest, slabs
+from accelerate.checkpointing import manifest, shard_files
 from accelerate.checkpointing.files import files_under, seal
+from accelerate.checkpointing.local_shards import LocalShards, Shard
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.spread import Slab, Spread
 from accelerate.commands.accelerate_cli import make_cli_parser
 from accelerate.weights.files import write_safetensors
 
@@ -187,9 +187,9 @@ def save_shards(parent: Path, name: str, weight: float) -> Path:
     tensor, folder = torch.full((4, 2), weight), parent / name
     reports = []
     for rank in range(2):
-        rows = Slab((2 * rank, 0), tensor[2 * rank : 2 * rank + 2])
-        state = {("model", "weight"): Spread((4, 2), tensor.dtype, (rows,)), ("model", "lr"): weight}
-        payload = slabs.payload("model_0", rank, state)
+        rows = Shard((2 * rank, 0), tensor[2 * rank : 2 * rank + 2])
+        state = {("model", "weight"): LocalShards((4, 2), tensor.dtype, (rows,)), ("model", "lr"): weight}
+        payload = shard_files.payload("model_0", rank, state)
         (folder / "model_0").mkdir(parents=True, exist_ok=True)
         reports.append(payload.write(payload.content, folder / payload.name))
     assert payload.finish is not None

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import availability, catalogue
-from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, HPU, XLA
+from accelerate.devices import availability, hardware_table
+from accelerate.devices.hardware_table import BACKENDS, CPU, CUDA, HPU, XLA
 
 BY_NAME = {
     "cuda": availability.is_cuda_available,
@@ -50,7 +50,7 @@ def test_check_device_looks_for_one(name, fake_torch):
 
 
 def test_nothing_is_there_on_a_cpu_machine(monkeypatch):
-    monkeypatch.setattr(catalogue, "detect", lambda: CPU)
+    monkeypatch.setattr(hardware_table, "detect", lambda: CPU)
     for name in set(BY_NAME) - {"cuda", "xpu", "mps"}:
         assert BY_NAME[name]() is False
     assert availability.is_habana_gaudi1() is False

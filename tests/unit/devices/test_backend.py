@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices.catalogue import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
+from accelerate.devices.hardware_table import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
 
 ACCELERATORS = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
 

@@ -11,8 +11,8 @@ import torch
 
 from accelerate.base.enums import DistributedType, RNGType
 from accelerate.big_modeling.budget import get_max_memory
-from accelerate.devices import catalogue
-from accelerate.devices.catalogue import BACKENDS, CPU, MPS, XLA
+from accelerate.devices import hardware_table
+from accelerate.devices.hardware_table import BACKENDS, CPU, MPS, XLA
 from accelerate.launch.environment import environment
 from accelerate.launch.machine import Machine
 from accelerate.precision.amp import MixedPrecision
@@ -45,7 +45,7 @@ FACTS = {
 def backend(request: pytest.FixtureRequest, fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A row, as the hardware of this machine."""
     fake_torch.answers["device"] = lambda name, index=None: SimpleNamespace(type=name, index=index)
-    monkeypatch.setattr(catalogue, "detect", lambda: request.param)
+    monkeypatch.setattr(hardware_table, "detect", lambda: request.param)
     return request.param
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerate.devices import memory
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 
 
 @pytest.mark.parametrize("collect", [True, False])

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from accelerate.base.errors import StateError
 from accelerate.devices import xla
-from accelerate.devices.catalogue import XLA
+from accelerate.devices.hardware_table import XLA
 from accelerate.devices.xla import RowSharding, count_chips, install_xla
 
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.diagnostics.agreement import Agreement, agreement_of_run
 from accelerate.diagnostics.signals import SignalNotes
 from accelerate.diagnostics.stop import SAVE_FILE, STOP_FILE, TRIGGERS, Trigger
-from accelerate.ops.aside import Answer
+from accelerate.ops.async_reduce import Answer
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from accelerate.diagnostics import arrivals
 from accelerate.diagnostics.arrivals import ArrivalWatch, End, Note
-from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.hang_channel import Report
 from accelerate.diagnostics.siblings import Siblings
 from accelerate.diagnostics.watchdog import Limits
 from accelerate.launch.local_store import KEY_VARIABLE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.diagnostics.bulletin import Report
+from accelerate.diagnostics.hang_channel import Report
 from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.launch.failures import FOLDER_VARIABLE, HANG_KIND, collect
 

@@ -21,7 +21,7 @@ from accelerate.data_loader.background import ReadAhead
 from accelerate.diagnostics import loading, stacks
 from accelerate.diagnostics.hang_report import DATA
 from accelerate.diagnostics.observation import Observation
-from accelerate.ops.record import Ring
+from accelerate.ops.flight_record import Ring
 
 SOURCE = Path(__file__).read_text().splitlines()
 

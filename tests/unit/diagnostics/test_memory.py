@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.diagnostics.memory import (
     DeviceMeter,
     HostMeter,

@@ -9,7 +9,7 @@ import pytest
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.hang_report import COLLECTIVE, DEVICE, ELSEWHERE, TORCH
 from accelerate.diagnostics.observation import Observation
-from accelerate.ops.record import Ring
+from accelerate.ops.flight_record import Ring
 
 
 @pytest.fixture

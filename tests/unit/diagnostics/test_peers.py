@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from accelerate.diagnostics.bulletin import Bulletin
+from accelerate.diagnostics.hang_channel import HangChannel
 from accelerate.diagnostics.hang_report import ENDED, SILENT
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.state.store_channel import StoreChannel
@@ -19,7 +19,7 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     channel = StoreChannel(HashStore(), "", {})
-    board = [Bulletin(channel, rank) for rank in range(6)]
+    board = [HangChannel(channel, rank) for rank in range(6)]
     board[1].introduce(own)
     board[2].introduce(replace(own, pid=ended.pid))
     board[3].introduce(replace(own, host="elsewhere"))
@@ -39,5 +39,5 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
 def test_another_process_with_the_same_number_is_not_the_one() -> None:
     own = own_identity()
     channel = StoreChannel(HashStore(), "", {})
-    Bulletin(channel, 1).introduce(replace(own, born=own.born - 100))
-    assert list(Peers(Bulletin(channel, 0), own, (1,)).ended()) == [1]
+    HangChannel(channel, 1).introduce(replace(own, born=own.born - 100))
+    assert list(Peers(HangChannel(channel, 0), own, (1,)).ended()) == [1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics.bulletin import Bulletin, Report
+from accelerate.diagnostics.hang_channel import HangChannel, Report
 from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
@@ -60,7 +60,7 @@ class Pair:
         store, own = HashStore(), own_identity()
         self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
         channel = StoreChannel(store, "", {} if key is None else {KEY_VARIABLE: key})
-        self.boards = [Bulletin(channel, rank) for rank in range(2)]
+        self.boards = [HangChannel(channel, rank) for rank in range(2)]
         self.dogs = [self.build(rank, ends, own) for rank in range(2)]
 
     def build(self, rank: int, ends: bool, own: Any) -> Watchdog:

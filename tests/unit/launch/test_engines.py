@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.engines import check_engine
 from accelerate.launch.machine import Machine
 from accelerate.settings.merge import FLAG, Layer, merge

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.devices.catalogue import CUDA, NPU
+from accelerate.devices.hardware_table import CUDA, NPU
 from accelerate.launch.environment import device_ids, environment
 from accelerate.launch.machine import Machine
 from accelerate.settings.merge import FLAG, Layer, merge

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.data_loader.packing import Failure as Sent
+from accelerate.data_loader.dispatch_packing import Failure as Sent
 from accelerate.launch.failures import Exits, Failure, Outcome
 from accelerate.launch.first_failure import Kind, find_first, find_suspects
 

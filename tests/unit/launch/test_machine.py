@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from accelerate.devices.catalogue import CPU
+from accelerate.devices.hardware_table import CPU
 from accelerate.launch.machine import look
 
 

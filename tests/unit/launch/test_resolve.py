@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import ConfigurationError, LaunchError
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.resolve import CHOSEN, resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.ops.base import Transport
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 from accelerate.ops.objects import broadcast_object, gather_objects, share_numbers
 from accelerate.ops.verify import Call, DistributedOperationException
 from accelerate.state import PartialState

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.ops.base import Transport
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
 from accelerate.ops.verify import Call
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate.ops.head import Head
+from accelerate.ops.header import Head
 from accelerate.ops.packing import ALONE, Plan, mark_of, plan_for, put_together, take_apart
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -66,7 +66,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def parcels_of(plan: Plan) -> list[Any]:
-    return [plan.whole, *plan.parcels] if plan.whole is not None else list(plan.parcels)
+    return [plan.whole, *plan.buffers] if plan.whole is not None else list(plan.buffers)
 
 
 @given(structures)
@@ -82,13 +82,13 @@ def test_apart_and_together_is_the_same(data: Any) -> None:
 def test_every_leaf_travels_once(data: Any, room: int, mixed: bool) -> None:
     parts = take_apart(data)
     plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
-    slots = [slot for parcel in parcels_of(plan) for slot in parcel.slots]
+    slots = [slot for buffer in parcels_of(plan) for slot in buffer.slots]
     places = [*plan.alone, *plan.empty, *(place for slot in slots for place in slot.places)]
     assert sorted(places) == list(range(len(parts.leaves)))
     assert plan.whole is None or plan.whole.width <= room
-    for parcel in parcels_of(plan):
-        assert [slot.start % 16 for slot in parcel.slots] == [0] * len(parcel.slots)
-        assert all(slot.stop <= parcel.width for slot in parcel.slots)
+    for buffer in parcels_of(plan):
+        assert [slot.start % 16 for slot in buffer.slots] == [0] * len(buffer.slots)
+        assert all(slot.stop <= buffer.width for slot in buffer.slots)
 
 
 @given(structures, rooms, st.integers(2, 4))
@@ -96,12 +96,12 @@ def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, siz
     parts = take_apart(data)
     plan = plan_for("op", parts, size=size, room=room)
     results: dict[int, torch.Tensor] = {}
-    for parcel in parcels_of(plan):
-        sent = parcel.pack(parts.leaves)
+    for buffer in parcels_of(plan):
+        sent = buffer.pack(parts.leaves)
         assert sent.dtype == torch.uint8
-        assert sent.numel() == parcel.width
+        assert sent.numel() == buffer.width
         joined = torch.stack([sent] * size)
-        for slot in parcel.slots:
+        for slot in buffer.slots:
             slot.split_rows(slot.read(joined), results)  # type: ignore[arg-type]  # filled by place
     for place, result in results.items():
         leaf = parts.leaves[place]
@@ -159,16 +159,16 @@ def test_large_leaves_travel_alone_and_small_ones_in_parcels_of_bounded_size() -
     plan = plan_for("op", parts, size=2, room=100)
     assert plan.alone == (0,)
     total = sum(leaf.numel() for leaf in parts.leaves)
-    assert len(plan.parcels) > 3
-    assert all(parcel.width <= total / 4 for parcel in plan.parcels)
+    assert len(plan.buffers) > 3
+    assert all(buffer.width <= total / 4 for buffer in plan.buffers)
 
 
 def test_a_parcel_holds_one_dtype_where_numbers_are_combined() -> None:
     parts = take_apart(
         [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(3).long()]
     )
-    assert len(plan_for("op", parts, size=2, room=-1).parcels) == 1
-    assert len(plan_for("op", parts, size=2, room=-1, mixed=False).parcels) == 2
+    assert len(plan_for("op", parts, size=2, room=-1).buffers) == 1
+    assert len(plan_for("op", parts, size=2, room=-1, mixed=False).buffers) == 2
 
 
 @pytest.mark.parametrize(

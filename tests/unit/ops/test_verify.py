@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accelerate.ops.base import Transport
-from accelerate.ops.head import Head
-from accelerate.ops.record import RING
+from accelerate.ops.flight_record import RING
+from accelerate.ops.header import Head
 from accelerate.ops.verify import (
     Call,
     DistributedOperationException,

@@ -9,7 +9,7 @@ import pytest
 
 from accelerate.base import packages
 from accelerate.base.errors import ConfigurationError, MissingPackageError
-from accelerate.devices.catalogue import CPU
+from accelerate.devices.hardware_table import CPU
 from accelerate.plugins.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision

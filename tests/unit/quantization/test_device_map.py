@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.quantization.device_map import _dtypes_of_rest, name_kept
 from accelerate.quantization.layers import replace_with_bnb_layers
 from accelerate.utils import BnbQuantizationConfig
@@ -22,8 +22,8 @@ FOUR = BnbQuantizationConfig(load_in_4bit=True, skip_modules=["head"])
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this process computes on GPU 1."""
-    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.CUDA)
-    monkeypatch.setattr(type(catalogue.CUDA), "current", lambda self: 1)
+    monkeypatch.setattr(hardware_table, "detect", lambda: hardware_table.CUDA)
+    monkeypatch.setattr(type(hardware_table.CUDA), "current", lambda self: 1)
 
 
 def test_the_usual_place_is_that_of_the_process(body: Any) -> None:

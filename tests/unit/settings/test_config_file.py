@@ -12,10 +12,10 @@ from accelerate.base.enums import ComputeEnvironment, DistributedType
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings import file_layer
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.settings.merge import merge
 from accelerate.settings.option import Option
+from accelerate.settings.section_list import SECTIONS
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 

@@ -7,9 +7,9 @@ import pytest
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings import env
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import FLAG, Layer, all_options, merge
 from accelerate.settings.option import Option, Section
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.dynamo import DynamoSection
 from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
 

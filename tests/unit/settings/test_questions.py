@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.merge import all_options
 from accelerate.settings.prompts import Check, LinePrompt
 from accelerate.settings.questions import ADVANCED, Questionnaire, as_mapping
+from accelerate.settings.section_list import SECTIONS
 
 
 class Script:

@@ -10,7 +10,7 @@ import torch
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import CpuBackend
 from accelerate.state import AcceleratorState, PartialState, deepspeed_required, is_initialized
 from accelerate.state import accelerator_state as module
@@ -208,7 +208,7 @@ def test_deepspeed_required() -> None:
 def test_bfloat16_on_xla(
     monkeypatch: pytest.MonkeyPatch, name: str, downcast: str, variables: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(catalogue, "XLA", catalogue.CPU)
+    monkeypatch.setattr(hardware_table, "XLA", hardware_table.CPU)
     monkeypatch.setenv(name, downcast)  # the second one is the launcher's
     published: dict[str, str] = {}
     monkeypatch.setattr(module.environ, "assign", published.update)

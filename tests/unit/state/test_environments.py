@@ -9,7 +9,7 @@ import pytest
 
 from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.state import environments
 from accelerate.state.environments import CPUInformation, get_cpu_distributed_information
 from accelerate.state.topology import Topology
@@ -160,12 +160,12 @@ def test_the_xla_runtime_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         local_device_count=lambda: 4,
         host_index=lambda: 1,
     )
-    monkeypatch.setattr(type(catalogue.XLA), "installed", lambda row: True)
-    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.XLA)
+    monkeypatch.setattr(type(hardware_table.XLA), "installed", lambda row: True)
+    monkeypatch.setattr(hardware_table, "detect", lambda: hardware_table.XLA)
     monkeypatch.setattr(environments, "import_module", {"torch_xla.runtime": runtime}.__getitem__)
     assert environments.detect({}) == Topology(6, 8, 2, 4, 1, started_by="xla")
     assert environments.detect({"ACCELERATE_USE_CPU": "true"}) == Topology()
-    monkeypatch.setattr(catalogue, "detect", lambda: catalogue.CUDA)
+    monkeypatch.setattr(hardware_table, "detect", lambda: hardware_table.CUDA)
     assert environments.detect({}) == Topology()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.base.enums import DistributedType
 from accelerate.base.errors import ConfigurationError
-from accelerate.devices import catalogue
+from accelerate.devices import hardware_table
 from accelerate.devices.backend import DeviceBackend
 from accelerate.state import PartialState, partial, wait_for_everyone
 from accelerate.state.partial import _cores
@@ -48,10 +48,10 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def set_current(self, index: int) -> None:
             chosen.append(index)
 
-    gpus = Gpus(**{name: getattr(catalogue.CUDA, name) for name in DeviceBackend.__dataclass_fields__})
-    monkeypatch.setattr(catalogue, "detect", lambda: gpus)
-    rows = {"cuda": gpus, "cpu": catalogue.CPU}
-    monkeypatch.setattr(catalogue, "named", lambda name, asked_by: rows[name])
+    gpus = Gpus(**{name: getattr(hardware_table.CUDA, name) for name in DeviceBackend.__dataclass_fields__})
+    monkeypatch.setattr(hardware_table, "detect", lambda: gpus)
+    rows = {"cuda": gpus, "cpu": hardware_table.CPU}
+    monkeypatch.setattr(hardware_table, "named", lambda name, asked_by: rows[name])
     return chosen
 
 
@@ -64,7 +64,7 @@ def test_one_process_on_the_cpu() -> None:
     assert (state.device, state.backend) == (torch.device("cpu"), None)
     assert (state.debug, state.fork_launched, state.use_distributed) == (False, False, False)
     assert state.topology == Topology()
-    assert state.device_backend == catalogue.CPU
+    assert state.device_backend == hardware_table.CPU
     assert state.is_main_process
     assert state.is_local_main_process
     assert state.is_last_process
@@ -203,7 +203,7 @@ def test_the_argument_wins_over_the_variable(
 @pytest.mark.parametrize(("local_rank", "device"), [(1, "cuda:1"), (5, "cuda:1")])
 def test_each_process_takes_its_own_gpu(four_gpus: list[int], local_rank: int, device: str) -> None:
     topology = Topology(rank=local_rank, size=8, local_rank=local_rank, local_size=8)
-    assert partial._own_device(catalogue.detect(), topology) == torch.device(device)
+    assert partial._own_device(hardware_table.detect(), topology) == torch.device(device)
 
 
 def test_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_cpu_processes_share_the_cores(
     monkeypatch.setattr(partial, "_cores", lambda: 8)
     environ = {} if given is None else {"OMP_NUM_THREADS": given}
     topology = Topology(size=local_size, local_size=local_size)
-    partial._prepare_process(catalogue.CPU, torch.device("cpu"), topology, environ)
+    partial._prepare_process(hardware_table.CPU, torch.device("cpu"), topology, environ)
     assert chosen == ([] if threads is None else [threads])
 
 
@@ -236,14 +236,14 @@ def test_there_is_a_core() -> None:
 @pytest.mark.parametrize(
     ("backend", "size", "label"),
     [
-        (catalogue.CPU, 1, "NO"),
-        (catalogue.CPU, 2, "MULTI_CPU"),
-        (catalogue.CUDA, 1, "NO"),
-        (catalogue.CUDA, 2, "MULTI_GPU"),
-        (catalogue.NPU, 2, "MULTI_NPU"),
-        (catalogue.MPS, 2, "MULTI_CPU"),
-        (catalogue.XLA, 1, "XLA"),
-        (catalogue.XLA, 8, "XLA"),
+        (hardware_table.CPU, 1, "NO"),
+        (hardware_table.CPU, 2, "MULTI_CPU"),
+        (hardware_table.CUDA, 1, "NO"),
+        (hardware_table.CUDA, 2, "MULTI_GPU"),
+        (hardware_table.NPU, 2, "MULTI_NPU"),
+        (hardware_table.MPS, 2, "MULTI_CPU"),
+        (hardware_table.XLA, 1, "XLA"),
+        (hardware_table.XLA, 8, "XLA"),
     ],
 )
 def test_labels(backend: DeviceBackend, size: int, label: str) -> None:

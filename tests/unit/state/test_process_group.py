@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.devices import catalogue
-from accelerate.state import lives, process_group
+from accelerate.devices import hardware_table
+from accelerate.state import process_group, restarts
 from accelerate.state.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("states")
 
 def test_a_group_of_one_needs_no_port_and_no_variables() -> None:
     assert not process_group.is_open()
-    assert process_group.open_group(Topology(), catalogue.CPU) == "gloo"
+    assert process_group.open_group(Topology(), hardware_table.CPU) == "gloo"
     assert process_group.is_open()
     total = torch.ones(2)
     dist.all_reduce(total)
@@ -40,7 +40,7 @@ def test_nobody_can_wait_in_a_closed_group() -> None:
 def test_a_library_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch, comm: str) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(ConfigurationError, match="backend='nccl': this build of torch"):
-        process_group.open_group(Topology(), catalogue.CUDA, comm)
+        process_group.open_group(Topology(), hardware_table.CUDA, comm)
     assert not process_group.is_open()
 
 
@@ -62,9 +62,9 @@ def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: None)
     monkeypatch.setattr(process_group, "own_group", lambda: None)
-    process_group.open_group(Topology(), catalogue.CUDA, "smddp")
-    process_group.open_group(Topology(), catalogue.HPU)
-    process_group.open_group(Topology(), catalogue.CUDA)
+    process_group.open_group(Topology(), hardware_table.CUDA, "smddp")
+    process_group.open_group(Topology(), hardware_table.HPU)
+    process_group.open_group(Topology(), hardware_table.CUDA)
     assert imported.count(standard) == 3
     assert [name for name in imported if name != standard] == [
         "smdistributed.dataparallel.torch.torch_smddp",
@@ -73,7 +73,7 @@ def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.Mon
 
 
 def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    process_group.open_group(Topology(), catalogue.CPU)
+    process_group.open_group(Topology(), hardware_table.CPU)
     monkeypatch.setattr(process_group, "_owner", [1])
     process_group._close_at_exit()
     assert process_group.is_open()
@@ -88,7 +88,7 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
     monkeypatch.setattr(process_group.time, "sleep", waited.append)
     process_group.close_group()
     assert waited == []
-    process_group.open_group(Topology(), catalogue.CPU)
+    process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
     assert waited == [process_group.SECONDS_TO_SETTLE]
 
@@ -110,7 +110,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     """The agent keeps its store; the addresses of dead processes in it made the new ones wait for ever."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lives, "meet", lambda *_: "met")  # agents of several machines count on their own
+    monkeypatch.setattr(restarts, "meet", lambda *_: "met")  # agents of several machines count on their own
     opened: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
     monkeypatch.setattr(dist, "barrier", lambda: None)
@@ -120,7 +120,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
         monkeypatch.setenv(name, "set by the agent")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     topology = Topology(size=2, local_size=local, address="127.0.0.1", port=agent.port)
-    process_group.open_group(topology, catalogue.CPU)
+    process_group.open_group(topology, hardware_table.CPU)
     assert ("store" in opened) == (expected is not None)
     if expected is not None:
         opened["store"].set("key", "of this life")
@@ -168,5 +168,5 @@ def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pyte
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for topology in (several, Topology()):
         with pytest.raises(TimeoutError):
-            process_group.open_group(topology, catalogue.CPU)
+            process_group.open_group(topology, hardware_table.CPU)
     assert seen == [1, "entered", TimeoutError]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import slabs
+from accelerate.checkpointing import shard_files
 from accelerate.weights import shared
 from accelerate.weights.files import load_state_dict, read_safetensors
 from accelerate.weights.reading import open_weights
@@ -112,4 +112,4 @@ class Wrapped(torch.Tensor):
 def test_tensors_without_an_address_are_not_taken_for_one() -> None:
     first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
     assert shared.lacking_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
-    assert len({slabs._memory(each) for each in (first, second, first)}) == 2
+    assert len({shard_files._memory(each) for each in (first, second, first)}) == 2

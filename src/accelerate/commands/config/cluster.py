@@ -14,11 +14,11 @@ from accelerate.base.enums import DistributedType as DistributedType
 from accelerate.base.lazy import attach
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.commands.config.suggestions import Suggestions, suggest
-from accelerate.settings.catalogue import SECTIONS
 from accelerate.settings.config_file import ClusterConfig
 from accelerate.settings.merge import all_options
 from accelerate.settings.prompts import Prompt, prompt_of_this_process
 from accelerate.settings.questions import Questionnaire, as_mapping
+from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.launch import PARADIGM_OF_TYPE
 from accelerate.settings.sections.sagemaker import SageMakerSection
 

@@ -104,11 +104,11 @@ class MegatronSection(Section):
     )
     megatron_lm_use_distributed_optimizer: bool | None = option(
         None,
-        "Spread optimizer states over data-parallel processes (true or false).",
+        "LocalShards optimizer states over data-parallel processes (true or false).",
         text_flag=True,
         env="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
         spell=unless_empty,
-        ask="Spread optimizer states over data-parallel processes?",
+        ask="LocalShards optimizer states over data-parallel processes?",
     )
     megatron_lm_gradient_clipping: float = option(
         1.0,

@@ -17,16 +17,16 @@ from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
 from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.checkpointing import catalogue, slabs
-from accelerate.checkpointing.catalogue import Catalogue
+from accelerate.checkpointing import shard_files, shard_index
 from accelerate.checkpointing.changes import Change, apply_all
 from accelerate.checkpointing.groups import OPTIMIZER, ByOrder, by_name
 from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.parts import StatePart, fill, number, weights_change
+from accelerate.checkpointing.shard_index import ShardIndex
 from accelerate.checkpointing.sharded import MODEL, ShardOwner, folder_of
 from accelerate.strategies.base import Strategy
+from accelerate.strategies.fsdp.all_ranks import together, write_shards, write_whole
 from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
-from accelerate.strategies.fsdp.together import together, write_shards, write_whole
 from accelerate.weights.files import read_torch
 
 Folder = str | os.PathLike[str]
@@ -102,7 +102,7 @@ def load_fsdp_model(
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), folder_of(MODEL, model_index), whole_model(model_index))
     if path.is_dir():
-        found = together(lambda: _renamed(catalogue.read(path, MODEL), names))
+        found = together(lambda: _renamed(shard_index.read(path, MODEL), names))
         _load_shards(found, owner, options)
         stored = {str(place[1]) for place in found.places}
     else:
@@ -178,7 +178,7 @@ def load_fsdp_optimizer(
     path = _find(fsdp_plugin, folder, folder_of(OPTIMIZER, optimizer_index), whole_optimizer(optimizer_index))
     if path.is_dir():
         owner = strategy.optimizer_shards(optimizer, [model])
-        _load_shards(together(lambda: catalogue.read(path, OPTIMIZER)), owner, Load(folder))
+        _load_shards(together(lambda: shard_index.read(path, OPTIMIZER)), owner, Load(folder))
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
@@ -204,7 +204,7 @@ def _strategy(accelerator: Any) -> Strategy:
     return strategy
 
 
-def _renamed(found: Catalogue, names: Mapping[str, str]) -> Catalogue:
+def _renamed(found: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
     return replace(
         found, places={(MODEL, names.get(place[1], place[1])): key for place, key in found.places.items()}
     )
@@ -212,24 +212,24 @@ def _renamed(found: Catalogue, names: Mapping[str, str]) -> Catalogue:
 
 def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
     """Return the folder of shards or the file; the form that the plugin says, where there are both."""
-    if (folder / catalogue.NAME).is_file():
+    if (folder / shard_index.NAME).is_file():
         return folder
-    found = [path for path in (folder / shards,) if (path / catalogue.NAME).is_file()]
+    found = [path for path in (folder / shards,) if (path / shard_index.NAME).is_file()]
     found += [path for path in (folder / whole,) if path.is_file()]
     if not found:
         raise wrong_value(
             "input_dir",
             str(folder),
-            f"it holds neither {shards}/{catalogue.NAME} nor {whole}",
+            f"it holds neither {shards}/{shard_index.NAME} nor {whole}",
             "pass another",
             FileNotFoundError,
         )
     return found[0] if saves_shards(plugin) else found[-1]
 
 
-def _load_shards(found: Catalogue, owner: ShardOwner, options: Load) -> None:
+def _load_shards(found: ShardIndex, owner: ShardOwner, options: Load) -> None:
     change = together(
-        lambda: owner.plan(slabs.read(found, owner.targets(found, options), options.reading), options)
+        lambda: owner.plan(shard_files.read(found, owner.targets(found, options), options.reading), options)
     )
     apply_all([change], _settle)
 

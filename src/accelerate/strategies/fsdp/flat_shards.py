@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.checkpointing.catalogue import Catalogue, Place
 from accelerate.checkpointing.changes import Change, Stage
 from accelerate.checkpointing.groups import (
     GROUPS,
@@ -27,9 +26,10 @@ from accelerate.checkpointing.groups import (
     optimizer_change,
     refuse_strangers,
 )
+from accelerate.checkpointing.local_shards import LocalShards, Shape, Value, shards_of_range, whole
 from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.shard_index import Place, ShardIndex
 from accelerate.checkpointing.sharded import MODEL, model_targets
-from accelerate.checkpointing.spread import Shape, Spread, Value, slabs_of_range, whole
 from accelerate.strategies.fsdp.parameters import clean_name
 
 
@@ -57,15 +57,15 @@ class Piece:
     at: int
     copies: tuple[int, int]
 
-    def spread(self, values: Tensor, turn: int) -> Spread:
+    def spread(self, values: Tensor, turn: int) -> LocalShards:
         """Return elements as what lies here of a tensor with the shape of the parameter.
 
         Args:
             values: one for each element of the parameter that lies here.
             turn: counts the parameters, so that processes with the same elements share the work.
         """
-        slabs = slabs_of_range(values, self.shape, self.start)
-        return Spread(self.shape, values.dtype, slabs, self.owns(turn))
+        shards = shards_of_range(values, self.shape, self.start)
+        return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
 
     def owns(self, turn: int) -> bool:
         """Whether this process saves its elements."""
@@ -208,7 +208,7 @@ class FlatModuleShards:
         others = _others(self.module, {place[1] for place in found})
         return {**found, **{(MODEL, name): value for name, value in others}}
 
-    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         return model_targets(self.module, self.state(), found, options)
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
@@ -219,9 +219,9 @@ class FlatModuleShards:
         live = self.state()
         for place, value in values.items():
             own = live[place]
-            if isinstance(value, Spread):
-                slabs = own.slabs if isinstance(own, Spread) else whole(own).slabs
-                for target, read in zip(slabs, value.slabs, strict=True):
+            if isinstance(value, LocalShards):
+                shards = own.shards if isinstance(own, LocalShards) else whole(own).shards
+                for target, read in zip(shards, value.shards, strict=True):
                     target.tensor.copy_(read.tensor)
             else:
                 module = self.module.get_submodule(_owner_of(self.module, place[1]))
@@ -266,13 +266,13 @@ class FlatOptimizerShards:
                     found[OPTIMIZER, STATE, piece.names[0], key] = _state_of(piece, value, turn)
         return {**found, **group_places(saved[GROUPS], self.names)}
 
-    def targets(self, found: Catalogue, options: Load) -> dict[Place, Spread | None]:
+    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         known = self._by_name()
         refuse_strangers(found, known, len(self.names), self.optimizer)
         wanted = [place for place in found.places if place[1] != STATE or known[place[2]].total]
         return {place: self._target(place, known, found) for place in wanted}
 
-    def _target(self, place: Place, known: Mapping[str, Piece], found: Catalogue) -> Spread | None:
+    def _target(self, place: Place, known: Mapping[str, Piece], found: ShardIndex) -> LocalShards | None:
         shape = found.shape(place)
         if shape is None:
             return None
@@ -292,7 +292,7 @@ class FlatOptimizerShards:
             if place[1] != STATE:
                 continue
             piece = known[place[2]]
-            own = value.slabs[0].tensor if isinstance(value, Spread) and value.slabs else value
+            own = value.shards[0].tensor if isinstance(value, LocalShards) and value.shards else value
             filled = self._read.get((id(piece.stepped), place[3]), own)
             states.setdefault(places[id(piece.stepped)], {})[place[3]] = filled
         numbers = {name: places[id(piece.stepped)] for name, piece in known.items()}
@@ -310,7 +310,7 @@ class FlatOptimizerShards:
         return {name: piece for piece in own for name in piece.names}
 
 
-def _state_of(piece: Piece, value: Any, turn: int) -> Spread | Value:
+def _state_of(piece: Piece, value: Any, turn: int) -> LocalShards | Value:
     """Return what is saved of a value that an optimizer keeps for a parameter."""
     first = piece.start == 0 and piece.owns(turn)
     if not isinstance(value, Tensor):

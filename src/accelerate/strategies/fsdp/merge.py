@@ -22,9 +22,9 @@ from accelerate.base.constants import (
 )
 from accelerate.base.errors import wrong_value
 from accelerate.base.progress_bar import advance, expect, progress_bar
-from accelerate.checkpointing import catalogue, slabs
-from accelerate.checkpointing.catalogue import Catalogue, Place
-from accelerate.checkpointing.spread import whole
+from accelerate.checkpointing import shard_files, shard_index
+from accelerate.checkpointing.local_shards import whole
+from accelerate.checkpointing.shard_index import Place, ShardIndex
 from accelerate.weights.files import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -142,23 +142,23 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 
 def _find(source: Path) -> Path:
     candidates = (source, source / f"{FSDP_MODEL_NAME}_0")
-    found = next((path for path in candidates if os.path.isfile(path / catalogue.NAME)), None)
+    found = next((path for path in candidates if os.path.isfile(path / shard_index.NAME)), None)
     if found is None:
-        reason = f"this is no folder with a sharded checkpoint: it has no file {catalogue.NAME}"
+        reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
         raise wrong_value(
             "checkpoint_directory", str(source), reason, "Name the folder with the model's shards"
         )
     return found
 
 
-def _read_pieces(folder: Path) -> tuple[Catalogue, list[Piece]]:
+def _read_pieces(folder: Path) -> tuple[ShardIndex, list[Piece]]:
     """All tensors of a checkpoint, without reading any.
 
     Raises:
         ConfigurationError: there is none.
         CheckpointError: the catalogue is damaged.
     """
-    found = catalogue.read(folder, MODEL_KEY)
+    found = shard_index.read(folder, MODEL_KEY)
     entries = {place: found.metadata.state_dict_metadata[key] for place, key in found.places.items()}
     pieces = [
         Piece(place, ".".join(map(str, place[1:])), tuple(entry.size), entry.properties.dtype)
@@ -182,9 +182,9 @@ def _grouped(pieces: list[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
     yield group
 
 
-def _load(found: Catalogue, group: list[Piece]) -> dict[str, torch.Tensor]:
+def _load(found: ShardIndex, group: list[Piece]) -> dict[str, torch.Tensor]:
     tensors = {piece.name: torch.empty(piece.shape, dtype=piece.dtype) for piece in group}
-    slabs.read(found, {piece.place: whole(tensors[piece.name]) for piece in group}, {})
+    shard_files.read(found, {piece.place: whole(tensors[piece.name]) for piece in group}, {})
     return tensors
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from accelerate.base import packages
 from accelerate.base.environ import parse_flag_from_env
 from accelerate.base.versions import is_torch_version
-from accelerate.devices.catalogue import CPU, detect, named
+from accelerate.devices.hardware_table import CPU, detect, named
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 Mark = Callable[[Test], Test]

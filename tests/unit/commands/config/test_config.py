@@ -11,7 +11,7 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.commands import config
 from accelerate.commands.config.config import main
 from accelerate.commands.config.default import write_basic_config
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.settings.config_file import ClusterConfig
 

@@ -27,7 +27,7 @@ from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.sagemaker import get_sagemaker_input
 from accelerate.commands.config.suggestions import suggest
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file

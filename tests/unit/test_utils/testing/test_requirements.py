@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate.base.packages import Package
-from accelerate.devices.catalogue import CPU, CUDA
+from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.test_utils import testing
 from accelerate.test_utils.testing import requirements
 

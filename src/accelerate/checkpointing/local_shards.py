@@ -1,0 +1,187 @@
+"""What a process has of a tensor that lies in parts on several: boxes, each with its place in the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelerate.ops.dtensors import is_dtensor
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from torch.distributed.tensor import DTensor
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Where a box begins in the whole tensor, and its sizes."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor.
+
+    Attributes:
+        offsets: where it begins in the whole tensor.
+        tensor: its values, with its shape.
+    """
+
+    offsets: Shape
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """What this process has of one tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: its number format.
+        shards: boxes that lie here.
+        owned: whether this process saves them; where several have the same ones, one of them does.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    owned: bool = True
+
+    def emptied(self, dtype: torch.dtype | None = None) -> LocalShards:
+        """Return the same boxes with memory of their own, on the CPU and without values.
+
+        Args:
+            dtype: number format of the memory; None takes the own one.
+        """
+        kind = self.dtype if dtype is None else dtype
+        shards = tuple(
+            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
+            for shard in self.shards
+        )
+        return LocalShards(self.shape, kind, shards, self.owned)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Anything but a tensor.
+
+    Attributes:
+        content: the value.
+        owned: whether this process saves it.
+    """
+
+    content: Any
+    owned: bool = True
+
+
+def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
+    """Return what this process has of a value.
+
+    Args:
+        value: a distributed or plain tensor, or anything else. What is not distributed is taken to be the
+            same on all processes, and the first one saves it.
+        turn: counts the values, alike on all processes, so that those with the same boxes share the work.
+        rank: of this process.
+    """
+    if isinstance(value, (LocalShards, Value)):
+        return value
+    if is_dtensor(value):
+        return _of_distributed(value, turn)
+    if isinstance(value, Tensor):
+        return whole(value.detach(), rank == 0)
+    return Value(value, rank == 0)
+
+
+def whole(tensor: Tensor, owned: bool = True) -> LocalShards:
+    """Return a tensor that lies here as a whole."""
+    return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
+
+
+def local_part(value: DTensor) -> Tensor:
+    """Return what lies here of a distributed tensor, without its history."""
+    detached: Any = value.detach()
+    local: Tensor = detached.to_local()
+    return local
+
+
+def _of_distributed(value: DTensor, turn: int) -> LocalShards:
+    mesh, local = value.device_mesh, local_part(value)
+    place = mesh.get_coordinate() or [0] * mesh.ndim
+    owned = bool((mesh.mesh == 0).any()) and all(  # other meshes of the run have copies
+        place[dim] == turn % mesh.size(dim)
+        for dim, placement in enumerate(value.placements)
+        if placement.is_replicate()
+    )
+    chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+    shards = tuple(Shard(tuple(chunk.offsets), local) for chunk in chunks)
+    return LocalShards(tuple(value.shape), value.dtype, shards, owned)
+
+
+def rejoin(found: LocalShards, like: Any) -> Tensor:
+    """Return a tensor that is distributed like another.
+
+    Args:
+        found: boxes of the same places as those of `like`.
+        like: a distributed tensor, or anything else where the boxes are one whole tensor.
+    """
+    if not is_dtensor(like) or tuple(like.shape) != found.shape:
+        return found.shards[0].tensor
+    local = local_part(like)
+    own = found.shards[0].tensor if found.shards else torch.empty(local.shape, dtype=found.dtype)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own.to(local.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut a range of a tensor's elements into boxes, in the order of the elements.
+
+    Args:
+        shape: of the tensor.
+        start: first element, counted row by row.
+        stop: the one after the last.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 0:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _in_row(shape, first - 1, start, stop, row)
+        return
+    yield from _in_row(shape, first - 1, start, first * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop, row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int, row: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start - index * row, stop - index * row):
+        yield (index, *offsets), (1, *sizes)
+
+
+def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[Shard, ...]:
+    """Return the boxes that a range of a tensor's elements makes.
+
+    Args:
+        values: the elements, one after another; the boxes are views of them.
+        shape: of the whole tensor.
+        start: number of the first element, counted row by row.
+    """
+    found, done = [], 0
+    for offsets, sizes in boxes(shape, start, start + values.numel()):
+        count = math.prod(sizes)
+        found.append(Shard(offsets, values[done : done + count].view(sizes)))
+        done += count
+    return tuple(found)

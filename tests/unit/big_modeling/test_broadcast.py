@@ -1,0 +1,51 @@
+"""Weights through the wire of one process; those that really travel are tested with processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate import PartialState
+from accelerate.base.errors import CheckpointError
+from accelerate.big_modeling.broadcast import receive_weights
+from accelerate.weights.reading import Weights
+
+pytestmark = pytest.mark.usefixtures("states")
+CPU = torch.device("cpu")
+
+
+def opened(path: Path) -> Weights:
+    return Weights.open([path])
+
+
+def test_all_that_is_there(tmp_path: Path) -> None:
+    PartialState(cpu=True)
+    state = {"a": torch.rand(2, 3), "none": torch.empty(0, 2), "one": torch.tensor(3, dtype=torch.int16)}
+    save_file(state, tmp_path / "w.safetensors")
+    found = receive_weights(tmp_path / "w.safetensors", opened)
+    weights = found.weights
+    assert found.own not in (None, weights)
+    assert found.path == tmp_path / "w.safetensors"
+    assert weights.files.keys() == state.keys()
+    for name, tensor in state.items():
+        assert weights.shape(name) == tensor.shape
+        assert torch.equal(weights.read(name, CPU), tensor)
+        assert weights.read(name, CPU).dtype == tensor.dtype
+        assert weights.files[name].locate(name) is None
+
+
+def test_what_modules_keep_beside_their_tensors(tmp_path: Path) -> None:
+    PartialState(cpu=True)
+    torch.save({"a": torch.ones(1), "m._extra_state": {"n": 3}}, tmp_path / "w.bin")
+    weights = receive_weights(tmp_path / "w.bin", opened).weights
+    assert list(weights.extra) == ["m._extra_state"]
+    assert weights.extra["m._extra_state"].read("m._extra_state", CPU) == {"n": 3}
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    PartialState(cpu=True)
+    with pytest.raises(CheckpointError, match="is missing"):
+        receive_weights(tmp_path / "none", opened)

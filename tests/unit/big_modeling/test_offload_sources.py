@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import dispatch_model
+from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.big_modeling import offload_sources
+from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.hooks import remove_hook_from_submodules
+
+
+def build() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_what_lies_elsewhere() -> None:
+    model = build()
+    found = find_elsewhere(model, {"": 0, "0.bias": "cpu", "1": "disk"}, {"disk", "cpu"}, False)
+    assert found == {"0.weight": "cpu", "0.bias": "cpu", "1.weight": "disk", "1.bias": "disk"}
+    assert "1.running_mean" in find_elsewhere(model, {"": "disk"}, {"disk"}, True)
+
+
+def test_memory_holds_shared_tensors_once() -> None:
+    model = build()
+    kept = keep_in_memory(model, ["0.weight", "2.weight"], None, "cpu")
+    assert kept["0.weight"] is kept["2.weight"]
+    assert kept["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    given = torch.ones(2, 2)
+    assert torch.equal(keep_in_memory(model, ["0.weight"], {"0.weight": given}, "cpu")["0.weight"], given)
+    with pytest.raises(ConfigurationError, match="weight have no values"):
+        keep_in_memory(model.to("meta"), ["0.weight"], None, "cpu")
+
+
+def test_memory_is_locked_on_the_way_to_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: locked.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    for device, expected in (("cuda:0", 1), ("cpu", 0), ("meta", 0), ("mps", 0)):
+        locked.clear()
+        keep_in_memory(build(), ["0.weight", "2.weight"], None, device)
+        assert len(locked) == expected
+    monkeypatch.setattr(offload_sources, "PINNED_PART", 0)
+    locked.clear()
+    keep_in_memory(build(), ["0.weight"], None, "cuda:0")
+    assert not locked
+
+
+def test_the_disk_gets_what_has_values(tmp_path: Path) -> None:
+    model = build()
+    index = keep_on_disk(model, ["0.weight", "0.bias"], tmp_path, None, [], {"": "disk"})
+    assert set(index) == {"0.weight", "0.bias"}
+    assert {path.name for path in tmp_path.iterdir()} == {"index.json", "0.weight.dat", "0.bias.dat"}
+    model.to("meta")
+    assert keep_on_disk(model, ["0.weight"], tmp_path, None, [], {"": "disk"}).keys() == {"0.weight"}
+    with pytest.raises(ConfigurationError, match="1.weight have no values"):
+        keep_on_disk(model, ["1.weight"], tmp_path, None, [], {"": "disk"})
+    assert keep_on_disk(model, [], None, None, [], {}) == {}
+
+
+def test_tied_names_share_an_entry() -> None:
+    model = build().to("meta")
+    entry = {"safetensors_file": "x", "weight_name": "0.weight"}
+    tied = [["0.weight", "2.weight"]]
+    index = keep_on_disk(model, ["0.weight", "2.weight"], None, {"0.weight": entry}, tied, {"": "disk"})
+    assert index == {"0.weight": entry, "2.weight": entry}
+
+
+def test_a_folder_that_another_model_has_overwritten(tmp_path: Path) -> None:
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    x = torch.ones(1, 2)
+    dispatch_model(first, {"": "disk"}, offload_dir=tmp_path)
+    first(x)
+    past = (tmp_path / "0.weight.dat").stat().st_mtime_ns - 10**9
+    dispatch_model(second, {"": "disk"}, offload_dir=tmp_path)
+    for path in tmp_path.glob("*.dat"):
+        os.utime(path, ns=(past, past))  # clocks of files are coarse
+    with pytest.raises(CheckpointError, match="Give each model a folder of its own"):
+        first(x)
+
+
+def test_a_folder_may_be_used_again(tmp_path: Path) -> None:
+    x, model = torch.ones(1, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = model(x)
+    for _ in range(2):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        assert torch.equal(model(x), expected)
+        remove_hook_from_submodules(model)

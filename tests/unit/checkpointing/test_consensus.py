@@ -1,0 +1,194 @@
+"""What ranks settle, and what they hear when they do not come together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accelerate.base.errors import CheckpointError, ConfigurationError, StateError
+from accelerate.checkpointing import consensus as consensus_module
+from accelerate.checkpointing.consensus import CollectiveConsensus, Consensus, StoreConsensus, open_consensus
+from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.ops.transport import Transport
+from accelerate.state.store_channel import StoreChannel
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call functions at the same time, one for each rank; what they return or raise."""
+    found: list[Any] = [None] * len(calls)
+
+    def call(rank: int) -> None:
+        try:
+            found[rank] = calls[rank]()
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture
+def ranks() -> list[StoreConsensus]:
+    channel = StoreChannel(dist.HashStore(), "", {KEY_VARIABLE: "secret"})
+    return [StoreConsensus(channel, rank, 3) for rank in range(3)]
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert Consensus().decide("call", 3, lambda said: said * 2, 1.0) == [3, 3]
+    with pytest.raises(KeyError):
+        Consensus().decide("call", 3, lambda said: {}[said[0]], 1.0)
+
+
+def test_rank_0_decides_from_what_all_say(ranks: list[StoreConsensus]) -> None:
+    for turn in range(4):
+        said = [each.rank + turn for each in ranks]
+        calls = [partial(each.decide, "call", mine, sum, 5.0) for each, mine in zip(ranks, said, strict=True)]
+        assert together(*calls) == [sum(said)] * 3
+
+
+def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreConsensus]) -> None:
+    order = []
+
+    class Late(StoreChannel):
+        def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
+            found = super().wait(names, seconds)
+            if names[0].endswith("verdict"):
+                time.sleep(0.2)
+                order.append("heard")
+            return found
+
+    def decide(consensus: StoreConsensus) -> None:
+        consensus._channel = Late(consensus._channel._store, "", {})
+        consensus.decide("call", None, len, 5.0)
+        if consensus.rank == 0:
+            order.append("ends")
+
+    together(*(partial(decide, each) for each in ranks))
+    assert order == ["heard", "heard", "ends"]
+
+
+def test_nothing_piles_up_in_the_store(ranks: list[StoreConsensus]) -> None:
+    for _ in range(5):
+        together(*(lambda each=each: each.decide("call", None, len, 5.0) for each in ranks))
+    assert ranks[0]._channel._store.num_keys() <= 14
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ConfigurationError("mine"), ConfigurationError, "mine"),
+        (OSError(13, "Permission denied"), CheckpointError, "Process 0 failed for all: .*Permission denied"),
+        (KeyError("x"), CheckpointError, "Process 0 failed for all: KeyError: 'x'"),
+    ],
+)
+def test_what_the_judge_raises_is_raised_on_all(
+    ranks: list[StoreConsensus], error: Exception, kind: type[Exception], text: str
+) -> None:
+    def judge(said: list[Any]) -> None:
+        raise error
+
+    for raised in together(*(lambda each=each: each.decide("call", None, judge, 5.0) for each in ranks)):
+        assert type(raised) is kind
+        with pytest.raises(kind, match=text):
+            raise raised
+
+
+def test_who_does_not_come_is_named(ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consensus_module, "SECONDS_FOR_THE_VERDICT", 0.05)
+    with pytest.raises(StateError, match=r"`save` must be called on all .* process 0 did not come"):
+        ranks[1].decide("save", None, len, 0.05)
+    with pytest.raises(StateError, match=r"process 2 did not come within 0.05 s. .*is_main_process"):
+        ranks[0].decide("save", None, len, 0.05)
+
+
+def test_different_calls_are_told_apart(ranks: list[StoreConsensus]) -> None:
+    raised = together(*(lambda each=each: each.decide(f"call {each.rank}", None, len, 5.0) for each in ranks))
+    for error in raised:
+        assert isinstance(error, StateError)
+        assert "Process 0: call 0" in str(error)
+        assert "Process 2: call 2" in str(error)
+
+
+def test_a_store_that_is_gone_is_said_in_one_sentence(
+    ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(StoreChannel, "post", fail)
+    with pytest.raises(StateError, match=r"store of the process group does not answer .*process 0"):
+        ranks[1].decide("save", None, len, 0.05)
+
+
+class Wire(Transport):
+    """Two ranks, of which the other one says what it is told to."""
+
+    def __init__(self, rank: int, other: Any = None) -> None:
+        self.rank, self.size, self._other = rank, 2, other
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [obj, self._other] if self.rank == 0 else [self._other, obj]
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        return obj if self.rank == 0 else self._other
+
+
+def test_without_a_store_the_wire_carries_it() -> None:
+    assert CollectiveConsensus(Wire(0, 5)).decide("call", 4, sum, 1.0) == 9
+    assert CollectiveConsensus(Wire(1, {"result": "said"})).decide("call", 4, sum, 1.0) == "said"
+    with pytest.raises(StateError, match="no"):
+        CollectiveConsensus(Wire(1, {"error": "StateError", "text": "no"})).decide("call", 4, sum, 1.0)
+    assert not CollectiveConsensus(Wire(0)).is_threaded
+
+
+def test_the_way_to_agree_follows_from_the_run() -> None:
+    assert type(open_consensus(Transport(), None)) is Consensus
+    assert type(open_consensus(Wire(0), None)) is CollectiveConsensus
+    assert type(open_consensus(Wire(0), StoreChannel(dist.HashStore(), "", {}))) is StoreConsensus
+
+
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("key", ["secret", ""])
+@pytest.mark.parametrize("name", ["verdict", "0", "2"])
+def test_what_others_write_to_the_store_runs_no_code(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consensus_module, "SECONDS_FOR_THE_VERDICT", 0.05)
+    store = dist.HashStore()
+    channel = StoreChannel(store, "", {KEY_VARIABLE: key})
+    store.set(f"/1/{name}", pickle.dumps((True, Harmful(tmp_path / "ran"))))
+    with pytest.raises(StateError, match="must be called on all processes"):
+        StoreConsensus(channel, 1, 3).decide("save", None, len, 0.05)
+    with pytest.raises(StateError, match="must be called on all processes"):
+        StoreConsensus(channel, 0, 3).decide("save", None, len, 0.05)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_verdict_with_another_signature_counts_as_absent(ranks: list[StoreConsensus]) -> None:
+    stranger = StoreChannel(ranks[0]._channel._store, "", {KEY_VARIABLE: "another"})
+    stranger.post("1/verdict", {"result": "of a stranger"})
+    stranger.post("1/2", ["call", "of a stranger"])
+    calls = [partial(each.decide, "call", each.rank, list, 5.0) for each in ranks]
+    assert together(*calls) == [[0, 1, 2]] * 3

@@ -1,0 +1,80 @@
+"""Boxes of tensors: what lies here, and where in the whole."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerate.checkpointing.local_shards import (
+    LocalShards,
+    Value,
+    boxes,
+    rejoin,
+    shards_of_range,
+    spread,
+    whole,
+)
+
+SHAPES = st.lists(st.integers(1, 4), max_size=4)
+
+
+@given(SHAPES, st.data())
+def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    values = torch.arange(count)
+    found = []
+    for offsets, sizes in boxes(shape, start, stop):
+        part = values.view(shape)
+        for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, begin, length)
+        found += part.flatten().tolist()
+    assert found == list(range(start, stop))
+    assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+
+
+@given(SHAPES, st.data())
+def test_slabs_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    values = torch.arange(start, stop)
+    full = torch.full(shape, -1)
+    for shard in shards_of_range(values, shape, start):
+        part = full
+        for dim, (begin, length) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
+            part = part.narrow(dim, begin, length)
+        part.copy_(shard.tensor)
+        assert shard.tensor.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    wanted = torch.full((count,), -1)
+    wanted[start:stop] = values
+    assert full.flatten().tolist() == wanted.tolist()
+
+
+def test_what_all_have_is_saved_by_the_first() -> None:
+    tensor = torch.ones(2, 3, requires_grad=True)
+    first, second = spread(tensor, 0, 0), spread(tensor, 0, 1)
+    assert isinstance(first, LocalShards)
+    assert (first.shape, first.owned, second.owned) == ((2, 3), True, False)
+    assert not first.shards[0].tensor.requires_grad
+    assert spread("text", 3, 0) == Value("text", True)
+    assert spread("text", 3, 1) == Value("text", False)
+    assert spread(first, 1, 5) is first
+
+
+def test_emptied_boxes_have_memory_of_their_own() -> None:
+    tensor = torch.ones(2, 3)
+    empty = whole(tensor).emptied(torch.float64)
+    assert (empty.shape, empty.dtype, empty.shards[0].offsets) == ((2, 3), torch.float64, (0, 0))
+    empty.shards[0].tensor.zero_()
+    assert tensor.sum() == 6
+
+
+def test_a_whole_tensor_needs_no_joining() -> None:
+    tensor = torch.ones(2)
+    assert rejoin(whole(tensor), torch.zeros(2)) is tensor
+    assert rejoin(whole(tensor), None) is tensor

@@ -1,0 +1,140 @@
+"""Files of shards: written by several, read by another number, and by torch itself."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import shard_files, shard_index
+from accelerate.checkpointing.local_shards import LocalShards, Shard, spread, whole
+
+WEIGHT = ("model", "weight")
+NAME = ("model", "name")
+STEP = ("model", "step")
+
+
+def part(tensor: Tensor, rank: int, ranks: int) -> LocalShards:
+    rows = tensor.chunk(ranks)
+    start = sum(len(each) for each in rows[:rank])
+    return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((start, 0), rows[rank]),))
+
+
+def save(folder: Path, tensor: Tensor, ranks: int, others: Any = None) -> None:
+    reports = []
+    for rank in range(ranks):
+        state = {WEIGHT: part(tensor, rank, ranks), NAME: "a", STEP: torch.tensor(3.0), **(others or {})}
+        payload = shard_files.payload(folder.name, rank, state)
+        path = folder.parent / payload.name
+        path.parent.mkdir(exist_ok=True)
+        reports.append(payload.write(payload.content, path))
+    assert payload.finish is not None
+    payload.finish(folder, reports)
+
+
+@pytest.fixture
+def tensor() -> Tensor:
+    return torch.arange(30.0).view(10, 3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tensor: Tensor) -> Path:
+    save(tmp_path / "shards", tensor, 3)
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_any_number_of_processes_reads_what_it_needs(folder: Path, tensor: Tensor, ranks: int) -> None:
+    found = shard_index.read(folder, "model")
+    for rank in range(ranks):
+        target = part(tensor, rank, ranks).emptied()
+        values = shard_files.read(found, {WEIGHT: target, NAME: None, STEP: whole(torch.empty(()))}, {})
+        assert torch.equal(values[WEIGHT].shards[0].tensor, tensor.chunk(ranks)[rank])
+        assert values[NAME] == "a"
+        assert values[STEP].shards[0].tensor == 3.0
+
+
+def test_columns_are_read_of_what_was_saved_in_rows(folder: Path, tensor: Tensor) -> None:
+    columns = LocalShards((10, 3), tensor.dtype, (Shard((0, 1), torch.empty(10, 2)),))
+    shard_files.read(shard_index.read(folder, "model"), {WEIGHT: columns}, {})
+    assert torch.equal(columns.shards[0].tensor, tensor[:, 1:])
+
+
+def test_torch_reads_it(folder: Path, tensor: Tensor) -> None:
+    state = {"model": {"weight": torch.empty(10, 3), "step": torch.empty(())}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert torch.equal(state["model"]["weight"], tensor)
+    assert state["model"]["step"] == 3.0
+
+
+def test_a_part_of_a_tensor_is_stored_without_the_rest(tmp_path: Path) -> None:
+    save(tmp_path / "shards", torch.zeros(100_000, 3), 3)
+    sizes = [path.stat().st_size for path in (tmp_path / "shards").glob("*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < 4 * 100_000 * 1.1
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    tied = torch.rand(1000, 100)
+    save(tmp_path / "shards", torch.zeros(3, 3), 1)
+    small = (tmp_path / "shards" / "__0_0.distcp").stat().st_size
+    save(tmp_path / "tied", torch.zeros(3, 3), 1, {("model", n): tied for n in "ab"})
+    assert (tmp_path / "tied" / "__0_0.distcp").stat().st_size - small < 1.1 * 4 * 100_000
+    found = shard_index.read(tmp_path / "tied", "model")
+    targets = {("model", name): spread(torch.empty(1000, 100), 0, 0) for name in "ab"}
+    values = shard_files.read(found, targets, {})  # type: ignore[arg-type]
+    assert all(torch.equal(value.shards[0].tensor, tied) for value in values.values())
+
+
+def read_all(folder: Path, tensor: Tensor) -> None:
+    shard_files.read(shard_index.read(folder, "model"), {WEIGHT: whole(torch.empty_like(tensor))}, {})
+
+
+def test_a_missing_shard_is_named(folder: Path, tensor: Tensor) -> None:
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"^shards/__1_0\.distcp is missing$"):
+        read_all(folder, tensor)
+    first = part(tensor, 0, 3).emptied()
+    shard_files.read(shard_index.read(folder, "model"), {STEP: whole(torch.empty(()))}, {})
+    assert first.shards[0].tensor.shape == (4, 3)
+
+
+def test_a_shard_that_is_cut_off_is_named(folder: Path, tensor: Tensor) -> None:
+    path = folder / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"shards/__2_0\.distcp has \d+ bytes, .* it is cut off"):
+        read_all(folder, tensor)
+
+
+def test_a_shard_that_is_damaged_is_named(folder: Path, tensor: Tensor) -> None:
+    path = folder / "__2_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"shards/__2_0\.distcp cannot be read: it is damaged"):
+        read_all(folder, tensor)
+
+
+def test_values_that_can_run_code_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "shards", torch.zeros(3, 3), 1, {("model", "object"): Path("x")})
+    found = shard_index.read(tmp_path / "shards", "model")
+    place = ("model", "object")
+    with pytest.raises(CheckpointError, match=r"object holds a `pathlib\.\S*Path`"):
+        shard_files.read(found, {place: None}, {})
+    assert shard_files.read(found, {place: None}, {"weights_only": False}) == {place: Path("x")}
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unexpected pos")
+
+    payload = shard_files.payload("shards", 0, {STEP: torch.tensor(1.0)})
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="could not be written"):
+        payload.write(payload.content, tmp_path / "file")

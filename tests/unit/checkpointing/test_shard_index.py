@@ -1,0 +1,86 @@
+"""The catalogue of a folder of shards: written, read, and refused where it is something else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.base.errors import CheckpointError
+from accelerate.checkpointing import shard_index
+from accelerate.checkpointing.shard_index import Entry, pack
+
+WEIGHT = ("model", "a.weight")
+
+
+def entry(rank: int, rows: int = 2, place: Any = WEIGHT) -> Entry:
+    return Entry(place, (4, 3), torch.float32, (rank * 2, 0), (rows, 3), f"__{rank}_0.distcp", 10, 99)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    value = Entry(("model", "extra"), file="__0_0.distcp", start=200, length=5)
+    shard_index.write(tmp_path, [pack([entry(0), value]), pack([entry(1)])])
+    found = shard_index.read(tmp_path, "model")
+    assert set(found.places) == {WEIGHT, ("model", "extra")}
+    assert found.shape(WEIGHT) == (4, 3)
+    assert found.shape(("model", "extra")) is None
+    assert found.needed(["model.a.weight"]) == {"__0_0.distcp": 109, "__1_0.distcp": 109}
+    assert found.needed(["model.extra"]) == {"__0_0.distcp": 205}
+
+
+@pytest.mark.parametrize("second", [[], [entry(0)], [entry(1, rows=1)]], ids=["missing", "twice", "cut"])
+def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, second: list[Entry]) -> None:
+    if second == [entry(0)]:
+        second = [entry(1), *second]
+    with pytest.raises(CheckpointError, match=r"The parts of model\.a\.weight do not make whole tensors"):
+        shard_index.write(tmp_path, [pack([entry(0)]), pack(second)])
+    assert not (tmp_path / shard_index.NAME).exists()
+
+
+def test_a_state_without_a_key_of_its_own_is_taken_as_if(tmp_path: Path) -> None:
+    flat = Entry(("a.weight",), (2,), torch.float32, (0,), (2,), "f", 0, 99)
+    shard_index.write(tmp_path, [pack([flat])])
+    assert set(shard_index.read(tmp_path, "model").places) == {WEIGHT}
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_catalogue_runs_no_code(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(Harmful(mark)))
+    with pytest.raises(CheckpointError, match=r"\.metadata holds a `posix\.mkdir`"):
+        shard_index.read(tmp_path, "model")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("torch", "load"), ("torch.distributed.checkpoint.metadata", "os.system")]
+)
+def test_functions_of_torch_are_refused(tmp_path: Path, module: str, name: str) -> None:
+    text = f"c{module}\n{name}\n.".encode()
+    (tmp_path / shard_index.NAME).write_bytes(text)
+    with pytest.raises(CheckpointError, match="holds a `torch"):
+        shard_index.read(tmp_path, "model")
+
+
+def test_missing_and_damaged_catalogues_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{tmp_path.name}/\.metadata is missing"):
+        shard_index.read(tmp_path, "model")
+    shard_index.write(tmp_path, [pack([entry(0), entry(1)])])
+    path = tmp_path / shard_index.NAME
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match="it is damaged, or no catalogue of shards"):
+        shard_index.read(tmp_path, "model")
+    path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="no catalogue of shards"):
+        shard_index.read(tmp_path, "model")

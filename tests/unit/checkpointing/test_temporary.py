@@ -1,0 +1,125 @@
+"""What a dead process has left is told from what a living one needs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerate.checkpointing import temporary
+from accelerate.checkpointing.temporary import DOOMED, OLD, SAVING, claim, dispose, find, release, sweep
+
+
+def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = socket.gethostname()) -> Path:
+    path = parent / f".checkpoint.{kind}-{host}-{pid}-{birth}xleft"
+    path.mkdir()
+    (path / "part").write_text("")
+    return path
+
+
+def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
+    dead = abandoned(tmp_path, SAVING, 2**22 - 1)
+    doomed = abandoned(tmp_path, DOOMED, 2**22 - 1)
+    successor = abandoned(tmp_path, SAVING, os.getppid())  # another process of that number
+    own = abandoned(tmp_path, SAVING, os.getpid(), temporary.birth_of(os.getpid()))
+    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.birth_of(os.getppid()))
+    old = abandoned(tmp_path, OLD, 2**22 - 1)
+    sweep(tmp_path)
+    assert not any(path.exists() for path in (dead, doomed, successor, own))
+    assert alive.exists()
+    assert old.exists()
+
+
+def test_what_this_process_needs_stays_until_it_says_so(tmp_path: Path) -> None:
+    path = claim("checkpoint", tmp_path, SAVING)
+    path.mkdir()
+    sweep(tmp_path)
+    assert path.exists()
+    release(path)
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+def test_those_of_other_machines_stay_while_they_are_written_to(tmp_path: Path) -> None:
+    foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
+    sweep(tmp_path)
+    os.utime(foreign, (0, 0))
+    sweep(tmp_path)
+    assert foreign.exists()
+    os.utime(foreign / "part", (0, 0))
+    sweep(tmp_path)
+    assert not foreign.exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".mine.saving-box", ".x.saving-host-1", ".saving-host-1-0x0", "x.old-host-1-0x0"]
+)
+def test_folders_of_the_user_are_none_of_ours(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert find(tmp_path, SAVING, OLD, DOOMED) == []
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_name_tells_what_it_was(tmp_path: Path) -> None:
+    path = claim("check.point-1", tmp_path, OLD)
+    path.mkdir()
+    (found,) = find(tmp_path, OLD)
+    release(path)
+    assert (found.name, found.kind, found.pid) == ("check.point-1", OLD, os.getpid())
+    assert find(tmp_path, SAVING) == []
+    assert find(tmp_path / "nothing", OLD) == []
+
+
+def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    dispose(tmp_path / "link", "link")
+    dispose(tmp_path / "real", "real")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_ended_counts_as_dead_before_its_parent_asks_for_its_code(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    while temporary._facts_of(pid)[0] != "Z":
+        pass
+    left = abandoned(tmp_path, SAVING, pid, temporary.birth_of(pid))
+    sweep(tmp_path)
+    assert not left.exists()
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "漢"])
+def test_names_of_any_length_fit(tmp_path: Path, letter: str) -> None:
+    name = letter * (240 // len(letter.encode()))
+    for kind in (SAVING, OLD, DOOMED):
+        path = claim(name, tmp_path, kind)
+        path.mkdir()
+        (found,) = find(tmp_path, kind)
+        release(path)
+        assert found.belongs_to(name)
+        assert not found.belongs_to(name[:-1] + "y")
+        assert not found.has_whole_name
+        assert abs(found.since - time.time()) < 60
+
+
+def test_a_link_with_a_hidden_name_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / ".x.old-elsewhere-1-0x0").symlink_to("mine")
+    (tmp_path / ".x.saving-elsewhere-1-0x0").symlink_to("mine")
+    assert find(tmp_path, OLD, SAVING) == []
+
+
+def test_one_of_another_machine_is_in_use_while_it_is_written_to(tmp_path: Path) -> None:
+    foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
+    assert find(tmp_path, SAVING)[0].is_in_use
+    for path in (foreign, foreign / "part"):
+        os.utime(path, (time.time() - 61, time.time() - 61))
+    (found,) = find(tmp_path, SAVING)
+    assert not found.is_in_use
+    assert found.is_needed

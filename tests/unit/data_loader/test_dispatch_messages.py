@@ -1,0 +1,126 @@
+"""Messages of a dispatched loader over a wire that only remembers them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelerate.data_loader.dispatch_messages import Arrival, Sender, receive
+from accelerate.data_loader.dispatch_transport import Route
+from accelerate.data_loader.rounds import Round
+from accelerate.ops.base import Transport
+
+CPU = torch.device("cpu")
+
+
+class Post(Transport):
+    """Keeps what process 0 sends, for one other process to take."""
+
+    def __init__(self, rank: int, letters: deque[Tensor], size: int = 3) -> None:
+        self.rank, self.size, self.letters = rank, size, letters
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        if self.rank == source:
+            self.letters.append(tensor.clone())
+            return tensor
+        return tensor.copy_(self.letters.popleft())
+
+    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
+        if parts is None:
+            return out.copy_(self.letters.popleft())
+        assert len(parts) == self.size
+        assert all(part.shape == out.shape for part in parts)
+        self.letters.append(parts[-1].clone())
+        return out
+
+
+def deliver(
+    messages: list[list[Round]], group_of: Sequence[int] = range(3)
+) -> tuple[list[Arrival], list[Any]]:
+    """What the last process gets, and what travelled."""
+    letters: deque[Tensor] = deque()
+    sender = Sender(Route(Post(0, letters), group_of, CPU))
+    for rounds in messages:
+        sender.send([sender.pack(dealt) for dealt in rounds])
+    travelled = list(letters)
+    return list(receive(Route(Post(2, letters), group_of, CPU))), travelled
+
+
+def deal(number: int, *, size: int = 4, is_end: bool = False) -> Round:
+    return Round([torch.full((size,), 10.0 * number + group) for group in range(3)], is_end)
+
+
+def test_each_process_gets_its_part_of_all_rounds() -> None:
+    arrivals, _ = deliver([[deal(0)], [deal(1), deal(2, size=5), deal(3)], [deal(4, is_end=True)]])
+    assert [arrival.part.tolist() for arrival in arrivals] == [
+        [10.0 * n + 2] * (5 if n == 2 else 4) for n in range(5)
+    ]
+    assert [arrival.is_last for arrival in arrivals] == [False] * 4 + [True]
+
+
+def test_what_parts_look_like_is_told_only_when_it_changes() -> None:
+    rounds = [[deal(0)], [deal(1), deal(2)], [deal(3, size=8)], [deal(4, size=8)], []]
+    arrivals, travelled = deliver(rounds)
+    assert len(arrivals) == 5
+    heads = [letter.tolist() for letter in travelled if letter.dtype == torch.int64]
+    assert [head[0] for head in heads] == [1, 0, 1, 0, 0]
+    assert [head[1] for head in heads] == [1, 2, 1, 1, 0]
+    assert [head[3] for head in heads if head[0] == 0] == [32, 32, 0]
+    assert [head[2] for head in heads] == [0, 0, 0, 0, 1]
+
+
+def test_ranks_may_share_a_group() -> None:
+    arrivals, _ = deliver([[deal(0, is_end=True)]], [0, 1, 0])
+    assert arrivals[0].part.tolist() == [0.0] * 4
+
+
+def test_parts_of_one_message_do_not_share_memory() -> None:
+    arrivals, _ = deliver([[deal(0), deal(1), deal(2, is_end=True)]])
+    assert len({arrival.part.untyped_storage().data_ptr() for arrival in arrivals}) == 3
+    assert all(arrival.part.untyped_storage().nbytes() == 16 for arrival in arrivals)
+
+
+def test_parts_of_different_sizes() -> None:
+    uneven = Round([torch.zeros(100), torch.zeros(7), torch.ones(3)], True, (100, 7, 3))
+    arrivals, _ = deliver([[deal(0), uneven]])
+    assert [arrival.part.tolist() for arrival in arrivals] == [[2.0] * 4, [1.0] * 3]
+
+
+def test_objects_travel_with_what_parts_look_like() -> None:
+    rounds = [Round([None, None, {"text": f"round {n}"}], n == 2) for n in range(3)]
+    arrivals, _ = deliver([rounds[:2], rounds[2:]])
+    assert [arrival.part["text"] for arrival in arrivals] == ["round 0", "round 1", "round 2"]
+
+
+def test_a_failure_is_raised_by_all() -> None:
+    letters: deque[Tensor] = deque()
+    sender = Sender(Route(Post(0, letters), range(3), CPU))
+    sender.send([sender.pack(deal(0))])
+    sender.fail(LookupError("sample 4 is lost"))
+    arrivals = receive(Route(Post(1, letters), range(3), CPU))
+    assert next(arrivals).part.shape == (4,)
+    with pytest.raises(LookupError, match="sample 4"):
+        next(arrivals)
+
+
+def test_one_receiver_needs_no_block_of_the_sender() -> None:
+    letters: deque[Tensor] = deque()
+    sender = Sender(Route(Post(0, letters, size=2), range(2), CPU))
+    sender.send([sender.pack(deal(0))])
+    sender.send([sender.pack(deal(1, is_end=True))])
+    assert [letter.dtype for letter in letters] == [torch.int64, torch.uint8] * 2
+    arrivals = list(receive(Route(Post(1, letters, size=2), range(2), CPU)))
+    assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
+
+
+def test_nobody_to_send_to() -> None:
+    letters: deque[Tensor] = deque()
+    sender = Sender(Route(Post(0, letters, size=1), range(1), CPU))
+    sender.send([sender.pack(deal(0))])
+    sender.fail(LookupError("gone"))
+    assert not letters

@@ -1,0 +1,74 @@
+"""A part as a chunk of bytes, and back."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.data_loader.dispatch_packing import Failure, Piece, pack, unpack
+from accelerate.data_loader.rounds import Round
+
+DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
+
+
+def rebuild(piece: Piece) -> Any:
+    return unpack(pickle.loads(piece.spec), piece.chunk)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (5, 2), (16, 4)], ids=str)
+def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 9).to(dtype)
+    sparse = torch.eye(2).to_sparse()
+    turned = torch.arange(6.0).reshape(2, 3).T
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    dealt = Round(
+        [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None), conjugate, tensor],
+        False,
+        (1, 0, 1, 1),
+    )
+    first, second, third, fourth = (rebuild(pack(dealt, group)) for group in range(4))
+    assert first["name"] == ["a", 1]
+    assert first["x"].dtype == dtype
+    assert torch.equal(first["x"], tensor)
+    assert torch.equal(second[0], tensor + tensor)
+    assert torch.equal(second[1].to_dense(), torch.eye(2))
+    assert torch.equal(second[2], turned)
+    assert second[3] is None
+    assert torch.equal(third, conjugate)
+    assert fourth.dtype == dtype
+    assert torch.equal(fourth, tensor)
+
+
+def test_the_spec_says_what_is_known_of_the_part() -> None:
+    spec = pickle.loads(pack(Round(["a", "b"], True, (1, 0)), 1).spec)
+    assert (spec.outline, spec.counts, spec.is_last, spec.size) == ("b", (1, 0), True, 0)
+
+
+def test_one_large_tensor_is_not_copied() -> None:
+    tensor = torch.rand(64, 64)
+    piece = pack(Round([tensor], False), 0)
+    assert piece.chunk.data_ptr() == tensor.data_ptr()
+    assert len(piece.chunk) == tensor.nbytes
+
+
+def test_equal_structures_have_equal_specs() -> None:
+    def spec(scale: float, size: int = 4) -> bytes:
+        return pack(Round([{"x": torch.rand(size) * scale, "y": [torch.ones(2)]}], False), 0).spec
+
+    assert spec(1.0) == spec(2.0)
+    assert spec(1.0) != spec(1.0, 5)
+
+
+def test_a_failure_is_raised_with_its_story() -> None:
+    try:
+        raise KeyError("gone")
+    except KeyError as error:
+        failure = Failure.of(error)
+    with pytest.raises(KeyError, match="gone") as caught:
+        failure.raise_here()
+    assert "process 0" in str(caught.value.__cause__)
+    assert "raise KeyError" in str(caught.value.__cause__)

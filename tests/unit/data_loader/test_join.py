@@ -1,0 +1,116 @@
+"""Batches of ranks whose shares differ in length, over a wire that plays the other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.base.errors import PreparationError
+from accelerate.data_loader.join import InStep
+from accelerate.ops.base import Transport
+
+
+class Other(Transport):
+    """This rank is 0; rank 1 has batches of these sizes."""
+
+    size = 2
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes: Iterator[int] = iter(sizes)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, torch.tensor([next(self.sizes, 0)])])
+
+
+def batches(*sizes: int) -> Iterator[torch.Tensor]:
+    """Batches of numbers that count up."""
+    start = 0
+    for size in sizes:
+        yield torch.arange(start, start + size)
+        start += size
+
+
+def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[Any], dict[int, Any]]:
+    step = InStep(Other(theirs), [0, 1], **{"fills_short": True, "drop_last": False, **options})
+    fillers: dict[int, Any] = {}
+    taken = list(step.take(mine, None, lambda note: None, 0, fillers))
+    return [(getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken], fillers
+
+
+def test_equal_shares_are_given_as_they_are() -> None:
+    taken, fillers = take(batches(2, 2), [2, 2])
+    assert taken == [([0, 1], False), ([2, 3], True)]
+    assert fillers == {1: (2, 2)}
+
+
+def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
+    taken, fillers = take(batches(3, 1), [3, 3, 2])
+    assert taken == [([0, 1, 2], False), ([3, 0, 1], False), ([0, 1], True)]
+    assert fillers == {1: (1, 3), 2: (0, 2)}
+
+
+def test_a_share_smaller_than_what_is_missing_is_given_over_and_over() -> None:
+    taken, _ = take(batches(1), [4, 4])
+    assert taken == [([0] * 4, False), ([0] * 4, True)]
+
+
+def test_the_others_may_run_out_first() -> None:
+    taken, fillers = take(batches(2, 2, 1), [2])
+    assert taken == [([0, 1], False), ([2, 3], False), ([4], True)]
+    assert fillers == {1: (2, 0), 2: (1, 0)}
+
+
+def test_ready_made_batches_keep_their_size() -> None:
+    taken, fillers = take(batches(3, 1), [1, 5, 4], fills_short=False)
+    assert taken == [([0, 1, 2], False), ([3], False), ([0, 1, 2], True)]
+    assert fillers == {0: (3, 1), 1: (1, 5), 2: (0, 4)}
+
+
+def test_drop_last_ends_with_the_first_rank_that_does() -> None:
+    taken, _ = take(batches(2, 2, 2), [2, 2], drop_last=True)
+    assert taken == [([0, 1], False), ([2, 3], True)]
+    assert take(batches(), [2, 2], drop_last=True) == ([], {})
+
+
+@pytest.mark.parametrize(("mine", "theirs", "empty"), [((), [2], [0]), ((2,), [], [1])])
+def test_an_empty_share_is_an_error_on_every_rank(
+    mine: tuple[int, ...], theirs: list[int], empty: list[int]
+) -> None:
+    with pytest.raises(PreparationError, match=rf"shares \[{empty[0]}\] of 2 are empty"):
+        take(batches(*mine), theirs)
+
+
+def test_nothing_at_all_is_no_error() -> None:
+    assert take(batches(), []) == ([], {})
+
+
+def test_batches_that_cannot_be_counted_are_one_each() -> None:
+    taken, fillers = take(iter(["a", "b"]), [1, 1, 1])
+    assert taken == [("a", False), ("b", False), ("a", True)]
+    assert fillers == {2: (0, 1)}
+
+
+def test_ranks_of_one_group_count_once() -> None:
+    step = InStep(Other([2, 2]), [0, 0], fills_short=True, drop_last=False)
+    fillers: dict[int, Any] = {}
+    list(step.take(batches(2, 2), None, lambda note: None, 0, fillers))
+    assert fillers == {1: (2,)}
+
+
+def test_the_states_of_a_batch_are_those_behind_it() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(batches(1, 1, 1)):
+            read.append(number)
+            yield batch
+        read.append(-1)
+
+    kept: list[Any] = []
+    step = InStep(Other([1, 1, 1]), [0, 1], fills_short=True, drop_last=False)
+    for _ in step.take(source(), lambda: list(read), kept.append, 0, {}):
+        pass
+    assert kept == [[0], [0, 1], [0, 1, 2, -1]]

@@ -1,0 +1,16 @@
+"""Numbers combined beside the main wire; several processes are in tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate.ops.async_reduce import combine_aside
+from accelerate.state import PartialState
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+def test_one_process_has_its_own_numbers() -> None:
+    PartialState(cpu=True)
+    assert combine_aside([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
+    assert "_aside" not in PartialState._shared_state

@@ -1,0 +1,142 @@
+"""The ring of the last operations, and the transport that writes it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate.ops.flight_record import LENGTH, RING, RecordingTransport, Ring, line_of
+from accelerate.ops.transport import Transport
+
+HERE = str(Path(__file__))
+
+
+@pytest.fixture(autouse=True)
+def clean_ring() -> Iterator[None]:
+    RING.reset()
+    yield
+    RING.reset()
+
+
+class Echo(Transport):
+    """A wire of three processes that answers with what the ring shows meanwhile."""
+
+    size = 3
+    rank = 2
+    verifies = True
+    device = torch.device("cpu")
+
+    def gather_object(self, obj: object) -> list[object]:
+        return [RING.running()]
+
+    def barrier(self) -> None:
+        raise OSError("lost")
+
+
+def test_an_operation_is_noted_with_the_line_that_called_it() -> None:
+    RING.begin("gather", None)
+    line = sys._getframe().f_lineno - 1
+    entry = RING.running()
+    assert entry is not None
+    assert (entry.sequence, entry.operation, entry.facts) == (1, "gather", "")
+    assert (entry.file, entry.line, entry.running) == (HERE, line, True)
+    assert 0 <= time.monotonic() - entry.started < 5
+    RING.end()
+    assert RING.running() is None
+    assert [entry.running for entry in RING.entries()] == [False]
+
+
+def test_only_the_outermost_operation_counts() -> None:
+    RING.begin("gather_for_metrics", None)
+    RING.begin("gather", None)
+    RING.end()
+    assert [entry.operation for entry in RING.entries()] == ["gather_for_metrics"]
+    assert RING.running() is not None
+    RING.end()
+    assert RING.running() is None
+
+
+def test_one_end_too_many_does_no_harm() -> None:
+    RING.end()
+    RING.begin("reduce", None)
+    assert RING.running() is not None
+
+
+def test_the_oldest_are_forgotten() -> None:
+    for _ in range(LENGTH + 3):
+        RING.begin("barrier", None)
+        RING.end()
+    sequences = [entry.sequence for entry in RING.entries()]
+    assert sequences == list(range(4, LENGTH + 4))
+
+
+def test_other_threads_are_not_noted() -> None:
+    RING.begin("gather", None)
+    other = threading.Thread(target=lambda: (RING.begin("reduce", None), RING.end(), RING.end()))
+    other.start()
+    other.join()
+    assert [entry.operation for entry in RING.entries()] == ["gather"]
+    assert RING.running() is not None
+
+
+def test_the_thread_that_resets_is_the_one_noted() -> None:
+    ring = Ring()
+    thread = threading.Thread(target=lambda: (ring.reset(), ring.begin("reduce", None)))
+    thread.start()
+    thread.join()
+    ring.begin("gather", None)
+    assert [entry.operation for entry in ring.entries()] == ["reduce"]
+
+
+def test_facts_are_spelled_when_read() -> None:
+    for facts in (("sum", 3), None, int, (torch.ones(2, 5).shape, torch.bfloat16)):
+        RING.begin("gather", facts)
+        RING.end()
+    assert [entry.facts for entry in RING.entries()] == ["('sum', 3)", "", "int", "[2, 5] bfloat16"]
+
+
+def test_a_recording_transport_notes_each_call_and_says_what_the_wrapped_one_says() -> None:
+    wire = RecordingTransport(Echo())
+    assert (wire.size, wire.rank, wire.verifies, wire.device) == (3, 2, True, torch.device("cpu"))
+    (entry,) = wire.gather_object(5)
+    line = sys._getframe().f_lineno - 1
+    assert (entry.operation, entry.facts, entry.file, entry.line) == ("gather_object", "int", HERE, line)
+    assert RING.running() is None
+    assert wire.gather(torch.ones(2)).tolist() == [1, 1]
+    assert RING.entries()[-1].facts == "[2] float32"
+
+
+def test_a_call_that_fails_has_ended() -> None:
+    wire = RecordingTransport(Echo())
+    with pytest.raises(OSError, match="lost"):
+        wire.barrier()
+    assert RING.running() is None
+    assert RING.entries()[-1].operation == "barrier"
+
+
+def test_every_call_of_a_transport_is_recorded() -> None:
+    calls = {name for name, member in vars(Transport).items() if callable(member) and name[0] != "_"}
+    assert calls <= set(vars(RecordingTransport))
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = RecordingTransport(Echo()).missing
+
+
+def test_an_instruction_without_a_line() -> None:
+    assert line_of(test_an_instruction_without_a_line.__code__, 10**6) == 0
+
+
+def test_noting_is_cheap() -> None:
+    rounds, best = 2000, 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            RING.begin("gather", None)
+            RING.end()
+        best = min(best, (time.perf_counter() - start) / rounds)
+    assert best < 2e-6
