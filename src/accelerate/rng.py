@@ -36,8 +36,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         ConfigurationError: the seed is not such a number.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
-        mend = "choose one, such as 42"
-        raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", mend, TypeError)
+        fix = "choose one, such as 42"
+        raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", fix, TypeError)
     own = int(seed)
     if device_specific:
         own = (own + PartialState().process_index) % SEEDS

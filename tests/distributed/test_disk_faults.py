@@ -174,7 +174,7 @@ def fail_at_each_call(numbered: bool, blocking: bool) -> list[str]:
         case = f"call {n}, {disk.names[-1]}: {failure}"
         assert training.load() == number + (not failure), case
         assert not failure or "No space left" in failure or "StreamWriter" in failure, case
-        assert not failure or "Mend the cause" in failure or "Choose a folder" in failure, case
+        assert not failure or "Fix the cause" in failure or "Choose a folder" in failure, case
         assert training.save(number + 2) == "", case
         assert training.load() == number + 2, case
         assert left_over() == [], case

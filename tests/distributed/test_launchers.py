@@ -15,7 +15,7 @@ from accelerate.base.environ import patch_environment
 from accelerate.base.errors import LaunchError
 from accelerate.launch.ports import get_free_port
 from accelerate.launchers import debug_launcher, notebook_launcher
-from accelerate.launchers.processes import CpuWorker, Crew, Rendezvous, run_elastic
+from accelerate.launchers.processes import CpuWorker, LocalWorkers, Rendezvous, run_elastic
 from accelerate.ops.collectives import gather_object
 from accelerate.state import PartialState
 
@@ -25,7 +25,7 @@ Start = Callable[[Callable[..., Any], tuple[Any, ...], int], None]
 def start_elastic(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> None:
     """What `notebook_launcher` does on GPUs, on the CPU."""
     port = get_free_port()
-    crew = Crew(num_processes, 1, 0, "127.0.0.1", port, "bf16")
+    crew = LocalWorkers(num_processes, 1, 0, "127.0.0.1", port, "bf16")
     meeting = Rendezvous("static", f"127.0.0.1:{port}", {}, "none", 0, 0.1, None)
     with patch_environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"):
         run_elastic(CpuWorker, function, args, crew, meeting)

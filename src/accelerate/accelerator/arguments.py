@@ -63,7 +63,7 @@ _OTHER_METHODS = {
         "Pass parallelism_config=ParallelismConfig(tp_size=...) instead",
     ),
 }
-"""Arguments and variables that ask for a way of training which this version does not have, with the mend."""
+"""Arguments and variables that ask for a way of training which this version does not have, with the fix."""
 
 Given = TypeVar("Given")
 
@@ -135,12 +135,12 @@ def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -
         given: arguments by name.
         environ: the process's environment variables.
     """
-    for argument, (variable, method, mend) in _OTHER_METHODS.items():
+    for argument, (variable, method, fix) in _OTHER_METHODS.items():
         found = variable if read_flag(environ, variable) else None
         asked = argument if given.get(argument) is not None else found
         if asked is not None:
             raise ConfigurationError(
-                f"{asked} asks for {method}, which this version cannot train with. {mend}."
+                f"{asked} asks for {method}, which this version cannot train with. {fix}."
             )
 
 

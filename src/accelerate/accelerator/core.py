@@ -110,7 +110,7 @@ class Accelerator(
             one axis of all processes.
 
     Raises:
-        ConfigurationError: for a value that cannot work, with the mend.
+        ConfigurationError: for a value that cannot work, with the fix.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def _rebuild(kind: type[Exception], further: tuple[type[BaseException], ...], ar
 
 
 def wrong_value(
-    name: str, value: object, reason: str, mend: str, *kinds: type[BaseException]
+    name: str, value: object, reason: str, fix: str, *kinds: type[BaseException]
 ) -> ConfigurationError:
     """Build the error for one wrong value; the caller raises it.
 
@@ -138,12 +138,12 @@ def wrong_value(
         name: What holds the value, as the user wrote it: a flag, a file key, a variable, an argument.
         value: The value found; a long one is shortened.
         reason: Why it cannot work, without a full stop.
-        mend: What to do instead, without a full stop.
+        fix: What to do instead, without a full stop.
         kinds: Further built-in classes that the error is an instance of, see `as_builtin`.
 
     Returns:
-        A `ConfigurationError` whose text is `NAME=VALUE: reason. Mend.`
+        A `ConfigurationError` whose text is `NAME=VALUE: reason. Fix.`
     """
-    mend = mend[:1].upper() + mend[1:]
-    text = f"{name}={shown(value)}: {reason.rstrip('.')}. {mend.rstrip('.')}."
+    fix = fix[:1].upper() + fix[1:]
+    text = f"{name}={shown(value)}: {reason.rstrip('.')}. {fix.rstrip('.')}."
     return as_builtin(ConfigurationError(text), *kinds)

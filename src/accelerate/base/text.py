@@ -46,8 +46,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     match = SIZE_PATTERN.fullmatch(size) if isinstance(size, str) else None
     if match is None or (match[3] and not match[2]) or (match[2] and not match[4]):
         kinds = () if isinstance(size, str) else (AttributeError,)
-        mend = "write a number and a unit, like '5GB' or '5GiB'"
-        raise wrong_value("size", size, "not a size", mend, *kinds)
+        fix = "write a number and a unit, like '5GB' or '5GiB'"
+        raise wrong_value("size", size, "not a size", fix, *kinds)
     number, prefix, binary, letter = match.groups()
     bytes_ = float(number) * (1024 if binary else 1000) ** PREFIX_POWER[prefix.upper()]
     if not math.isfinite(bytes_):

@@ -16,7 +16,7 @@ from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_mem
 from accelerate.big_modeling.checking import check_places, spell_place
 from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
 from accelerate.big_modeling.load import Source, fill_model, read_floating
-from accelerate.big_modeling.moves import Wishes
+from accelerate.big_modeling.moves import LoadOptions
 from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
 from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
@@ -232,9 +232,9 @@ def load_checkpoint_and_dispatch(
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
     planned = _plan(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    wishes = Wishes(planned, read_floating(dtype), offload_buffers=offload_buffers)
+    options = LoadOptions(planned, read_floating(dtype), offload_buffers=offload_buffers)
     source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
-    written, left = fill_model(model, source, wishes, offload_folder)
+    written, left = fill_model(model, source, options, offload_folder)
     if offload_folder is not None:
         save_offload_index(written, offload_folder)
     if planned is None:

@@ -15,8 +15,17 @@ from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.progress_bar import advance, expect, progress_bar
 from accelerate.big_modeling.broadcast import Opened, receive_weights
 from accelerate.big_modeling.checking import check_device_map, check_places
-from accelerate.big_modeling.moves import CPU, META, Move, Plan, Wishes, check_fit, plan_moves, takes_extra
-from accelerate.big_modeling.sharded import check_wishes, fill_from_whole, fill_own_parts, is_sharded
+from accelerate.big_modeling.moves import (
+    CPU,
+    META,
+    LoadOptions,
+    Move,
+    Plan,
+    check_fit,
+    plan_moves,
+    takes_extra,
+)
+from accelerate.big_modeling.sharded import check_options, fill_from_whole, fill_own_parts, is_sharded
 from accelerate.checkpointing.shards import find_shards
 from accelerate.weights.index import Index, make_folder, save_offload_index
 from accelerate.weights.int8 import quantize_and_offload_8bit
@@ -71,7 +80,7 @@ def load_checkpoint_in_model(
         ConfigurationError: an argument cannot work, or the device map has no place for a tensor.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    wishes = Wishes(
+    options = LoadOptions(
         device_map,
         read_floating(dtype),
         tuple(keep_in_fp32_modules or ()),
@@ -79,7 +88,7 @@ def load_checkpoint_in_model(
         offload_8bit_bnb,
     )
     source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
-    index, _ = fill_model(model, source, wishes, offload_folder)
+    index, _ = fill_model(model, source, options, offload_folder)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
 
@@ -122,14 +131,14 @@ class Source:
 
 @progress_bar("Loading weights")
 def fill_model(
-    model: nn.Module, source: Source, wishes: Wishes, folder: str | os.PathLike[str] | None
+    model: nn.Module, source: Source, options: LoadOptions, folder: str | os.PathLike[str] | None
 ) -> tuple[Index, Index]:
     """Fill a model from files.
 
     Args:
         model: the module.
         source: the files.
-        wishes: of the user.
+        options: of the user.
         folder: where weights on the disk go.
 
     Returns:
@@ -140,16 +149,16 @@ def fill_model(
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
     if is_sharded(model):
-        check_wishes(model, wishes)
+        check_options(model, options)
         _fill_sharded(model, source)
         return {}, {}
     tied = find_tied_parameters(model)
-    if wishes.device_map is not None:
-        check_places(wishes.device_map)
-        check_device_map(model, wishes.device_map)
+    if options.device_map is not None:
+        check_places(options.device_map)
+        check_device_map(model, options.device_map)
     opened = _open_or_receive(source)
     weights = opened.weights
-    plan = plan_moves(model, weights, wishes, tied)
+    plan = plan_moves(model, weights, options, tied)
     check_fit(plan, opened.path, type(model).__name__, source.strict)
     left = _leave_in_files(plan, weights) if source.leave else {}
     if any(move.on_disk and move.name not in left for move in plan.moves):

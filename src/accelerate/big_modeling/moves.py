@@ -71,7 +71,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LoadOptions:
     """How the user wants tensors placed.
 
     Attributes:
@@ -93,7 +93,7 @@ class Wishes:
 def plan_moves(
     model: nn.Module,
     weights: Weights,
-    wishes: Wishes,
+    options: LoadOptions,
     tied: Sequence[Sequence[str]],
     part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Plan:
@@ -102,7 +102,7 @@ def plan_moves(
     Args:
         model: the module.
         weights: the opened files.
-        wishes: of the user.
+        options: of the user.
         tied: groups of names in the model that stand for one parameter each.
         part_of: what of a tensor the files hold; by default the whole of it.
     """
@@ -113,7 +113,7 @@ def plan_moves(
     needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
     return Plan(
         moves=[
-            replace(_plan_move(name, source, own[name], wishes), parts=packed.get(name, ()))
+            replace(_plan_move(name, source, own[name], options), parts=packed.get(name, ()))
             for name, source in sources.items()
         ],
         missing=[name for name in own if name in needed and name not in sources],
@@ -203,9 +203,9 @@ def _find_sources(
     return {name: source for name, source in found.items() if source is not None}
 
 
-def _plan_move(name: str, source: str, old: Tensor, wishes: Wishes) -> Move:
-    dtype = _dtype_for(name, old, wishes)
-    if wishes.device_map is None:
+def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions) -> Move:
+    dtype = _dtype_for(name, old, options)
+    if options.device_map is None:
         has_value = old.device.type != "meta"
         return Move(
             name,
@@ -214,19 +214,19 @@ def _plan_move(name: str, source: str, old: Tensor, wishes: Wishes) -> Move:
             dtype=dtype,
             in_place=has_value and dtype == old.dtype,
         )
-    place = place_of(name, wishes.device_map)
+    place = place_of(name, options.device_map)
     if place != DISK:
         return Move(name, source, resolve_device(place), dtype=dtype)
-    stays = not (isinstance(old, nn.Parameter) or wishes.offload_buffers)
-    in_8_bits = wishes.in_8_bits and type(old).__name__ == INT8
+    stays = not (isinstance(old, nn.Parameter) or options.offload_buffers)
+    in_8_bits = options.in_8_bits and type(old).__name__ == INT8
     return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)
 
 
-def _dtype_for(name: str, old: Tensor, wishes: Wishes) -> torch.dtype:
-    if wishes.dtype is None or not (old.is_floating_point() or old.is_complex()):
+def _dtype_for(name: str, old: Tensor, options: LoadOptions) -> torch.dtype:
+    if options.dtype is None or not (old.is_floating_point() or old.is_complex()):
         return old.dtype
-    is_kept = any(f".{module}." in f".{name}." for module in wishes.kept)
-    return torch.float32 if is_kept else wishes.dtype
+    is_kept = any(f".{module}." in f".{name}." for module in options.kept)
+    return torch.float32 if is_kept else options.dtype
 
 
 def takes_extra(model: nn.Module, name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from accelerate.base.errors import ConfigurationError, wrong_value
 from accelerate.base.text import listed
 from accelerate.big_modeling.broadcast import Opened
-from accelerate.big_modeling.moves import CPU, Wishes, check_fit, plan_moves
+from accelerate.big_modeling.moves import CPU, LoadOptions, check_fit, plan_moves
 from accelerate.weights.modules import all_tensors
 from accelerate.weights.reading import Weights
 from accelerate.weights.tied import find_tied_parameters
@@ -27,29 +27,29 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def check_wishes(model: nn.Module, wishes: Wishes) -> None:
+def check_options(model: nn.Module, options: LoadOptions) -> None:
     """Refuse what cannot be done with parameters that are spread over processes.
 
     Args:
         model: the module.
-        wishes: of the user.
+        options: of the user.
 
     Raises:
         ConfigurationError: its tensors would be parted over several places, or change their dtype.
     """
-    places = set((wishes.device_map or {}).values())
+    places = set((options.device_map or {}).values())
     if len(places) > 1 or "disk" in places:
         raise wrong_value(
             "device_map",
-            wishes.device_map,
+            options.device_map,
             "the parameters of this model are spread over processes, and stay where they are",
             "leave device_map out",
         )
     floats = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    if wishes.dtype is not None and floats - {wishes.dtype}:
+    if options.dtype is not None and floats - {options.dtype}:
         raise wrong_value(
             "dtype",
-            wishes.dtype,
+            options.dtype,
             f"parameters of this model are {listed(sorted(map(str, floats)))}, and spread over processes",
             "convert the model before it is sharded",
         )
@@ -69,7 +69,7 @@ def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     own = opened.own
-    plan = plan_moves(model, opened.weights, Wishes(), find_tied_parameters(model))
+    plan = plan_moves(model, opened.weights, LoadOptions(), find_tied_parameters(model))
     check_fit(plan, opened.path, type(model).__name__, strict)
     state: dict[str, Any] = (
         {} if own is None else {move.name: own.read(move.source, CPU) for move in plan.moves}
@@ -99,7 +99,7 @@ def fill_own_parts(model: nn.Module, path: Path, weights: Weights, strict: bool)
         raise ConfigurationError(
             f"{listed(empty)} have no values that could be filled. Call model.to_empty(device=...) first."
         )
-    plan = plan_moves(model, weights, Wishes(), find_tied_parameters(model), part_of=own_part)
+    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=own_part)
     check_fit(plan, path, f"part of a {type(model).__name__}", strict)
     for move in plan.moves:
         own_part(own[move.name]).detach().copy_(weights.read(move.source, CPU))

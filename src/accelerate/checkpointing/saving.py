@@ -318,6 +318,6 @@ def _refuse_failures(failures: Sequence[str]) -> None:
     if failed:
         lines = "; ".join(f"process {rank}: {text}" for rank, text in failed.items())
         raise CheckpointError(
-            f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Mend the cause, "
+            f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Fix the cause, "
             "such as a full disk, and save again."
         )

@@ -154,8 +154,8 @@ def read_device(map_location: Any) -> Any:
     try:
         torch.device(map_location)
     except (RuntimeError, TypeError) as error:
-        mend = 'pass None, "cpu", "on_device" or a device'
-        raise wrong_value("map_location", map_location, "it is no device", mend, TypeError) from error
+        fix = 'pass None, "cpu", "on_device" or a device'
+        raise wrong_value("map_location", map_location, "it is no device", fix, TypeError) from error
     return map_location
 
 

@@ -221,8 +221,8 @@ def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
     try:
         return question(huggingface_hub)
     except tuple(reasons) as error:
-        reason, mend = next(text for kind, text in reasons.items() if isinstance(error, kind))
-        raise wrong_value("MODEL", repo, reason, mend) from error
+        reason, fix = next(text for kind, text in reasons.items() if isinstance(error, kind))
+        raise wrong_value("MODEL", repo, reason, fix) from error
     except errors.OfflineModeIsEnabled as error:
         raise Unreachable(
             f"MODEL={repo!r}: the Hub is not asked, because HF_HUB_OFFLINE is set, and the model is in no "

@@ -57,8 +57,8 @@ def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")
     if args.output_file is not None and os.path.exists(expanded(args.output_file)) and not args.overwrite:
-        mend = "Choose another, or add --overwrite"
-        raise wrong_value("--output_file", args.output_file, "there is a file already", mend)
+        fix = "Choose another, or add --overwrite"
+        raise wrong_value("--output_file", args.output_file, "there is a file already", fix)
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:

@@ -53,9 +53,9 @@ class InStep:
         Args:
             batches: Its share; read one ahead.
             note: Takes the states of the source behind the batch just read; None: there are none.
-            keep_note: Told the states of each batch before it is given.
+            keep_note: called with the states of each batch before it is given.
             number: Number of the first batch.
-            fillers: Told the real samples on each rank, for the batches where that differs and for the last.
+            fillers: called with the real samples of each rank, for batches where they differ and the last.
         """
         current = next(batches, _END)
         begins = self.first is None

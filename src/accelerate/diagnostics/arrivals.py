@@ -86,7 +86,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Told:
+class SentReport:
     """A report that was made.
 
     Attributes:
@@ -239,7 +239,7 @@ class ArrivalWatch:
             **{rank: found.get(rank) or self._unseen(rank) for rank in missing},
         }
         self._reported = set(missing)
-        channel.post("told", asdict(Told(self._rank, self._token, missing)))
+        channel.post("told", asdict(SentReport(self._rank, self._token, missing)))
         advice = _advice([states[rank] for rank in missing])
         self._publish([states[rank] for rank in sorted(states)], advice, channel, notes)
 
@@ -247,11 +247,11 @@ class ArrivalWatch:
         """Whether this rank, or one that waits too, has reported all of these already."""
         if self._reported is not None and self._reported >= set(missing):
             return True
-        told = as_dataclass(Told, channel.read("told"))
-        teller = None if told is None else others.get(told.rank)
-        if told is None or teller is None or teller.token != told.token:
+        sent = as_dataclass(SentReport, channel.read("told"))
+        teller = None if sent is None else others.get(sent.rank)
+        if sent is None or teller is None or teller.token != sent.token:
             return False
-        return set(told.missing) >= set(missing)
+        return set(sent.missing) >= set(missing)
 
     def _ask(
         self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]

@@ -38,16 +38,16 @@ class Cause:
     Attributes:
         pattern: found in the class names and the message of the error.
         cause: what it is, one sentence.
-        mend: what to do, one sentence.
+        fix: what to do, one sentence.
     """
 
     pattern: re.Pattern[str]
     cause: str
-    mend: str
+    fix: str
 
 
-def _cause(pattern: str, cause: str, mend: str) -> Cause:
-    return Cause(re.compile(pattern, re.IGNORECASE), cause, mend)
+def _cause(pattern: str, cause: str, fix: str) -> Cause:
+    return Cause(re.compile(pattern, re.IGNORECASE), cause, fix)
 
 
 CAUSES: tuple[Cause, ...] = (
@@ -138,7 +138,7 @@ def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
         others[_MOST_OTHERS:] = [f"... and {more} more such lines; {where}"]
     tail = others
     if cause is not None:
-        tail += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.mend}"]
+        tail += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.fix}"]
     tail += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
     tail += [f"Exit code: {outcome.code}. For machines: {folder / REPORT}", "=" * _WIDTH]
     room = MOST_LINES - 1 - len(heading) - len(tail)
@@ -161,7 +161,7 @@ def write_report(outcome: Outcome, folder: Path) -> None:
         "killed_by_launcher": list(outcome.seen.killed),
         "hang": outcome.hang or None,
         "cause": None if cause is None else cause.cause,
-        "mend": None if cause is None else cause.mend,
+        "fix": None if cause is None else cause.fix,
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2), encoding="utf-8")
 

@@ -203,8 +203,8 @@ def read_max_time(text: str, place: str = "ACCELERATE_MAX_TIME") -> float:
     try:
         return read_seconds(text)
     except ValueError:
-        mend = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise wrong_value(place, text, "this is not a span of time", mend) from None
+        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+        raise wrong_value(place, text, "this is not a span of time", fix) from None
 
 
 def rounds_between(step: float, cost: float) -> int:

@@ -30,9 +30,9 @@ def check_engine(settings: Settings, machine: Machine) -> None:
     if not values["use_deepspeed"]:
         return
     if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
-        mend = "Use bf16"
+        fix = "Use bf16"
         reason = "DeepSpeed does not compute in float16 on the CPU"
-        raise wrong_value(where(settings, "mixed_precision"), "fp16", reason, mend)
+        raise wrong_value(where(settings, "mixed_precision"), "fp16", reason, fix)
     if not values[FILE]:
         told = {name: values.get(name) for name in checks.USUAL}
         _check_fields({name: told[name] for name in told if told[name] is not None})

@@ -112,11 +112,11 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     if total > MOST_PROCESSES:
         raise wrong_value(place, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
     if total % machines and not shares:
-        mend = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
-        raise wrong_value(place, total, f"it cannot be divided over {machines} machines", mend)
+        fix = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
+        raise wrong_value(place, total, f"it cannot be divided over {machines} machines", fix)
     if not 0 <= rank < machines:
-        mend = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
-        raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", mend)
+        fix = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
+        raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", fix)
     local = _local(settings, shares)
     if machine.has_accelerator and local > machine.devices:
         of = f" of {machines}" if machines > 1 else ""

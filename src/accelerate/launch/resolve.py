@@ -158,8 +158,8 @@ def check_budget(settings: Settings) -> None:
     try:
         read_seconds(text or "0")
     except ValueError:
-        mend = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise wrong_value(where(settings, "max_time"), text, "this is not a span of time", mend) from None
+        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+        raise wrong_value(where(settings, "max_time"), text, "this is not a span of time", fix) from None
 
 
 def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
@@ -192,8 +192,8 @@ def _choose_slurm(settings: Settings, machine: Machine) -> tuple[str | None, tup
         return "slurm", ()
     place, source = where(settings, "slurm"), settings.source("slurm")
     if source in (FLAG, ENVIRONMENT):
-        mend = "Ask for one with salloc or sbatch, or add --submit"
-        raise wrong_value(place, True, "this is not inside an allocation of SLURM", mend)
+        fix = "Ask for one with salloc or sbatch, or add --submit"
+        raise wrong_value(place, True, "this is not inside an allocation of SLURM", fix)
     return None, (f"{place} has no effect outside of an allocation",)
 
 
@@ -221,11 +221,11 @@ def _hardware(settings: Settings, machine: Machine) -> Machine:
 
 
 def _refuse_devices(settings: Settings) -> None:
-    mend = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
+    fix = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
     for name in ("multi_gpu", "gpu_ids"):
         value = settings.values[name]
         if value and value != "all":
-            raise wrong_value(where(settings, name), value, "this machine shows no accelerator", mend)
+            raise wrong_value(where(settings, name), value, "this machine shows no accelerator", fix)
 
 
 def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tuple[int, ...]) -> None:
@@ -234,9 +234,9 @@ def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tupl
         raise wrong_value("--processes_per_machine", listed(shares), reason, "Leave it out")
     rank = settings.values["machine_rank"]
     if launcher.called_once and rank:
-        mend = "Call it once, on one machine, without it"
+        fix = "Call it once, on one machine, without it"
         raise wrong_value(
-            where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", mend
+            where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", fix
         )
 
 
@@ -247,8 +247,8 @@ def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Re
     starter = launcher_named(launcher)
     several = settings.values["num_machines"] > 1
     if several and not wanted.main_process_ip and not starter.finds_address:
-        mend = "Pass the address of the machine of rank 0"
-        raise wrong_value("--main_process_ip", None, "several machines need a place to meet", mend)
+        fix = "Pass the address of the machine of rank 0"
+        raise wrong_value("--main_process_ip", None, "several machines need a place to meet", fix)
     _check_streams(settings)
     port, notes = _port(settings, machine, several and not starter.called_once)
     return Rendezvous.of(wanted, port), notes
@@ -258,11 +258,11 @@ def _check_streams(settings: Settings) -> None:
     """Refuse what torch would refuse of the streams that are shown, and of further settings."""
     streams, further = settings.values["tee"], settings.values["rdzv_conf"]
     if not STREAMS.fullmatch(streams):
-        mend = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
-        raise wrong_value(where(settings, "tee"), streams, "this names no streams", mend)
+        fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
+        raise wrong_value(where(settings, "tee"), streams, "this names no streams", fix)
     if further and not all("=" in pair.strip("=") for pair in further.split(",")):
-        mend = "Write for example timeout=900,read_timeout=60"
-        raise wrong_value(where(settings, "rdzv_conf"), further, "a setting has no name or no value", mend)
+        fix = "Write for example timeout=900,read_timeout=60"
+        raise wrong_value(where(settings, "rdzv_conf"), further, "a setting has no name or no value", fix)
 
 
 def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tuple[str, ...]]:
@@ -285,8 +285,8 @@ def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tup
 
 def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
     if port == 0:
-        mend = "Choose one port and pass it on every machine"
-        raise wrong_value("--main_process_port", 0, "several machines must agree on a port", mend)
+        fix = "Choose one port and pass it on every machine"
+        raise wrong_value("--main_process_port", 0, "several machines must agree on a port", fix)
     if settings.values["machine_rank"] == 0 and machine.port_in_use(port):
         raise LaunchError(
             f"Port {port} is in use on this machine, where the others would look for it. "

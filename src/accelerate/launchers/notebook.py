@@ -23,7 +23,7 @@ from accelerate.launch.worker import RENDEZVOUS_FILE, PrepareForLaunch
 from accelerate.launchers.cuda_use import describe_cuda_use
 from accelerate.launchers.processes import (
     CpuWorker,
-    Crew,
+    LocalWorkers,
     Rendezvous,
     Worker,
     precision_variables,
@@ -92,10 +92,12 @@ def notebook_launcher(
         return
     _refuse_used_notebook(backend)
     port = _free_port(int(use_port), num_nodes)
-    crew = Crew(size, num_nodes, node_rank, master_addr, port, mixed_precision, _device_variables(backend))
+    workers = LocalWorkers(
+        size, num_nodes, node_rank, master_addr, port, mixed_precision, _device_variables(backend)
+    )
     print(f"Launching training on {size} x {backend.label}.")
     if backend == hardware_table.CPU and num_nodes == 1:
-        with tempfile.TemporaryDirectory() as folder, patch_environment(**crew.environment()):
+        with tempfile.TemporaryDirectory() as folder, patch_environment(**workers.environment()):
             worker = CpuWorker(function, Path(folder))
             run_forked(PrepareForLaunch(worker, DistributedType.MULTI_CPU), args, size, Path(folder))
         return
@@ -108,7 +110,7 @@ def notebook_launcher(
         monitor_interval,
         log_line_prefix_template,
     )
-    run_elastic(CpuWorker if backend == hardware_table.CPU else Worker, function, args, crew, meeting)
+    run_elastic(CpuWorker if backend == hardware_table.CPU else Worker, function, args, workers, meeting)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:

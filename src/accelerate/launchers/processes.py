@@ -27,7 +27,7 @@ _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @dataclass(frozen=True)
-class Crew:
+class LocalWorkers:
     """The processes to start on this machine, and where they meet those of others."""
 
     size: int
@@ -55,7 +55,7 @@ class Crew:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What torch's elastic agent is told beside the crew."""
+    """What torch's elastic agent is told beside the workers."""
 
     backend: str
     endpoint: str
@@ -149,7 +149,7 @@ def run_elastic(
     worker_class: type[Worker],
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    crew: Crew,
+    workers: LocalWorkers,
     meeting: Rendezvous,
 ) -> None:
     """Let torch's elastic agent fork the processes, and start them again as asked.
@@ -162,11 +162,11 @@ def run_elastic(
 
     settings = dict(meeting.settings)
     if meeting.backend == "static":
-        settings.setdefault("rank", crew.machine)
+        settings.setdefault("rank", workers.machine)
     config = LaunchConfig(
-        min_nodes=crew.machines,
-        max_nodes=crew.machines,
-        nproc_per_node=crew.size,
+        min_nodes=workers.machines,
+        max_nodes=workers.machines,
+        nproc_per_node=workers.size,
         run_id=meeting.run_id,
         rdzv_backend=meeting.backend,
         rdzv_endpoint=meeting.endpoint,
@@ -177,11 +177,11 @@ def run_elastic(
         log_line_prefix_template=meeting.log_prefix,
     )
     signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
-    alone = crew.machines == 1 and meeting.backend == "static"
-    held = hold_loopback_store(crew.address, crew.port) if alone else None
+    alone = workers.machines == 1 and meeting.backend == "static"
+    held = hold_loopback_store(workers.address, workers.port) if alone else None
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch_environment(**crew.environment(), **{_AGENT_SIGNALS: signals}),
+        patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
     ):
         try:
             elastic_launch(config, worker_class(function, Path(folder)))(*args)

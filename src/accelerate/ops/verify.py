@@ -52,7 +52,7 @@ class Call:
     rows_only: bool = False
 
 
-class Told(NamedTuple):
+class CallSummary(NamedTuple):
     """What one process tells the others of its call when they disagree."""
 
     operation: str
@@ -161,7 +161,8 @@ def agree(transport: Transport, head: Head, mark: int, call: Call, length: int =
         DistributedOperationException: With what each process does.
     """
     if not head.exchange(mark, length):
-        raise mismatch([Told(*told) for told in transport.gather_object(tuple(tell(call)))])
+        summaries = transport.gather_object(tuple(summarize(call)))
+        raise mismatch([CallSummary(*each) for each in summaries])
 
 
 def verify_shapes(path: str, data: object, transport: Transport) -> None:
@@ -195,58 +196,59 @@ def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
     raise not_a_tensor(data)
 
 
-def tell(call: Call) -> Told:
+def summarize(call: Call) -> CallSummary:
     """Describe a call to the other processes, with the line of the user that made it."""
     running = RING.running()
     place = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
     if call.data is None:
-        return Told(call.operation, call.arguments, None, None, None, place)
+        return CallSummary(call.operation, call.arguments, None, None, None, place)
     shapes = outline(call.data, _shape_of)
     compared = outline(call.data, _row_shape_of) if call.rows_only else shapes
-    return Told(call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, place)
+    return CallSummary(call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, place)
 
 
-def mismatch(told: Sequence[Told]) -> DistributedOperationException:
+def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
     """Build the error for calls that do not fit together.
 
     Args:
-        told: One entry for each process, in rank order.
+        summaries: One entry for each process, in rank order.
     """
-    operations = {each.operation for each in told}
+    operations = {each.operation for each in summaries}
     if len(operations) > 1:
         reason = (
             "The processes are in different operations, and each of them waits for the others in its own."
         )
-        mend = "Let all processes make the same calls in the same order: look for an `if` around these lines."
-        rows = [_listed("Operation", [f"`{each.operation}`" for each in told])]
-        rows += [] if all(each.shapes is None for each in told) else [_listed("Input shapes", _shapes(told))]
+        fix = "Let all processes make the same calls in the same order: look for an `if` around these lines."
+        rows = [_listed("Operation", [f"`{each.operation}`" for each in summaries])]
+        has_shapes = any(each.shapes is not None for each in summaries)
+        rows += [_listed("Input shapes", _shapes(summaries))] if has_shapes else []
     else:
-        what, entries = _difference(told)
+        what, entries = _difference(summaries)
         reason = (
             f"The {what} differ between the processes, and this operation needs the same ones on all of them."
         )
-        mend = (
+        fix = (
             "Bring them together first: `pad_across_processes` makes tensors equally long, "
             "`gather_for_metrics` takes batches of different length, `gather_object` takes anything."
         )
-        rows = [f"Operation: `{told[0].operation}`", _listed(f"Input {what}", entries)]
-    rows.append(_listed("Called from", [each.place for each in told]))
-    return DistributedOperationException("\n".join([f"{reason}\n", *rows, f"\n{mend}"]))
+        rows = [f"Operation: `{summaries[0].operation}`", _listed(f"Input {what}", entries)]
+    rows.append(_listed("Called from", [each.place for each in summaries]))
+    return DistributedOperationException("\n".join([f"{reason}\n", *rows, f"\n{fix}"]))
 
 
-def _difference(told: Sequence[Told]) -> tuple[str, list[Any]]:
+def _difference(summaries: Sequence[CallSummary]) -> tuple[str, list[Any]]:
     """What differs between calls of one operation, and what each process gave there."""
-    first = told[0]
-    if any(each.arguments != first.arguments for each in told):
-        return "arguments", [each.arguments for each in told]
-    same_shapes = all(each.compared == first.compared for each in told)
-    if same_shapes and any(each.dtypes != first.dtypes for each in told):
-        return "dtypes", [each.dtypes for each in told]
-    return "shapes", _shapes(told)
+    first = summaries[0]
+    if any(each.arguments != first.arguments for each in summaries):
+        return "arguments", [each.arguments for each in summaries]
+    same_shapes = all(each.compared == first.compared for each in summaries)
+    if same_shapes and any(each.dtypes != first.dtypes for each in summaries):
+        return "dtypes", [each.dtypes for each in summaries]
+    return "shapes", _shapes(summaries)
 
 
-def _shapes(told: Sequence[Told]) -> list[Any]:
-    return ["no tensors" if each.shapes is None else each.shapes for each in told]
+def _shapes(summaries: Sequence[CallSummary]) -> list[Any]:
+    return ["no tensors" if each.shapes is None else each.shapes for each in summaries]
 
 
 def _listed(title: str, entries: Sequence[Any]) -> str:

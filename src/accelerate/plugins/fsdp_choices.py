@@ -250,11 +250,11 @@ def _known(name: str, value: Any, text: str, choices: Iterable[str]) -> None:
         raise wrong_value(name, value, "it is not a known choice", f"Choose one of {listed}", KeyError)
 
 
-def refuse(problem: str, mend: str) -> ConfigurationError:
+def refuse(problem: str, fix: str) -> ConfigurationError:
     """Return the error for values that do not go together; the caller raises it.
 
     Args:
         problem: which values, and why.
-        mend: what to do instead.
+        fix: what to do instead.
     """
-    return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {mend}.")
+    return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")

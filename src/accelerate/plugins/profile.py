@@ -146,8 +146,8 @@ def _check_schedule(schedule: dict[str, int]) -> None:
         )
     unknown = [name for name in schedule if name not in _PHASES]
     if unknown:
-        mend = f"Choose one of {', '.join(_PHASES)}"
-        raise wrong_value("schedule_option", unknown[0], "it is not a known choice", mend, TypeError)
+        fix = f"Choose one of {', '.join(_PHASES)}"
+        raise wrong_value("schedule_option", unknown[0], "it is not a known choice", fix, TypeError)
     missing = [name for name in _REQUIRED_PHASES if name not in schedule]
     if missing:
         raise wrong_value(

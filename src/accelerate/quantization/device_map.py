@@ -80,11 +80,11 @@ def _away() -> tuple[str, ...]:
 def name_kept(
     model: nn.Module, config: BnbQuantizationConfig, device_map: str | Mapping[str, Any] | None
 ) -> BnbQuantizationConfig:
-    """Return wishes in which all modules that stay as they are have names; the user's own object stays.
+    """Return options in which all modules that stay as they are have names; the user's own object stays.
 
     Args:
         model: a module, not quantized yet.
-        config: the user's wishes.
+        config: the user's options.
         device_map: see `load_and_quantize_model`; in 4 bits, modules that it puts away are not quantized.
     """
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules

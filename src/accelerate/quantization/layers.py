@@ -120,7 +120,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
-    """Raise unless bitsandbytes is installed, or for objects that are no such wishes."""
+    """Raise unless bitsandbytes is installed, or for objects that are no such options."""
     if not isinstance(config, BnbQuantizationConfig):
         raise wrong_value(
             "bnb_quantization_config",

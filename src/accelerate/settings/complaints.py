@@ -59,8 +59,8 @@ def unknown_command(word: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     close = nearest(word, names)
-    mend = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
-    return f"there is no command {shown(word)}. {mend}"
+    fix = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
+    return f"there is no command {shown(word)}. {fix}"
 
 
 def wrong_choice(problem: str, word: object, known: Iterable[object]) -> str:

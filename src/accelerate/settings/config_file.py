@@ -147,8 +147,8 @@ def _member(kind: type[Enum], name: str, value: Any) -> Any:
     try:
         return kind(word.upper() if type(word) is str else word)
     except ValueError:
-        mend = f"Use one of {', '.join(str(member.value) for member in kind)}"
-        raise wrong_value(name, value, "there is no such value", mend) from None
+        fix = f"Use one of {', '.join(str(member.value) for member in kind)}"
+        raise wrong_value(name, value, "there is no such value", fix) from None
 
 
 def _plain(value: Any) -> Any:

@@ -84,19 +84,19 @@ class Fields(Protocol):
     gradient_clipping: Any
 
 
-def refuse_all(problems: list[str], mend: str) -> None:
+def refuse_all(problems: list[str], fix: str) -> None:
     """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
 
     Args:
         problems: One line each, without full stops.
-        mend: What to do, without a full stop.
+        fix: What to do, without a full stop.
 
     Raises:
         ConfigurationError: There are problems.
     """
     if problems:
         lines = "".join(f"\n- {line}" for line in problems)
-        raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{mend}.")
+        raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{fix}.")
 
 
 # Read

@@ -61,8 +61,8 @@ def find_config_file(given: str | None) -> Path | None:
         return next((path for path in (default, default.with_suffix(".json")) if is_file(path)), None)
     except OSError as error:
         reason = f"the default configuration file below it cannot be looked at ({error.strerror})"
-        mend = "Correct or unset HF_HOME and XDG_CACHE_HOME, or pass --config_file"
-        raise wrong_value("HF_HOME", _cache_home(), reason, mend) from error
+        fix = "Correct or unset HF_HOME and XDG_CACHE_HOME, or pass --config_file"
+        raise wrong_value("HF_HOME", _cache_home(), reason, fix) from error
 
 
 def existing_file(name: str, given: str) -> Path:
@@ -98,8 +98,8 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = f"it cannot be written ({getattr(error, 'strerror', error)})"
-        mend = "Choose another place with --config_file, or correct HF_HOME"
-        raise wrong_value("--config_file", str(path), reason, mend) from error
+        fix = "Choose another place with --config_file, or correct HF_HOME"
+        raise wrong_value("--config_file", str(path), reason, fix) from error
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
         return chosen
     word = str(written if not isinstance(written, bool) else "NO").upper()
     if word not in PARADIGM_OF_TYPE:
-        mend = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
-        raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", mend)
+        fix = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
+        raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", fix)
     chosen.update(dict.fromkeys(EXCLUSIVE, False))
     name = PARADIGM_OF_TYPE[word]
     return {**chosen, name: True} if name else chosen

@@ -185,10 +185,8 @@ class AcceleratorState(SharedState, ProcessControl):
         if name not in plugins:
             known = ", ".join(map(str, plugins))
             reason = f"the DeepSpeed plugins are {known}" if known else "no DeepSpeed plugin has a name"
-            mend = (
-                "Choose one of them" if known else "Pass Accelerator(deepspeed_plugins={name: plugin, ...})"
-            )
-            raise wrong_value("name", name, reason, mend)
+            fix = "Choose one of them" if known else "Pass Accelerator(deepspeed_plugins={name: plugin, ...})"
+            raise wrong_value("name", name, reason, fix)
         return plugins[name]
 
     @staticmethod

@@ -243,13 +243,13 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
 
 
 def _hosts(text: str) -> list[str]:
-    mend = 'set it as SageMaker does: ["algo-1", "algo-2"]'
+    fix = 'set it as SageMaker does: ["algo-1", "algo-2"]'
     try:
         hosts = parse_json(text)
     except ValueError as error:
-        raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", mend) from None
+        raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", fix) from None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", mend)
+        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", fix)
     return hosts
 
 

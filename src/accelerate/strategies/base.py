@@ -153,7 +153,7 @@ class Strategy:
             prepared: objects of earlier calls.
 
         Raises:
-            PreparationError: with the objects at fault and the mend.
+            PreparationError: with the objects at fault and the fix.
         """
         refuse_stand_ins(bundle.objects)
         new_models = [model for model in bundle.models if not is_prepared(model)]

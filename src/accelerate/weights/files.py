@@ -89,8 +89,8 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
         name = next((name for name, tensor in kept.items() if tensor.dtype == error.args[0]), None)
         if name is None:
             raise
-        mend = "convert it, or pass safe_serialization=False"
-        raise wrong_value(name, error.args[0], "safetensors has no such dtype", mend) from error
+        fix = "convert it, or pass safe_serialization=False"
+        raise wrong_value(name, error.args[0], "safetensors has no such dtype", fix) from error
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
 

@@ -34,9 +34,9 @@ def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     given: object = state
     if not isinstance(given, Mapping):
-        mend = "pass a state dict, or safe_serialization=False"
+        fix = "pass a state dict, or safe_serialization=False"
         kind = type(given).__name__
-        raise wrong_value("state", kind, "safetensors holds tensors by name", mend, AttributeError)
+        raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
     found = {id(each): each for each in state.values() if isinstance(each, Tensor)}
     copies = {key: each.detach().cpu() for key, each in found.items() if each.device.type in WITHOUT_ADDRESS}
     return {name: copies.get(id(each), each) for name, each in state.items()} if copies else state
@@ -80,17 +80,17 @@ def _check_storable(name: object, tensor: object) -> None:
     Raises:
         ConfigurationError: with the name, and what to do.
     """
-    mend = "pass safe_serialization=False"
+    fix = "pass safe_serialization=False"
     if not isinstance(name, str) or name == RESERVED_NAME:
         raise wrong_value("name", name, "safetensors cannot name a tensor so", "use another text as its name")
     if not isinstance(tensor, Tensor):
-        raise wrong_value(name, type(tensor).__name__, "safetensors holds tensors only", mend, AttributeError)
+        raise wrong_value(name, type(tensor).__name__, "safetensors holds tensors only", fix, AttributeError)
     if tensor.device.type == "meta":
         raise wrong_value(
             name, "a tensor on the meta device", "it has no values to be saved", "load its weights first"
         )
     if tensor.layout != torch.strided:
-        raise wrong_value(name, tensor.layout, "safetensors holds dense tensors only", mend)
+        raise wrong_value(name, tensor.layout, "safetensors holds dense tensors only", fix)
 
 
 def read_aliases(metadata: Mapping[str, str] | None, names: Collection[str], path: Path) -> dict[str, str]:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling.moves import Wishes
-from accelerate.big_modeling.sharded import check_wishes, is_sharded, own_part
+from accelerate.big_modeling.moves import LoadOptions
+from accelerate.big_modeling.sharded import check_options, is_sharded, own_part
 
 
 def test_a_plain_model_is_not_sharded() -> None:
@@ -22,15 +22,15 @@ def test_a_plain_model_is_not_sharded() -> None:
 @pytest.mark.parametrize(
     ("wishes", "said"),
     [
-        (Wishes({"": "disk"}), "device_map=.*stay where they are"),
-        (Wishes({"": "cpu", "weight": "meta"}), "device_map=.*stay where they are"),
-        (Wishes(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
+        (LoadOptions({"": "disk"}), "device_map=.*stay where they are"),
+        (LoadOptions({"": "cpu", "weight": "meta"}), "device_map=.*stay where they are"),
+        (LoadOptions(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
     ],
 )
 def test_what_cannot_be_done(wishes: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        check_wishes(nn.Linear(2, 2), wishes)
+        check_options(nn.Linear(2, 2), wishes)
 
 
 def test_what_changes_nothing_is_allowed() -> None:
-    check_wishes(nn.Linear(2, 2), Wishes({"": "cpu"}, torch.float32))
+    check_options(nn.Linear(2, 2), LoadOptions({"": "cpu"}, torch.float32))

@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_written_leaves_what_there_was(
 ) -> None:
     target = save(tmp_path / "one", "old")
     site = open_site(request(target), Consensus())
-    with pytest.raises(CheckpointError, match=rf"process 0: .*{text}. Mend the cause"):
+    with pytest.raises(CheckpointError, match=rf"process 0: .*{text}. Fix the cause"):
         saving.write(site, [Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])
     assert (target / "a.bin").read_text() == "old"
     assert os.listdir(tmp_path) == ["one"]

@@ -96,7 +96,7 @@ def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause
     found = find_cause(Outcome(1, (failure,)))
     assert found is not None
     assert cause in found.cause
-    assert f"What to do:   {found.mend}" in render(Outcome(1, (failure,)), HERE)
+    assert f"What to do:   {found.fix}" in render(Outcome(1, (failure,)), HERE)
 
 
 def test_an_ended_hang_is_the_failure() -> None:

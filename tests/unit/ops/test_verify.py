@@ -12,15 +12,15 @@ from accelerate.ops.flight_record import RING
 from accelerate.ops.header import Head
 from accelerate.ops.verify import (
     Call,
+    CallSummary,
     DistributedOperationException,
-    Told,
     chained_operation,
     checking_head,
     mismatch,
     must_verify,
     operation,
     outline,
-    tell,
+    summarize,
     verify_operation,
     verify_shapes,
 )
@@ -32,7 +32,7 @@ class TwoProcesses(Transport):
     size = 2
     verifies = True
 
-    def __init__(self, other: Told | None = None) -> None:
+    def __init__(self, other: CallSummary | None = None) -> None:
         self.other = other
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,9 @@ class TwoProcesses(Transport):
 GATHER = "accelerate.utils.operations.gather"
 
 
-def told(**facts: Any) -> Told:
+def told(**facts: Any) -> CallSummary:
     usual = {"operation": GATHER, "arguments": "", "compared": [2], "dtypes": "torch.float32", "shapes": [2]}
-    return Told(**{**usual, "place": "/home/me/train.py:4", **facts})
+    return CallSummary(**{**usual, "place": "/home/me/train.py:4", **facts})
 
 
 def test_equal_shapes_pass() -> None:
@@ -84,8 +84,8 @@ def test_different_operations_are_listed() -> None:
 
 def test_rows_may_differ_in_number() -> None:
     call = Call("op", data=[torch.ones(3, 2)], rows_only=True)
-    assert tell(call).compared == [[2]]
-    assert tell(call).shapes == [[3, 2]]
+    assert summarize(call).compared == [[2]]
+    assert summarize(call).shapes == [[3, 2]]
 
 
 @pytest.mark.usefixtures("states")
@@ -93,13 +93,13 @@ def test_the_line_of_the_user_is_told() -> None:
     RING.reset()
 
     @operation
-    def talk() -> Told:
-        return tell(Call("op"))
+    def talk() -> CallSummary:
+        return summarize(Call("op"))
 
     assert talk().place == "an unknown line"  # one process: nothing is noted
     RING.begin("talk", None)
     try:
-        assert tell(Call("op")).place.startswith(f"{__file__}:")
+        assert summarize(Call("op")).place.startswith(f"{__file__}:")
     finally:
         RING.end()
         RING.reset()

@@ -127,9 +127,9 @@ def test_values_that_yield_are_told_apart():
 
 
 def test_nothing_is_refused_without_problems():
-    refuse_all([], "mend")
-    with pytest.raises(ConfigurationError, match=r"\n- one\n- two\nMend it\."):
-        refuse_all(["one", "two"], "Mend it")
+    refuse_all([], "fix")
+    with pytest.raises(ConfigurationError, match=r"\n- one\n- two\nFix it\."):
+        refuse_all(["one", "two"], "Fix it")
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     """
     precision = mixed_precision.lower()
     if precision not in PRECISIONS:
-        mend = f"Use one of {', '.join(PRECISIONS)}"
-        raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", mend)
+        fix = f"Use one of {', '.join(PRECISIONS)}"
+        raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", fix)
     path = expanded(save_location)
     if os.path.exists(path):
         print(f"{path} is there already and is left as it is. Remove it to write a new one.")

@@ -66,12 +66,12 @@ class DeepSpeedLauncher(Launcher):
             settings = _count(settings, wanted, wanted.deepspeed_hostfile, text)
         launcher = wanted.deepspeed_multinode_launcher
         if launcher not in KNOWS_ADDRESS and not values["main_process_ip"]:
-            mend = "Pass the address of the machine of rank 0"
-            raise wrong_value("--main_process_ip", None, f"the launcher {launcher} needs it", mend)
+            fix = "Pass the address of the machine of rank 0"
+            raise wrong_value("--main_process_ip", None, f"the launcher {launcher} needs it", fix)
         if launcher != NO_SSH and values["machine_rank"]:
-            mend = "Call it once, on one machine, without --machine_rank"
+            fix = "Call it once, on one machine, without --machine_rank"
             reason = f"the launcher {launcher} starts all machines"
-            raise wrong_value("--machine_rank", values["machine_rank"], reason, mend)
+            raise wrong_value("--machine_rank", values["machine_rank"], reason, fix)
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> DeepSpeedDetails:

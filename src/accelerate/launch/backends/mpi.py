@@ -116,8 +116,8 @@ class MpiLauncher(Launcher):
         if settings.values["main_process_ip"] or not several:
             return settings
         if hosts[0] in LOOPBACK:
-            mend = "Pass the address by which the others reach this machine"
-            raise wrong_value("--main_process_ip", None, f"the first host of {path} is {hosts[0]}", mend)
+            fix = "Pass the address by which the others reach this machine"
+            raise wrong_value("--main_process_ip", None, f"the first host of {path} is {hosts[0]}", fix)
         return settings.replaced(path, main_process_ip=hosts[0])
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> MpiDetails:

@@ -152,8 +152,8 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
 
 def _check(job: SageMakerSection, target: Target) -> None:
     if target.kind != "script" or not target.name.endswith(".py"):
-        mend = "Pass a script, without --module and --no_python"
-        raise wrong_value("training_script", target.name, "SageMaker runs a Python file", mend)
+        fix = "Pass a script, without --module and --no_python"
+        raise wrong_value("training_script", target.name, "SageMaker runs a Python file", fix)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(job, name):
             raise wrong_value(name, None, "a job needs it", "Write it into the configuration file")
@@ -171,8 +171,8 @@ def _kind(settings: Settings) -> str:
 def _distribution(settings: Settings) -> dict[str, Any] | None:
     kind = _kind(settings)
     if kind == "MODEL_PARALLEL":
-        mend = "Use NO or DATA_PARALLEL"
-        raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", mend)
+        fix = "Use NO or DATA_PARALLEL"
+        raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", fix)
     return DATA_PARALLEL if kind == "DATA_PARALLEL" else None
 
 
@@ -223,8 +223,8 @@ def table_rows(text: str, path: str, columns: tuple[str, str]) -> list[tuple[str
     lines = [line for line in text.splitlines() if line.strip()]
     cells = [tuple(cell.strip() for cell in line.split("\t")) for line in lines]
     if not cells or cells[0] != columns:
-        mend = f"Write the first line as {columns[0]}, a tab, {columns[1]}"
-        raise wrong_value(path, lines[0] if lines else "", "the first line names the columns", mend)
+        fix = f"Write the first line as {columns[0]}, a tab, {columns[1]}"
+        raise wrong_value(path, lines[0] if lines else "", "the first line names the columns", fix)
     wrong = next((line for line, row in zip(lines, cells, strict=True) if len(row) != len(columns)), None)
     if wrong is not None:
         raise wrong_value(path, wrong, "a row has two cells with a tab between", "Correct the row")

@@ -59,8 +59,8 @@ class TpuLauncher(Launcher):
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> TpuDetails:
         """Refuse what cannot be imported, and choose the variables."""
         if plan.target.kind == "program":
-            mend = "Pass a Python script with such a function, or -m with a module"
-            raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", mend)
+            fix = "Pass a Python script with such a function, or -m with a module"
+            raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", fix)
         return TpuDetails(
             function=settings.values["main_training_function"],
             processes=1 if settings.values["num_processes"] == 1 else None,
@@ -124,8 +124,8 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
         raise ConfigurationError(f"There is no Python module {error.name!r}. Check the path.") from error
     function = getattr(module, name, None)
     if function is None:
-        mend = f"Define it in {target.name}, or name another one"
-        raise wrong_value("--main_training_function", name, "the script has no such function", mend)
+        fix = f"Define it in {target.name}, or name another one"
+        raise wrong_value("--main_training_function", name, "the script has no such function", fix)
     return function  # type: ignore[no-any-return]
 
 
@@ -149,8 +149,8 @@ class TpuPodLauncher(Launcher):
         """Write the command: by torch_xla where it has one, else by gcloud."""
         pod = settings[TpuSection]
         if not pod.tpu_name:
-            mend = "Write it into the configuration file, with tpu_zone"
-            raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", mend)
+            fix = "Write it into the configuration file, with tpu_zone"
+            raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", fix)
         variables = {**plan.environment, **_given_variables(pod.env or ())}
         there = settings.replaced(FLAG, tpu_use_cluster=False)
         inner = accelerate_command(there, plan.target, "tpu_use_sudo", "vm", "env")
@@ -158,8 +158,8 @@ class TpuPodLauncher(Launcher):
         if machine.has_module(POD_MODULE):
             return PodDetails(tuple(_by_module(pod, variables, start)))
         if pod.vm:
-            mend = "Install such a torch_xla, or leave --vm out to use all hosts"
-            raise wrong_value("--vm", ",".join(pod.vm), f"choosing hosts needs {POD_MODULE}", mend)
+            fix = "Install such a torch_xla, or leave --vm out to use all hosts"
+            raise wrong_value("--vm", ",".join(pod.vm), f"choosing hosts needs {POD_MODULE}", fix)
         return PodDetails(tuple(_by_gcloud(pod, variables, start)))
 
     def command(self, plan: LaunchPlan) -> list[str]:

@@ -104,7 +104,7 @@ def check_attention(model: Any, size: int, attention: str) -> None:
         attention: which one is asked for.
 
     Raises:
-        PreparationError: with the mend.
+        PreparationError: with the fix.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:

@@ -36,7 +36,7 @@ from accelerate.strategies.deepspeed.wrappers import (
 from accelerate.strategies.request import Context
 
 
-class Waiting:
+class PendingModel:
     """What belongs to the model that is prepared now."""
 
     def __init__(self, optimizer: Any, scheduler: Any, batch_sizes: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class DeepSpeed(Strategy):
         self.sequences = sequences_of(context.request.parallelism)
         self.replicas = context.topology.size // self.sequences.size
         self.known_sizes: list[int] = []
-        self._for_model = Waiting(None, None, ())
+        self._for_model = PendingModel(None, None, ())
         self._built: Any = None
         self._rate: Any = None
         self._optimizer: DeepSpeedOptimizerWrapper | None = None
@@ -115,13 +115,13 @@ class DeepSpeed(Strategy):
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
         optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
         schedulers = [each for each in bundle.of(Kind.SCHEDULER) if isinstance(each, DummyScheduler)]
-        self._for_model = Waiting(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
+        self._for_model = PendingModel(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
             bundle.replace(Kind.SCHEDULER, lambda each, _: preparer.prepare_scheduler(self._stepped(each)))
         finally:
-            self._for_model = Waiting(None, None, ())
+            self._for_model = PendingModel(None, None, ())
             self._built = self._rate = self._optimizer = None
             self.known_sizes += sizes
         if self.sequences.size > 1 and bundle.models:
@@ -150,7 +150,7 @@ class DeepSpeed(Strategy):
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
 
-    def _given(self, model: nn.Module, waiting: Waiting) -> Given:
+    def _given(self, model: nn.Module, waiting: PendingModel) -> Given:
         request = self.context.request
         by_process = (
             request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
@@ -167,7 +167,7 @@ class DeepSpeed(Strategy):
             pace=self.context.topology.size if by_process else 1,
         )
 
-    def _build(self, model: nn.Module, waiting: Waiting, config: dict[str, Any]) -> nn.Module:
+    def _build(self, model: nn.Module, waiting: PendingModel, config: dict[str, Any]) -> nn.Module:
         trains = waiting.optimizer is not None
         optimizer = waiting.optimizer
         self.waiting = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []

@@ -17,7 +17,7 @@ from accelerate.base.errors import ConfigurationError, PreparationError
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.fsdp.clipping import clip_values
-from accelerate.strategies.fsdp.parameters import Trail
+from accelerate.strategies.fsdp.parameters import ParameterRemapper
 from accelerate.strategies.request import Context
 
 AUTOCAST = ("fp16", "bf16")
@@ -102,13 +102,13 @@ class Sharded(Strategy, ABC):
             shard: shards it.
             named: gives the new parameters by the names they had.
         """
-        trail = Trail(model, self.waiting)
-        trail.let_go()
+        remapper = ParameterRemapper(model, self.waiting)
+        remapper.let_go()
         sharded = shard()
         parameters = named(sharded)
-        trail.rejoin(parameters)
-        self.places.update(trail.names_by_group())
-        for old, new in trail.moved(parameters):
+        remapper.rejoin(parameters)
+        self.places.update(remapper.names_by_group())
+        for old, new in remapper.moved(parameters):
             self.moved[old] = new
         return sharded
 
@@ -137,6 +137,6 @@ class Sharded(Strategy, ABC):
         self.moved.clear()
 
 
-def refuse_unit(model: nn.Module, problem: str, mend: str) -> PreparationError:
+def refuse_unit(model: nn.Module, problem: str, fix: str) -> PreparationError:
     """Return the error for a model that this version cannot shard as it is; the caller raises it."""
-    return PreparationError(f"{type(model).__name__} {problem}. {mend}.")
+    return PreparationError(f"{type(model).__name__} {problem}. {fix}.")

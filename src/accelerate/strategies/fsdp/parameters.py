@@ -151,12 +151,12 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
         pattern = re.compile(expression)
     except re.error as error:
         raise wrong_value(
-            "ignored_modules", expression, f"no regular expression ({error})", "Mend it"
+            "ignored_modules", expression, f"no regular expression ({error})", "Fix it"
         ) from error
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
-class Trail:
+class ParameterRemapper:
     """Knows where optimizers hold the parameters of a model, while sharding gives it new ones.
 
     Optimizers let go of the old parameters meanwhile: else the whole model would stay in memory.

@@ -47,7 +47,7 @@ def is_running() -> bool:
 
 def find_missing() -> list[str]:
     """Return what Megatron-LM lacks on this machine, one line each."""
-    problems = [f"{name} cannot be imported. {mend}" for name, mend in _MENDS.items() if not exists(name)]
+    problems = [f"{name} cannot be imported. {fix}" for name, fix in _MENDS.items() if not exists(name)]
     if not torch.cuda.is_available():
         problems.append(
             "Megatron-LM computes on CUDA devices, and there is none. Run it on a machine with one"

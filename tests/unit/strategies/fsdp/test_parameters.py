@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.base.errors import PreparationError
 from accelerate.strategies.fsdp.parameters import (
-    Trail,
+    ParameterRemapper,
     fsdp2_canonicalize_names,
     fsdp2_switch_optimizer_parameters,
     get_parameters_from_modules,
@@ -46,7 +46,7 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
     groups = [{"params": [model.bias, other.weight]}, {"params": [model.weight], "lr": 2.0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     stranger = torch.optim.SGD(other.parameters(), lr=1.0)
-    trail = Trail(model, [optimizer, stranger])
+    trail = ParameterRemapper(model, [optimizer, stranger])
     trail.let_go()
     assert held(optimizer) == [[], []]
     assert held(stranger) == [[id(other.weight), id(other.bias)]]
@@ -59,7 +59,7 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
 def test_those_who_still_hold_old_parameters_are_told_the_new_ones() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
-    trail = Trail(model, [])
+    trail = ParameterRemapper(model, [])
     parameters = renew(model)
     assert [(old is weight, new is model.weight) for old, new in trail.moved(parameters)] == [(True, True)]
 
@@ -67,7 +67,7 @@ def test_those_who_still_hold_old_parameters_are_told_the_new_ones() -> None:
 def test_joined_parameters_are_stepped_once() -> None:
     model, flat = nn.Linear(2, 2), nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.SGD([("weight", model.weight), ("bias", model.bias)], lr=1.0)
-    trail = Trail(model, [optimizer])
+    trail = ParameterRemapper(model, [optimizer])
     trail.rejoin({"weight": flat, "bias": flat})
     assert held(optimizer) == [[id(flat)]]
     assert "param_names" not in optimizer.param_groups[0]
@@ -78,14 +78,14 @@ def test_groups_that_sharding_has_joined_are_refused() -> None:
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     with pytest.raises(PreparationError, match="groups of SGD share .* Set use_orig_params=True"):
-        Trail(model, [optimizer]).rejoin({"weight": flat, "bias": flat})
+        ParameterRemapper(model, [optimizer]).rejoin({"weight": flat, "bias": flat})
     with pytest.raises(PreparationError, match="groups of SGD share"):
         fsdp2_switch_optimizer_parameters(optimizer, {model.weight: flat, model.bias: flat})
 
 
 def test_a_lost_parameter_is_named() -> None:
     model = nn.Linear(2, 2)
-    trail = Trail(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    trail = ParameterRemapper(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
     with pytest.raises(PreparationError, match="1 parameters that SGD steps are gone after sharding: bias"):
         trail.rejoin({"weight": model.weight})
 
@@ -96,8 +96,8 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(PreparationError, match="Adam holds the state of 2 parameters"):
-        Trail(model, [optimizer])
-    Trail(nn.Linear(2, 2), [optimizer])  # not its model
+        ParameterRemapper(model, [optimizer])
+    ParameterRemapper(nn.Linear(2, 2), [optimizer])  # not its model
 
 
 def test_switching_by_identity() -> None:
