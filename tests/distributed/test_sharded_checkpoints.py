@@ -170,7 +170,7 @@ def test_a_damaged_shard_is_named_before_anything_is_changed(run: Run, way: str)
 
 
 def chunks() -> dict[str, int]:
-    """How many pieces of each tensor the catalogue knows: no rank writes what another has."""
+    """How many pieces of each tensor the metadata knows: no rank writes what another has."""
     with Path("state/pytorch_model_fsdp_0/.metadata").open("rb") as file:
         entries = pickle.load(file).state_dict_metadata
     return {key: len(entry.chunks) for key, entry in entries.items()}

@@ -1,7 +1,7 @@
 """The public class: `Accelerator`.
 
 `prepare_data_loader` and the other names of `__all__` are looked up here when they are used, so a client that
-replaces one of them in this module is heard. The rest is part of this import path.
+replaces one of them in this module takes effect. The rest is part of this import path.
 """
 
 from accelerate.accelerator.core import Accelerator

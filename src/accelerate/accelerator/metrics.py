@@ -65,7 +65,7 @@ def last_samples(data: Any, loader: Any) -> Any:
 
 
 def mean_over_ranks(value: T, weight: Any) -> T:
-    """Average over all ranks, each value as heavy as its weight.
+    """Average over all ranks, each value weighted by its weight.
 
     Args:
         value: Nested tensors, of the same shapes on all ranks.

@@ -326,7 +326,7 @@ class Persistence:
         try:
             progress = read_progress(source, options)
             changes = checkpoint_items.read(self._runtime, source, options, policy)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks have to know
             source.settle(describe(error))
             raise
         source.settle()

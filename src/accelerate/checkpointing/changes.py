@@ -90,7 +90,7 @@ def _apply(changes: Iterable[Change], undo: list[tuple[str, Apply]]) -> Exceptio
         try:
             undo.append((change.name, _has_no_way_back if change.keep is None else change.keep()))
             change.apply()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks have to know
             return error
     return None
 

@@ -1,4 +1,4 @@
-"""What the ranks settle about a checkpoint: one of them decides, all hear it.
+"""Consensus over the store: rank 0 decides, and all ranks read the decision.
 
 It goes over the store of the process group and not over its wire: a background thread may use it while the
 main thread trains, and a rank that does not come is named instead of waited for without end.
@@ -109,16 +109,16 @@ class StoreConsensus(Consensus):
         verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
         if verdict is None:
             raise StateError(_absence(what, [0], patience))
-        self._channel.post(f"{topic}/heard/{self.rank}", True)
+        self._channel.post(f"{topic}/read/{self.rank}", True)
         return _unpack(verdict)
 
     def _stay(self, topic: str) -> None:
-        """Wait until all ranks that came have heard: rank 0 may end next, and the store with it."""
+        """Wait until all ranks that came have read it: rank 0 may end next, and the store with it."""
         others = range(1, self.size)
         came = self._channel.read_all([f"{topic}/{rank}" for rank in others])
-        heard = [f"{topic}/heard/{rank}" for rank in others if came[f"{topic}/{rank}"] is not None]
-        if heard:
-            self._channel.wait(heard, SECONDS_FOR_THE_VERDICT)
+        names = [f"{topic}/read/{rank}" for rank in others if came[f"{topic}/{rank}"] is not None]
+        if names:
+            self._channel.wait(names, SECONDS_FOR_THE_VERDICT)
 
     def _judge(self, topic: str, what: str, judge: Judge, patience: float) -> dict[str, Any]:
         found = self._channel.wait([f"{topic}/{rank}" for rank in range(self.size)], patience)
@@ -137,7 +137,7 @@ class StoreConsensus(Consensus):
             self._channel.remove(
                 f"{number}/verdict",
                 *(f"{number}/{rank}" for rank in ranks),
-                *(f"{number}/heard/{rank}" for rank in ranks),
+                *(f"{number}/read/{rank}" for rank in ranks),
             )
 
 
@@ -160,7 +160,7 @@ def _verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:
         return {"result": judge(list(values))}
     except AccelerateError as error:
         return _failure(error)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any kind: the other ranks have to know
         return _failure(CheckpointError(f"Process 0 failed for all: {describe(error)}."))
 
 

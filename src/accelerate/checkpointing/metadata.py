@@ -60,7 +60,7 @@ def read_metadata(content: bytes) -> Metadata:
     with _without_collection():
         found = reader.run()
         if not isinstance(found, Metadata) or not reader.is_complete():
-            raise CheckpointError("is no catalogue of shards")
+            raise CheckpointError("is no metadata of shards")
         _check(found)
     return found
 
@@ -250,7 +250,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
 
 def _refuse(what: str) -> NoReturn:
     raise CheckpointError(
-        f"holds {what}, and only what a catalogue needs is read; other objects can run code when they are "
+        f"holds {what}, and only what such metadata needs is read; other objects can run code when they are "
         'loaded. If you trust the file, pass load_kwargs={"weights_only": False}'
     )
 
@@ -259,7 +259,7 @@ _PythonReader: Any = pickle._Unpickler  # the one in C can neither refuse operat
 
 
 class _Careful(_PythonReader):  # type: ignore[misc]
-    """Runs the operations of a pickle that a catalogue needs, and no other."""
+    """Runs the operations of a pickle that such metadata needs, and no other."""
 
     def __init__(self, file: io.BytesIO) -> None:
         from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -200,7 +200,7 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     consensus, folder = site.consensus, str(site.folder)
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
-    heard: list[Mapping[str, Any]] = []
+    all_reports: list[Mapping[str, Any]] = []
 
     def write_file(payload: Payload) -> FileRecord:
         path = site.folder / payload.name
@@ -217,19 +217,19 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
-    def hear(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def keep_reports(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Keep the reports to the first rank, which commits where there are any: they can be large."""
-        heard.extend(each["reports"] for each in said)
+        all_reports.extend(each["reports"] for each in said)
         return [{**each, "reports": {}} for each in said]
 
     def commit(said: Sequence[Written]) -> None:
-        _finish(site, payloads, heard)
+        _finish(site, payloads, all_reports)
         _commit(site, [record for each in said if each.folder == folder for record in each.records])
 
     try:
         failure = _attempt(write_files)
         own = asdict(Written(failure, folder, records, reports))
-        said = [Written.read(each) for each in consensus.decide(CALL, own, hear, SECONDS_TO_WRITE)]
+        said = [Written.read(each) for each in consensus.decide(CALL, own, keep_reports, SECONDS_TO_WRITE)]
         _refuse_failures([each.failure for each in said])
         failure = _attempt(lambda: commit(said)) if site.commits else ""
         _refuse_failures(consensus.decide(CALL, failure, list, SECONDS_TO_WRITE))

@@ -33,8 +33,8 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 STORE_TIMEOUT = timedelta(minutes=5)
 """How long one request to the store may take."""
 
-_councils = count()
-"""Numbers the councils of this process; all ranks open theirs in the same order."""
+_numbers = count()
+"""Numbers the consensus objects of this process; all ranks open theirs in the same order."""
 
 
 class Session:
@@ -60,7 +60,7 @@ class Session:
         consensus: Consensus | None = PartialState._shared_state.get("_consensus")
         if consensus is None:
             # the store may still hold what was said before the state was reset
-            purpose = f"checkpoints/{next(_councils)}"
+            purpose = f"checkpoints/{next(_numbers)}"
             channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
             consensus = open_consensus(current_transport(), channel)
             PartialState._shared_state["_consensus"] = consensus

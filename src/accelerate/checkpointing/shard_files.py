@@ -1,7 +1,7 @@
 """Files of shards: each process writes one, and reads from all of them what it needs.
 
 The format is that of `torch.distributed.checkpoint`: boxes of tensors one after another, each as `torch.save`
-writes it, and a catalogue of them. No process talks to another here.
+writes it, and their metadata. No process talks to another here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> shard
         path: the file.
 
     Returns:
-        What the catalogue needs to know.
+        What the metadata needs to know.
 
     Raises:
         OSError: the file cannot be written.

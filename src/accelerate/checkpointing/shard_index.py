@@ -91,7 +91,7 @@ def _unpack(report: Report) -> Iterator[Entry]:
 
 
 def write(folder: Path, reports: Iterable[Report]) -> None:
-    """Write the catalogue of a folder whose files are all there.
+    """Write the metadata of a folder whose files are all there.
 
     Args:
         folder: of the shards.
@@ -206,7 +206,7 @@ class ShardIndex:
 
 
 def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
-    """Read the catalogue of a folder.
+    """Read the metadata of a folder.
 
     Args:
         folder: of the shards.
@@ -229,7 +229,7 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
         raise CheckpointError(f"{name} {error}") from error
     except Exception as error:  # a pickle that is cut off may raise anything
         raise CheckpointError(
-            f"{name} cannot be read: it is damaged, or no catalogue of shards ({describe(error)})"
+            f"{name} cannot be read: it is damaged, or no metadata of shards ({describe(error)})"
         ) from error
     known = {key: tuple(places.get(key, (key,))) for key in keys}
     nested = all(len(place) > 1 and place[0] == root for place in known.values())

@@ -207,7 +207,7 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 
 SHARDS = ".distcp"
-"""Ending of files of shards, which are read by way of the catalogue beside them."""
+"""Ending of files of shards, which are read by way of the metadata beside them."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _read_saved(path: Path) -> Any:
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
-    """Read the whole tensors and the other values of a folder of shards, whose catalogue is given."""
+    """Read the whole tensors and the other values of a folder of shards, whose metadata is given."""
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

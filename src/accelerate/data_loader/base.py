@@ -1,4 +1,4 @@
-"""What all prepared loaders share: a torch loader underneath, and the book of where in the epoch it is."""
+"""What all prepared loaders share: a `DataLoader`, and the position within the epoch."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
 
     def _update_state_dict(self) -> None:
-        """Take down the position; called before a batch is read ahead."""
+        """Record the position; called before a batch is read ahead."""
         self.dl_state_dict = self._position()
         self.adjust_state_dict_for_prefetch()
 
@@ -478,7 +478,7 @@ def _find_fillers(index_sampler: Any) -> Fillers:
 
 
 def _generator_of_group(generator: torch.Generator | None, group: int) -> torch.Generator:
-    """A generator for the seeds of the workers: one draw from the user's, told apart by group."""
+    """A generator for the seeds of the workers: one draw from the user's, different for each group."""
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
     return torch.Generator().manual_seed((drawn + group * _GOLDEN) % 2**64)
 

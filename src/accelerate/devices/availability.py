@@ -1,4 +1,4 @@
-"""Public probes of hardware and of what it can do: each a line over the catalogue or the packages' table."""
+"""Public probes of hardware and of what it can do: each a line over the table of hardware or of packages."""
 
 from functools import cache
 from importlib import import_module

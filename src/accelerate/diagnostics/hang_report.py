@@ -20,7 +20,7 @@ ENDED = "ended"
 
 BACKWARD = "backward"
 DEVICE = "unfinished collectives of its device"
-_LONG = {BACKWARD, DEVICE}  # what may take long on all ranks, without any of them waiting in vain
+_LONG = {BACKWARD, DEVICE}  # what may take long on all ranks, without a deadlock
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def awaits_data(states: Sequence[RankState], seconds: float) -> bool:
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
-    """Whether ranks wait for others in vain; a step that takes long on all ranks is no hang.
+    """Whether ranks wait for others in a deadlock; a step that takes long on all ranks is no hang.
 
     Args:
         states: of all ranks.

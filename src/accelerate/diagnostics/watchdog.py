@@ -1,4 +1,4 @@
-"""What each rank's watcher does at one look: notice a wait in vain, answer others, see to the report.
+"""One round of the hang detector: detect a deadlock, answer other ranks, write the report.
 
 The watcher looks about once a second, from a thread of its own. That costs the training thread nothing, and
 works while it is blocked outside Python.

@@ -19,7 +19,7 @@ MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
 HANG_KIND = "Hang"
-"""In the place of an error's class: the process was ended as ranks waited for each other in vain."""
+"""In the place of an error's class: the process was ended because of a hang."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Outcome:
         code: exit code of the run.
         failures: errors that processes wrote down in the last attempt, the earliest first.
         seen: what the launcher saw of its processes.
-        hang: the last report about ranks that waited for each other in vain; empty without one.
+        hang: the last report about a hang; empty without one.
     """
 
     code: int

@@ -38,7 +38,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Take down the ZeRO stage (-1 without one), and whether anything is kept outside of the devices."""
+        """Record the ZeRO stage (-1 without one), and whether anything is kept outside of the devices."""
         self._stage = self.get_value(STAGE, -1)
         self._offload = any(self.get_value(name) in OFFLOADING for name in OFFLOAD_DEVICES)
 
@@ -201,7 +201,7 @@ class Filled:
         self._values: dict[str, Any] = {}
 
     def note(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Take down what was "auto" and has a value now.
+        """Record what was "auto" and has a value now.
 
         Args:
             before: the configuration with "auto".

@@ -137,7 +137,7 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
         store = (
             None
             if {"init_method", "store"} & set(kwargs)
-            else restarts.store_of_this_life(
+            else restarts.store_of_generation(
                 topology, kwargs.get("timeout") or distributed_c10d.default_pg_timeout
             )
         )
@@ -190,7 +190,9 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
         return None
     store.set_timeout(timeout)
     # The store may outlive a restart, and a group that was closed.
-    return StoreChannel(store, f"accelerate/{purpose}/{restarts.name()}.{_opened[0]}", environ.current())
+    return StoreChannel(
+        store, f"accelerate/{purpose}/{restarts.generation()}.{_opened[0]}", environ.current()
+    )
 
 
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
@@ -247,7 +249,7 @@ def _settle() -> None:
 
     They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
     after all its work is done; one that comes while a replica is deleted, which holds the last reference to
-    the group and waits for its threads, hangs it for ever.
+    the group and waits for its threads, hangs it.
     """
     time.sleep(SECONDS_TO_SETTLE)
 

@@ -1,8 +1,8 @@
-"""Which life of a restarted run this is.
+"""Restart generation: how often the elastic agent has restarted this worker group.
 
-An elastic agent that starts the ranks anew keeps its store, with all that earlier lives left in it: the
-addresses of dead processes among it. Whoever reads one fails to connect, or waits for ever. So the ranks that
-were started together use a part of the store that no others use.
+The agent keeps its store when it restarts the ranks, with the keys of earlier generations in it, such as the
+addresses of processes that have ended. A rank that reads one fails to connect, or waits without end. So the
+ranks of one generation use a part of the store of their own.
 """
 
 from __future__ import annotations
@@ -19,95 +19,95 @@ from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
 LOOK_AGAIN = 0.5
-"""Seconds that a rank waits for the others before it looks whether another life has begun."""
+"""Seconds that a rank waits for the others before it looks whether another generation has begun."""
 
-_name: list[str] = []
-
-
-def name() -> str:
-    """Return a name of this life: the same on all ranks that use the same part of the store."""
-    return _name[0] if _name else _count()
+_generation: list[str] = []
 
 
-def store_of_this_life(topology: Topology, patience: timedelta) -> Store | None:
-    """Connect to the part of the agent's store that this life uses; called on all ranks.
+def generation() -> str:
+    """Return the name of this generation: the same on all ranks that use the same part of the store."""
+    return _generation[0] if _generation else _restart_count()
+
+
+def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
+    """Connect to the part of the agent's store that this generation uses. Called on all ranks.
 
     Args:
         topology: which process this is and where the others meet.
-        patience: how long the ranks may take to come together.
+        timeout: how long the ranks may take to come together.
 
     Returns:
-        The store; None where nothing outlives a restart, or nothing was restarted yet.
+        The store; None where no store outlives a restart, or nothing was restarted yet.
 
     Raises:
         StateError: a rank did not come in time.
     """
-    _name.clear()
+    _generation.clear()
     if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     on_one_machine = topology.local_size == topology.size
-    if on_one_machine and _count() == "0":
+    if on_one_machine and _restart_count() == "0":
         return None
     store = TCPStore(
-        str(topology.address), int(topology.port or 0), None, False, patience, wait_for_workers=False
+        str(topology.address), int(topology.port or 0), None, False, timeout, wait_for_workers=False
     )
-    # Agents of several machines count restarts on their own: their ranks have to find each other.
+    # Agents of several machines count restarts on their own: their ranks have to agree.
     if on_one_machine:
-        life = _count()
+        name = _restart_count()
     else:
         channel = StoreChannel(store, "generation", environ.current())
-        life = meet(channel, topology.rank, topology.size, patience)
-    _name[:] = [life]
-    return PrefixStore(f"life_{life}", store)
+        name = agree_on_generation(channel, topology.rank, topology.size, timeout)
+    _generation[:] = [name]
+    return PrefixStore(f"generation_{name}", store)
 
 
-def meet(channel: StoreChannel, rank: int, size: int, patience: timedelta) -> str:
-    """Return a name that all ranks started together get, and no others; called on all ranks.
+def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name that all ranks of one generation get, and no others. Called on all ranks.
 
-    Rank 0 offers a name. Each rank answers under that name with a word of its own, and rank 0 repeats the
-    words of all. A rank that does not find its own word there answered to an earlier life.
+    Rank 0 posts a name. Each other rank posts a token of its own under that name, and rank 0 posts the tokens
+    of all ranks. A rank that does not find its token there has read the name of an earlier generation.
 
     Args:
-        channel: a part of the store that all lives share.
+        channel: a part of the store that all generations share.
         rank: of this process.
         size: number of ranks.
-        patience: how long they may take.
+        timeout: how long they may take.
 
     Raises:
         StateError: a rank did not come in time.
     """
-    word, end = uuid4().hex, time.monotonic() + patience.total_seconds()
+    token, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        return _invite(channel, word, size, patience)
+        return _offer(channel, token, size, timeout)
     answered = ""
     while time.monotonic() < end:
-        life = channel.wait(["life"], LOOK_AGAIN)["life"]
-        if life is None:
+        name = channel.wait(["name"], LOOK_AGAIN)["name"]
+        if name is None:
             continue
-        if life != answered:
-            channel.post(f"{life}/{rank}", word)
-            answered = life
-        words = channel.wait([f"{life}/all"], LOOK_AGAIN)[f"{life}/all"]
-        if isinstance(words, list) and words[rank:][:1] == [word]:
-            return str(life)
-    raise _absent(0, patience)
+        if name != answered:
+            channel.post(f"{name}/{rank}", token)
+            answered = name
+        tokens = channel.wait([f"{name}/all"], LOOK_AGAIN)[f"{name}/all"]
+        if isinstance(tokens, list) and tokens[rank:][:1] == [token]:
+            return str(name)
+    raise _absent(0, timeout)
 
 
-def _invite(channel: StoreChannel, life: str, size: int, patience: timedelta) -> str:
-    channel.post("life", life)
-    found = channel.wait([f"{life}/{rank}" for rank in range(1, size)], patience.total_seconds())
-    words = [life, *found.values()]
-    if None in words:
-        raise _absent(words.index(None), patience)
-    channel.post(f"{life}/all", words)
-    return life
+def _offer(channel: StoreChannel, name: str, size: int, timeout: timedelta) -> str:
+    channel.post("name", name)
+    answers = channel.wait([f"{name}/{rank}" for rank in range(1, size)], timeout.total_seconds())
+    tokens = [name, *answers.values()]
+    if None in tokens:
+        raise _absent(tokens.index(None), timeout)
+    channel.post(f"{name}/all", tokens)
+    return name
 
 
-def _absent(rank: int, patience: timedelta) -> StateError:
+def _absent(rank: int, timeout: timedelta) -> StateError:
     return StateError(
-        f"Rank {rank} did not come within {patience.total_seconds():.0f} s: its machine may be down."
+        f"Rank {rank} did not come within {timeout.total_seconds():.0f} s: its machine may be down."
     )
 
 
-def _count() -> str:
+def _restart_count() -> str:
     return environ.current().get("TORCHELASTIC_RESTART_COUNT", "0")

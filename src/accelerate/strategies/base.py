@@ -37,7 +37,7 @@ class Preparer(Protocol):
     """Prepares one object at a time and remembers it; `Accelerator` is one.
 
     Strategies call these methods of the accelerator instead of their own, so a client that replaces one of
-    them on the accelerator is heard.
+    them on the accelerator takes effect.
     """
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module: ...

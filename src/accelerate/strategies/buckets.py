@@ -68,7 +68,7 @@ def _changes(replica: DistributedDataParallel) -> bool:
 
 
 def _noted_order(replica: DistributedDataParallel) -> list[int]:
-    """What torch takes down of the order; it does so before a pass, and after the first one is asked to."""
+    """The order that torch records: before a pass, and after the first one when asked to."""
     notes: Any = replica.logger
     for take_down in (lambda: None, notes.set_runtime_stats_and_log):
         take_down()

@@ -80,7 +80,7 @@ class FakeBackend:
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_table.CPU.__class__, "free_memory", lambda self, index=0: 10000)
     assert get_max_memory() == {"cpu": 10000}
-    monkeypatch.setattr(budget.catalogue, "detect", FakeBackend)
+    monkeypatch.setattr(budget.hardware_table, "detect", FakeBackend)
     assert get_max_memory() == {0: 1000, 1: 2000, "cpu": 10000}
     assert plan_memory(None) == {0: 900, 1: 1800, "cpu": 9000}
     assert plan_memory({0: 1000}) == {0: 1000}

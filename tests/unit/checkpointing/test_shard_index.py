@@ -1,4 +1,4 @@
-"""The catalogue of a folder of shards: written, read, and refused where it is something else."""
+"""The metadata of a folder of shards: written, read, and refused where it is something else."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_missing_and_damaged_catalogues_are_named(tmp_path: Path) -> None:
     shard_index.write(tmp_path, [pack([entry(0), entry(1)])])
     path = tmp_path / shard_index.NAME
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match="it is damaged, or no catalogue of shards"):
+    with pytest.raises(CheckpointError, match="it is damaged, or no metadata of shards"):
         shard_index.read(tmp_path, "model")
     path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="no catalogue of shards"):
+    with pytest.raises(CheckpointError, match="no metadata of shards"):
         shard_index.read(tmp_path, "model")

@@ -1,4 +1,4 @@
-"""Public probes over the catalogue."""
+"""Public probes over the table of hardware."""
 
 import sys
 

@@ -83,7 +83,7 @@ def test_a_process_takes_its_device_and_joins_its_group(
 
     monkeypatch.setattr(process_group, "open_group", open_group)
     monkeypatch.setattr(
-        "accelerate.state.environments.catalogue.XLA", SimpleNamespace(installed=lambda: False)
+        "accelerate.state.environments.hardware_table.XLA", SimpleNamespace(installed=lambda: False)
     )
     place = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     for name, text in {**place, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():

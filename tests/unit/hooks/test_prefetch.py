@@ -199,5 +199,5 @@ def test_which_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(lane_to(torch.device("meta"))) is Lane
     for module, kind in ((FakeModule(), StreamLane), (SimpleNamespace(), Lane)):
         backend = SimpleNamespace(torch_module=lambda module=module: module)
-        monkeypatch.setattr(prefetch.catalogue, "named", lambda name, backend=backend: backend)
+        monkeypatch.setattr(prefetch.hardware_table, "named", lambda name, backend=backend: backend)
         assert type(lane_to(torch.device("cuda", 0))) is kind

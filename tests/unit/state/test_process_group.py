@@ -96,13 +96,17 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("variables", "local", "expected"),
     [
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, 2, "life_2/key"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, 2, "generation_2/key"),
         ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}, 2, None),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "2"}, 2, None),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, 1, "life_met/key"),
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
+            1,
+            "generation_met/key",
+        ),
         ({}, 2, None),
     ],
-    ids=["restarted", "first life", "no agent's store", "several machines", "no agent"],
+    ids=["restarted", "first generation", "no agent's store", "several machines", "no agent"],
 )
 def test_restarted_ranks_see_nothing_of_earlier_lives(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], local: int, expected: str | None
@@ -110,7 +114,9 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     """The agent keeps its store; the addresses of dead processes in it made the new ones wait for ever."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(restarts, "meet", lambda *_: "met")  # agents of several machines count on their own
+    monkeypatch.setattr(
+        restarts, "agree_on_generation", lambda *_: "met"
+    )  # agents of several machines count on their own
     opened: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
     monkeypatch.setattr(dist, "barrier", lambda: None)

@@ -1,4 +1,4 @@
-"""Ranks that are started together find each other, whatever earlier lives left in the store."""
+"""Ranks that are started together find each other, whatever earlier generations left in the store."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def start(agent: dist.TCPStore, delays: dict[int, float], size: int) -> list[str
     def come(rank: int) -> str:
         time.sleep(delays[rank])
         client = dist.TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False)
-        return restarts.meet(StoreChannel(client, "", {}), rank, size, SECOND)
+        return restarts.agree_on_generation(StoreChannel(client, "", {}), rank, size, SECOND)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(come, delays))
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_each_life_has_a_name_of_its_own(first: int) -> None:
-    """Whoever is late: ranks that come before rank 0 see the life that has ended."""
+def test_each_generation_has_a_name_of_its_own(first: int) -> None:
+    """Whoever is late: ranks that come before rank 0 see the generation that has ended."""
     agent = open_agent()
     names = []
     for _ in range(3):
@@ -46,10 +46,10 @@ def test_each_life_has_a_name_of_its_own(first: int) -> None:
     assert len(set(names)) == 3
 
 
-def test_a_life_that_ended_before_all_had_come() -> None:
+def test_a_generation_that_ended_before_all_had_come() -> None:
     agent = open_agent()
     channel = StoreChannel(agent, "", {})
-    channel.post("life", "lost")
+    channel.post("name", "lost")
     channel.post("lost/1", "of the dead")
     assert len(set(start(agent, {1: 0.0, 2: 0.0, 0: 0.7}, 3))) == 1
 
@@ -65,7 +65,7 @@ def test_at_random() -> None:
 def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
     agent = open_agent()
     channel = StoreChannel(agent, "", {})
-    channel.post("life", "earlier")
+    channel.post("name", "earlier")
     channel.post("earlier/all", ["earlier", "another word"])
     with pytest.raises(StateError, match=f"Rank {missing} did not come within 1 s"):
-        restarts.meet(channel, rank, 2, timedelta(seconds=1))
+        restarts.agree_on_generation(channel, rank, 2, timedelta(seconds=1))

@@ -1,1 +1,1 @@
-"""One file for each subject; `settings.catalogue` lists them all, a worker loads only what it reads."""
+"""One file for each subject; `settings.section_list` lists all, a worker loads only what it reads."""

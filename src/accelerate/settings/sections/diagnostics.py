@@ -1,4 +1,4 @@
-"""What is done about processes that wait for each other in vain."""
+"""Hang detection: after what time it reports, and what it does."""
 
 from __future__ import annotations
 

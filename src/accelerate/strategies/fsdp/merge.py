@@ -156,7 +156,7 @@ def _read_pieces(folder: Path) -> tuple[ShardIndex, list[Piece]]:
 
     Raises:
         ConfigurationError: there is none.
-        CheckpointError: the catalogue is damaged.
+        CheckpointError: the metadata is damaged.
     """
     found = shard_index.read(folder, MODEL_KEY)
     entries = {place: found.metadata.state_dict_metadata[key] for place, key in found.places.items()}
