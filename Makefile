@@ -42,7 +42,7 @@ bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw
 	@missed=0; for each in $(filter-out benchmarks/pairing.py benchmarks/clients.py,$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$each || missed=1; echo; done; exit $$missed
 
-reference: $(VENV)/.test-installed ## write docs/reference and the JSON Schema anew from the declarations
+reference: $(VENV)/.test-installed ## write docs/reference, the JSON Schema and the list of files anew from the source
 	$(BIN)/python docs/write_reference.py
 
 pictures: $(BIN)/python ## draw docs/pictures anew
