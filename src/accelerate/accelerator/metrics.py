@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
 from accelerate.ops.dtensors import whole_tensors
-from accelerate.ops.record import calling_frame
+from accelerate.ops.flight_record import calling_frame
 
 logger = get_logger(__name__)
 
