@@ -80,7 +80,7 @@ class Accelerator(
             process.
         split_batches: whether each process gets a part of each batch instead of batches of its own; better
             set in `dataloader_config`.
-        mixed_precision: "no", "fp16" or "bf16"; the default is what the launcher set, else "no".
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; the default is what the launcher set, else "no".
         gradient_accumulation_steps: backward passes for each step of the optimizers.
         cpu: stay on the CPU although the machine has something faster.
         dataloader_config: how loaders are sharded; a live object, fields assigned later count at the next
