@@ -147,7 +147,8 @@ def _warn_of_other(counts: _Counts, rows: int | None) -> None:
         return
     if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
         return
-    if "site-packages" in Path(calling_frame(sys._getframe()).f_code.co_filename).parts:
+    file = Path(calling_frame(sys._getframe()).f_code.co_filename)
+    if {"site-packages", "dist-packages"} & set(file.parts):
         return  # an installed library asks: its user cannot change the call
     logger.warning_once(
         "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "

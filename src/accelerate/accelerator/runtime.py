@@ -183,13 +183,12 @@ def _accumulation_of(
 
 def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
-    is_cpu = (
-        state.device_backend == hardware_table.CPU
-    )  # whose number, if it has one, wrappers of torch do not take
+    backend = state.device_backend
     context = Context(
         topology=state.topology,
-        backend=state.device_backend,
-        device=hardware_table.CPU.device() if is_cpu else state.device,
+        backend=backend,
+        # Torch's wrappers refuse a number that means nothing.
+        device=state.device if backend.largest_index is None else backend.device(),
         request=request,
         mixed_precision=state.mixed_precision,
         gradients=gradient_state,

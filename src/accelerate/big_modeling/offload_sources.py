@@ -1,4 +1,4 @@
-"""The weights of modules that lie elsewhere than where they compute: found, kept in memory or on the disk."""
+"""Offload sources: the weights of offloaded modules, in CPU memory or on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process has of a tensor that lies in parts on several: boxes, each with its place in the whole."""
+"""The local shards of a tensor: for each its values, and its offsets in the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part: one thing that is saved and loaded, with the file it lies in."""
+"""Part: one object that is saved and loaded, and the name of its file."""
 
 from __future__ import annotations
 

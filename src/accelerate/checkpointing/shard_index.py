@@ -1,4 +1,4 @@
-"""The file that tells what lies where in a folder of shards: `.metadata`, as torch's own reader takes it."""
+"""The file `.metadata` of a folder of shards: which file holds which shard, as DCP's reader expects it."""
 
 from __future__ import annotations
 

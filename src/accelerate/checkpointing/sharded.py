@@ -1,4 +1,4 @@
-"""Parts that lie in shards: models and optimizers, of which each process saves and reads its own."""
+"""Sharded models and optimizers: each process saves and reads its own shards."""
 
 from __future__ import annotations
 

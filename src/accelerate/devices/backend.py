@@ -39,6 +39,8 @@ class DeviceBackend:
         lacks: Names of torch dtypes it cannot compute in.
         probe_variables: Variables set while it is asked whether it is available, so that asking starts no
             driver and the process can still be forked.
+        largest_index: The largest number that torch takes in the name of a device where all numbers mean the
+            same device, as for the CPU; None: numbers tell devices apart.
     """
 
     name: str
@@ -52,6 +54,7 @@ class DeviceBackend:
     own_scaler: bool = False
     lacks: frozenset[str] = frozenset()
     probe_variables: tuple[tuple[str, str], ...] = ()
+    largest_index: int | None = None
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""

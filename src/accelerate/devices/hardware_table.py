@@ -123,6 +123,7 @@ CPU = CpuBackend(
     visible_env=None,
     module="torch.cpu",
     rng_type=RNGType.TORCH,
+    largest_index=127,
 )
 
 # In the order in which they are asked; the CPU always answers.

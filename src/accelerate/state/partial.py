@@ -20,9 +20,6 @@ from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import SharedDict, SharedState
 from accelerate.state.topology import Topology
 
-LAST_CPU = 127
-"""The highest number that torch takes for a device."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -186,8 +183,6 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
 def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     """Return the device of this name; None when it has no number.
 
-    The number of a CPU is any number: torch takes all of them for the same device.
-
     Raises:
         ConfigurationError: this machine has no such device.
     """
@@ -195,13 +190,14 @@ def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
     number = name.partition(":")[2]
     if count and not number:
         return None
-    last = LAST_CPU if backend == hardware_table.CPU else count - 1
+    last = count - 1 if backend.largest_index is None else backend.largest_index
     if not number.isdecimal() or len(number) > len(str(count + last)) or int(number) > last:
         seen = f"this process sees {count} devices of that kind"
+        limit = seen if backend.largest_index is None else f"torch counts {backend.label}s up to {last}"
         raise wrong_value(
             "ACCELERATE_TORCH_DEVICE",
             name,
-            f"torch counts CPUs up to {last}" if backend == hardware_table.CPU else seen,
+            limit,
             "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE",
         )
     return torch.device(name)

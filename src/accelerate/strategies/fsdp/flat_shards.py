@@ -1,4 +1,4 @@
-"""States in shards under FSDP 1: each process saves the ranges of elements that lie in its flat parameters.
+"""Sharded state dicts under FSDP 1: each process saves the elements in its own flat parameters.
 
 Nothing is gathered and no process talks to another. A range of elements is cut into boxes of the tensor that
 the user knows, so that any other layout can read it.
