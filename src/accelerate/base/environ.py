@@ -58,17 +58,17 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     return answer if to_bool else int(answer)
 
 
-def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+def get_int_from_env(env_keys: str | Iterable[str], default: int) -> int:
     """Return the first variable that holds a number that is not negative.
 
     Args:
-        env_keys: Names of variables, in the order they are tried.
+        env_keys: Names of variables, in the order they are tried; a string is one name.
         default: The answer when none is set; a negative number counts as not set.
 
     Raises:
         ConfigurationError: If a variable holds something that is not a whole number.
     """
-    for key in env_keys:
+    for key in [env_keys] if isinstance(env_keys, str) else env_keys:
         value = os.environ.get(key, "")
         if not value:
             continue
