@@ -13,8 +13,8 @@ from accelerate.launch import explain
 from accelerate.launch.backends.base import LAUNCHERS, launcher_for
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
-from accelerate.settings.merge import FLAG, Layer, Settings, merge
+from accelerate.launch.resolve import resolve_plan
+from accelerate.settings.merge import FLAG, Layer, Settings, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "0.25"))
 SECRET = {"aws_access_key_id": "AKIA-OPEN", "aws_secret_access_key": "HUSH"}
@@ -47,7 +47,7 @@ def made(name: str) -> tuple[LaunchPlan, Settings]:
         mpi_version=lambda: "HYDRA build details:",
         read_file=lambda path: "a\nb\n",
     )
-    return resolve(merge(Layer(FLAG, {**SECRET, **CASES[name]})), here, TARGET)
+    return resolve_plan(merge_layers(Layer(FLAG, {**SECRET, **CASES[name]})), here, TARGET)
 
 
 def test_each_launcher_has_a_case() -> None:

@@ -9,12 +9,12 @@ import torch
 
 from accelerate.devices.hardware_table import CPU
 from accelerate.precision.base import Precision
-from accelerate.precision.resolve import FORMATS, PrecisionRequest, resolve
+from accelerate.precision.resolve import FORMATS, PrecisionRequest, resolve_precision
 
 
 @pytest.fixture(params=sorted(FORMATS))
 def precision(request: pytest.FixtureRequest) -> Precision:
-    return resolve(PrecisionRequest(request.param, CPU))
+    return resolve_precision(PrecisionRequest(request.param, CPU))
 
 
 def test_convert_returns_the_module_it_was_given(precision: Precision) -> None:

@@ -26,10 +26,10 @@ from accelerate.diagnostics.watching import read_limits
 from accelerate.launch import explain
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import Target
-from accelerate.launch.resolve import resolve
+from accelerate.launch.resolve import resolve_plan
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import load_config_from_file
-from accelerate.settings.merge import Layer, Settings, merge
+from accelerate.settings.merge import Layer, Settings, merge_layers
 from accelerate.settings.migrations import convert_config_to_fsdp2, fsdp2_notes, migrate
 from accelerate.settings.option import Section
 from accelerate.settings.section_list import SECTIONS
@@ -162,7 +162,7 @@ def names(problem: str, name: str) -> bool:
 
 def plan(merged: Settings, *words: str) -> None:
     """Decide what a launch would start, and write it for people and for machines."""
-    found, chosen = resolve(merged, MACHINE, Target("script", "train.py", words))
+    found, chosen = resolve_plan(merged, MACHINE, Target("script", "train.py", words))
     json.loads(explain.as_json(found, chosen))
     assert explain.as_text(found, chosen)
 
@@ -177,7 +177,7 @@ def use_file(content: bytes, name: str) -> None:
         assert str(path) in problem or read
         if problem:
             return
-        refused(lambda: plan(merge(file_layer.layer(path, "file"))))
+        refused(lambda: plan(merge_layers(file_layer.layer(path, "file"))))
         refused(lambda: yaml.safe_dump(load_config_from_file(str(path)).to_dict()))
         refused(lambda: json.dumps(load_config_from_file(str(path)).to_dict(), sort_keys=True))
         refused(lambda: (convert_config_to_fsdp2(read[0]), fsdp2_notes(read[0])))
@@ -191,7 +191,7 @@ def test_each_key_of_a_file_takes_a_value_or_is_named(place: tuple[str, str], va
     mapping = {where: {key: value}} if where else {key: value}
     problem = refused(lambda: values.update(file_layer.check(migrate(mapping)[0], Path("file"))))
     assert not problem or names(problem, key)
-    refused(lambda: plan(merge(Layer("file", values))))
+    refused(lambda: plan(merge_layers(Layer("file", values))))
 
 
 @many(200)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator import checkpoint_items
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin
-from accelerate.base.progress_bar import progress_bar, size_of
+from accelerate.base.progress import progress_bar, size_of
 from accelerate.base.text import describe
 from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.changes import Change, apply_all

@@ -17,7 +17,7 @@ from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.training import GradientAccumulationPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.state.accelerator_state import ONE_STATE
-from accelerate.strategies import Context, RunRequest, Strategy, resolve
+from accelerate.strategies import Context, RunRequest, Strategy, resolve_strategy
 from accelerate.strategies.base import Prepared
 from accelerate.tracking.outlet import Outlets
 
@@ -194,8 +194,7 @@ def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
         gradients=gradient_state,
         mesh=state.device_mesh,
     )
-    runtime = Runtime(
-        request, state, gradient_state, resolve(request, state.topology, state.device_backend.name)(context)
-    )
+    strategy = resolve_strategy(request, state.topology, state.device_backend.name)
+    runtime = Runtime(request, state, gradient_state, strategy(context))
     watching.start(PartialState(), environ.current())
     return runtime

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.progress_bar import advance, expect, progress_bar
+from accelerate.base.progress import advance, expect, progress_bar
 from accelerate.big_modeling.broadcast import Opened, receive_weights
 from accelerate.big_modeling.checking import check_device_map, check_places
 from accelerate.big_modeling.moves import (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from accelerate.base.constants import RNG_STATE_NAME
 from accelerate.base.errors import CheckpointError, as_builtin, wrong_value
-from accelerate.base.progress_bar import expect, for_threads
+from accelerate.base.progress import expect, for_threads
 from accelerate.base.text import listed
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.consensus import Consensus

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.base.errors import CheckpointError
-from accelerate.base.progress_bar import expect
+from accelerate.base.progress import expect
 from accelerate.checkpointing import folder, manifest, temporary
 
 PATTERN = re.compile(r"checkpoint_(\d+)")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from accelerate.base.errors import CheckpointError
-from accelerate.base.progress_bar import expect, for_threads, is_shown
+from accelerate.base.progress import expect, for_threads, is_shown
 from accelerate.base.text import describe
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.consensus import Consensus

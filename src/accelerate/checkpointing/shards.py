@@ -22,7 +22,7 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, wrong_value
-from accelerate.base.progress_bar import progress_bar, size_of
+from accelerate.base.progress import progress_bar, size_of
 from accelerate.base.text import convert_file_size_to_int, listed
 from accelerate.weights.files import write_torch, write_whole_tensors
 from accelerate.weights.index import read_weight_map

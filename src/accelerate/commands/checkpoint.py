@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.base.progress_bar import progress_bar
+from accelerate.base.progress import progress_bar
 from accelerate.base.text import convert_bytes
 from accelerate.commands.utils import make_parser, run_command
 

@@ -20,14 +20,14 @@ from accelerate.launch import machine
 from accelerate.launch.backends.base import Launcher, launcher_for
 from accelerate.launch.failures import collect
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.recording import recording
-from accelerate.launch.resolve import choose_cpu_or_devices, resolve
+from accelerate.launch.recording import record_failures
+from accelerate.launch.resolve import choose_cpu_or_devices, resolve_plan
 from accelerate.settings import env, file_layer, flags, pet
 from accelerate.settings.file_layer import default_config_file as default_config_file
 from accelerate.settings.flags import CustomHelpFormatter
 from accelerate.settings.flags import clean_option as clean_option
 from accelerate.settings.flags import options_to_group as options_to_group
-from accelerate.settings.merge import Layer, Settings, merge
+from accelerate.settings.merge import Layer, Settings, merge_layers
 
 _CONSTANTS = "accelerate.base.constants"
 _AVAILABILITY = "accelerate.devices.availability"
@@ -185,7 +185,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
     if path is not None:
         layers.append(file_layer.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
     present = environ.current()
-    return pet.apply(merge(*layers, env.layer(present), flags.layer(args)), present)
+    return pet.apply(merge_layers(*layers, env.layer(present), flags.layer(args)), present)
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
@@ -196,7 +196,7 @@ def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     """
     settings = choose_cpu_or_devices(read_settings(args))
     here = machine.look(environ.current(), cpu=settings.values["cpu"])
-    return resolve(settings, here, Target.of(args))
+    return resolve_plan(settings, here, Target.of(args))
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -228,7 +228,7 @@ def _run(launcher: Launcher, plan: LaunchPlan) -> int:
     """Run a plan; when it fails, the last thing on the screen says how and why."""
     keep = plan.rendezvous.log_dir
     folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
-    recorded = recording(plan, folder)
+    recorded = record_failures(plan, folder)
     try:
         code = launcher.run(recorded)
     except BaseException:

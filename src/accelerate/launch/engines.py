@@ -39,11 +39,11 @@ def check_engine(settings: Settings, machine: Machine) -> None:
         return
     config = checks.read_config(values[FILE], where(settings, FILE))
     checks.straighten(config)
-    checks.refuse_all(checks.problems_of_config(config), f"Correct {values[FILE]}")
+    checks.refuse_config(checks.problems_of_config(config), f"Correct {values[FILE]}")
     found = {name: checks.look_up(config, key) for name, key in checks.KEYS.items()}
     _check_fields({name: value for name, value in found.items() if value not in (None, checks.AUTO)})
 
 
 def _check_fields(told: dict[str, Any]) -> None:
     fields: Any = SimpleNamespace(**{**checks.USUAL, **told})
-    checks.refuse_all(checks.problems_of_fields(fields), "Correct them")
+    checks.refuse_config(checks.problems_of_fields(fields), "Correct them")

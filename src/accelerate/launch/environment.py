@@ -25,7 +25,7 @@ def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
     return ids
 
 
-def environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
+def worker_environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
     """The variables that the workers get in addition to those of this process."""
     added = env.encode(settings)
     ids = device_ids(settings.values["gpu_ids"])

@@ -22,7 +22,7 @@ from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
 from accelerate.settings import env
 from accelerate.settings.config_file import SageMakerConfig
-from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge
+from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge_layers
 from accelerate.settings.option import Section
 from accelerate.settings.sections.deepspeed import DeepSpeedSection
 from accelerate.settings.sections.dynamo import DynamoSection
@@ -56,7 +56,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         if value is not None:
             values[name] = row.read(value, f"--{name}")
     values["cpu"] = bool(held.get("cpu")) or bool(held.get("use_cpu"))
-    return merge(Layer(FLAG, values))
+    return merge_layers(Layer(FLAG, values))
 
 
 def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> dict[str, str]:
@@ -231,7 +231,7 @@ def sagemaker_plan(config: SageMakerConfig, args: argparse.Namespace) -> LaunchP
     rows = all_options()
     dynamo = {name: value for name, value in (config.dynamo_config or {}).items() if name in rows}
     given = {name: rows[name].read(value, name) for name, value in {**dynamo, **held, **flags}.items()}
-    settings = merge(Layer(FLAG, {**given, "compute_environment": "AMAZON_SAGEMAKER"}))
+    settings = merge_layers(Layer(FLAG, {**given, "compute_environment": "AMAZON_SAGEMAKER"}))
     plan = LaunchPlan("sagemaker", Target.of(args), machines=settings.values["num_machines"])
     return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
 

@@ -12,7 +12,7 @@ RECORDED = ("local", "elastic")
 """Launchers that start the script themselves; the others start programs that do, or that we cannot change."""
 
 
-def recording(plan: LaunchPlan, folder: Path) -> LaunchPlan:
+def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
     """A plan whose processes write down what ends them; the same plan where that cannot be had.
 
     Args:

@@ -12,7 +12,7 @@ from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
 from accelerate.devices.hardware_table import CPU
 from accelerate.launch.backends.base import Launcher, launcher_named
 from accelerate.launch.engines import check_engine
-from accelerate.launch.environment import device_ids, environment
+from accelerate.launch.environment import device_ids, worker_environment
 from accelerate.launch.layout import CHOSEN as CHOSEN
 from accelerate.launch.layout import (
     check_layout,
@@ -35,7 +35,7 @@ NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_
 """Ways of training that need a process group, even with one process."""
 
 
-def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
+def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
     """Decide what to start.
 
     Args:
@@ -75,7 +75,7 @@ def resolve(settings: Settings, machine: Machine, target: Target) -> tuple[Launc
         machine=settings.values["machine_rank"],
         rendezvous=rendezvous,
         shares=shares,
-        environment=environment(settings, machine, name),
+        environment=worker_environment(settings, machine, name),
         notes=(*settings.notes, *_idle_notes(settings), *starter_notes, *notes, *port_notes),
     )
     plan = replace(plan, notes=(*plan.notes, *_layout_note(plan)))
@@ -90,7 +90,7 @@ def _plan_elsewhere(name: str, settings: Settings, machine: Machine, target: Tar
         target=target,
         processes=given if given and given > 0 else 1,
         machines=settings.values["num_machines"],
-        environment=environment(settings, machine, name),
+        environment=worker_environment(settings, machine, name),
         notes=settings.notes,
     )
     return replace(plan, details=launcher_named(name).details(settings, machine, plan))

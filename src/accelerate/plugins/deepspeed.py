@@ -15,7 +15,7 @@ from accelerate.plugins import deepspeed_choices as choices
 from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
 from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
 from accelerate.settings import deepspeed_checks as checks
-from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, refuse_all
+from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, refuse_config
 from accelerate.settings.sections.deepspeed import OffloadDevice
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DeepSpeedPlugin:
             self._take_fields(given, found) if source is None else self._take_config(source, given, found)
         )
         problems += checks.problems_of_fields(self)
-        refuse_all(problems, "Correct them; 'auto' in the configuration takes over what is told elsewhere")
+        refuse_config(problems, "Correct them; 'auto' in the configuration takes the value of the plugin")
         self.zero_stage = int(self.zero_stage)
         self.hf_ds_config.set_stage_and_offload()
         self.deepspeed_config: Any = self.hf_ds_config.config
@@ -121,7 +121,7 @@ class DeepSpeedPlugin:
         self.hf_ds_config = source if kept else HfDeepSpeedConfig(source)
         config = self.hf_ds_config.config
         checks.straighten(config)
-        refuse_all(checks.problems_of_config(config), "Correct the configuration")
+        refuse_config(checks.problems_of_config(config), "Correct the configuration")
         choices.tell_typos(config)
         filling = choices.filling_of(given, found)
         choices.add_missing(config, filling.values)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.base.errors import shown, wrong_value
-from accelerate.settings.deepspeed_checks import AUTO, STAGE, read_config, refuse_all
+from accelerate.settings.deepspeed_checks import AUTO, STAGE, read_config, refuse_config
 
 OFFLOADING = ("cpu", "nvme")
 OFFLOAD_DEVICES = (
@@ -191,7 +191,9 @@ class Filling:
             *self.mismatches,
             *(f"{name} is 'auto', and nothing says its value{self._hint(name)}" for name in self.missing),
         ]
-        refuse_all(lines, "Correct the configuration; where a value is told elsewhere, 'auto' takes it over")
+        refuse_config(
+            lines, "Correct the configuration; 'auto' takes the value of the plugin"
+        )
 
 
 class Filled:

@@ -140,7 +140,7 @@ RECIPES = tuple(library.recipe for library in _FP8.values())
 """What says how FP8 numbers are scaled."""
 
 
-def resolve(request: PrecisionRequest) -> Precision:
+def resolve_precision(request: PrecisionRequest) -> Precision:
     """Return the number format for `request`.
 
     Raises:

@@ -84,7 +84,7 @@ class Fields(Protocol):
     gradient_clipping: Any
 
 
-def refuse_all(problems: list[str], fix: str) -> None:
+def refuse_config(problems: list[str], fix: str) -> None:
     """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
 
     Args:

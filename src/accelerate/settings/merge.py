@@ -81,7 +81,7 @@ class Settings:
             yield row, self.values[name], self.source(name)
 
 
-def merge(*layers: Layer) -> Settings:
+def merge_layers(*layers: Layer) -> Settings:
     """Lay layers over the built-in values.
 
     Args:

@@ -20,8 +20,7 @@ from accelerate.hooks.offloaded import get_state_dict_offloaded_model, is_any_of
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision.base import Precision
-from accelerate.precision.resolve import RECIPES, PrecisionRequest
-from accelerate.precision.resolve import resolve as resolve_precision
+from accelerate.precision.resolve import RECIPES, PrecisionRequest, resolve_precision
 from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
 from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters, names_by_group

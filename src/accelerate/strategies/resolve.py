@@ -12,7 +12,7 @@ from accelerate.strategies.request import RunRequest
 from accelerate.strategies.single import SingleProcess
 
 
-def resolve(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
+def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
     """Return the strategy for a run.
 
     Args:

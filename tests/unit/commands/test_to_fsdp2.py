@@ -11,7 +11,7 @@ import yaml
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands.to_fsdp2 import load_config, main
 from accelerate.settings import file_layer
-from accelerate.settings.merge import merge
+from accelerate.settings.merge import merge_layers
 from accelerate.settings.migrations import (
     ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING,
@@ -50,7 +50,7 @@ def test_a_real_file_is_converted_and_launches(
     out = capsys.readouterr().out
     assert "fsdp_backward_prefetch is left out: FSDP 2 needs no such setting" in out
     assert "fsdp_forward_prefetch is left out: it cannot be set for FSDP 2 yet" in out
-    settings = merge(file_layer.layer(target, "file"))
+    settings = merge_layers(file_layer.layer(target, "file"))
     assert (settings.values["use_fsdp"], settings[FsdpSection].fsdp_version) == (True, 2)
 
 

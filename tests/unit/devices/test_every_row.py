@@ -13,11 +13,11 @@ from accelerate.base.enums import DistributedType, RNGType
 from accelerate.big_modeling.budget import get_max_memory
 from accelerate.devices import hardware_table
 from accelerate.devices.hardware_table import BACKENDS, CPU, MPS, XLA
-from accelerate.launch.environment import environment
+from accelerate.launch.environment import worker_environment
 from accelerate.launch.machine import Machine
 from accelerate.precision.amp import MixedPrecision
 from accelerate.rng import _source_of, set_seed
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 from accelerate.state import PartialState, process_group
 from accelerate.state.partial import _label
 from accelerate.state.topology import Topology
@@ -98,8 +98,8 @@ def test_a_process_takes_its_device_and_joins_its_group(
 
 
 def test_chosen_devices_are_told_in_its_variable(backend: Any) -> None:
-    settings = merge(Layer(FLAG, {"gpu_ids": "0,2"}))
-    told = environment(settings, Machine(hardware=backend, devices=4), "elastic")
+    settings = merge_layers(Layer(FLAG, {"gpu_ids": "0,2"}))
+    told = worker_environment(settings, Machine(hardware=backend, devices=4), "elastic")
     assert backend.visible_env is None or told[backend.visible_env] == "0,2"
     named = {row.visible_env for row in BACKENDS if row.visible_env} & set(told)
     assert named == ({backend.visible_env} if backend.visible_env else set())

@@ -16,7 +16,7 @@ from accelerate.launch.command import (
 )
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.settings import flags
-from accelerate.settings.merge import FLAG, Layer, all_options, merge
+from accelerate.settings.merge import FLAG, Layer, all_options, merge_layers
 from accelerate.settings.option import Option
 
 ARGUMENTS = ("--help", "--", "-m", "x y")
@@ -85,13 +85,13 @@ def another_value(row: Option) -> Any:
 
 @pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
 def test_words_for_another_machine_give_the_same_value_there(row: Option) -> None:
-    settings = merge(Layer(FLAG, {row.name: another_value(row)}))
+    settings = merge_layers(Layer(FLAG, {row.name: another_value(row)}))
     words = accelerate_command(settings, Target("module", "a.b", ("--c",)))
     assert words[: len(AGENT)] == list(AGENT)
     parsed = launch_command_parser().parse_args(words[3:])
     assert (parsed.module, parsed.training_script, parsed.training_script_args) == (True, "a.b", ["--c"])
-    assert merge(flags.layer(parsed)).values[row.name] == settings.values[row.name]
+    assert merge_layers(flags.layer(parsed)).values[row.name] == settings.values[row.name]
 
 
 def test_secrets_are_no_words() -> None:
-    assert flags.words(merge(Layer(FLAG, {"aws_secret_access_key": "hush"}))) == []
+    assert flags.words(merge_layers(Layer(FLAG, {"aws_secret_access_key": "hush"}))) == []

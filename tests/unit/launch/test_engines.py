@@ -12,11 +12,11 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.engines import check_engine
 from accelerate.launch.machine import Machine
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 
 def check(hardware: Any = CPU, **flags: Any) -> None:
-    check_engine(merge(Layer(FLAG, {"use_deepspeed": True, **flags})), Machine(hardware=hardware))
+    check_engine(merge_layers(Layer(FLAG, {"use_deepspeed": True, **flags})), Machine(hardware=hardware))
 
 
 def written(folder: Path, config: Any) -> str:
@@ -58,4 +58,4 @@ def test_all_that_is_wrong_in_a_file_is_said(tmp_path: Path) -> None:
 
 
 def test_other_ways_of_training_are_not_looked_at() -> None:
-    check_engine(merge(Layer(FLAG, {"deepspeed_config_file": "missing.json"})), Machine())
+    check_engine(merge_layers(Layer(FLAG, {"deepspeed_config_file": "missing.json"})), Machine())

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from accelerate.devices.hardware_table import CUDA, NPU
-from accelerate.launch.environment import device_ids, environment
+from accelerate.launch.environment import device_ids, worker_environment
 from accelerate.launch.machine import Machine
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 
 def test_device_ids_are_split() -> None:
@@ -16,8 +16,8 @@ def test_device_ids_are_split() -> None:
 
 
 def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> None:
-    settings = merge(Layer(FLAG, {"gpu_ids": "0,2"}))
-    assert environment(settings, Machine(NPU, 4), "elastic")["ASCEND_RT_VISIBLE_DEVICES"] == "0,2"
+    settings = merge_layers(Layer(FLAG, {"gpu_ids": "0,2"}))
+    assert worker_environment(settings, Machine(NPU, 4), "elastic")["ASCEND_RT_VISIBLE_DEVICES"] == "0,2"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> Non
 def test_kernels_of_megatron_come_in_one_queue(
     fields: dict[str, Any], present: dict[str, str], queues: str | None
 ) -> None:
-    settings = merge(Layer(FLAG, {"use_megatron_lm": True, **fields}))
-    added = environment(settings, Machine(CUDA, 4, environ=present), "elastic")
+    settings = merge_layers(Layer(FLAG, {"use_megatron_lm": True, **fields}))
+    added = worker_environment(settings, Machine(CUDA, 4, environ=present), "elastic")
     assert added.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues

@@ -5,8 +5,8 @@ import json
 from accelerate.launch.explain import as_json, as_text
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import Target
-from accelerate.launch.resolve import resolve
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.launch.resolve import resolve_plan
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 LAYERS = (
     Layer("/home/me/config.yaml", {"mixed_precision": "bf16", "use_fsdp": True}),
@@ -15,7 +15,9 @@ LAYERS = (
 
 
 def explained() -> tuple[str, str]:
-    plan, settings = resolve(merge(*LAYERS), Machine(cores=4), Target("script", "my train.py", ("--lr", "1")))
+    plan, settings = resolve_plan(
+        merge_layers(*LAYERS), Machine(cores=4), Target("script", "my train.py", ("--lr", "1"))
+    )
     return as_text(plan, settings), as_json(plan, settings)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.recording import folder_of, recording
+from accelerate.launch.recording import folder_of, record_failures
 
 
 def make_plan(target: Target, launcher: str = "local", **meeting: str) -> LaunchPlan:
@@ -24,10 +24,10 @@ def make_plan(target: Target, launcher: str = "local", **meeting: str) -> Launch
 
 
 def test_scripts_and_modules_are_started_by_the_entry() -> None:
-    plan = recording(make_plan(Target("script", "train.py", ("--lr", "1"))), Path("here"))
+    plan = record_failures(make_plan(Target("script", "train.py", ("--lr", "1"))), Path("here"))
     assert plan.target == Target("script", str(ENTRY), ("train.py", "--lr", "1"))
     assert plan.environment == {"A": "b", FOLDER_VARIABLE: "here"}
-    module = recording(make_plan(Target("module", "pkg.train", ("x",)), "elastic"), Path("here"))
+    module = record_failures(make_plan(Target("module", "pkg.train", ("x",)), "elastic"), Path("here"))
     assert module.target.arguments == ("-m", "pkg.train", "x")
 
 
@@ -36,16 +36,16 @@ def test_scripts_and_modules_are_started_by_the_entry() -> None:
 )
 def test_what_cannot_be_recorded_is_left_alone(kind: str, launcher: str) -> None:
     plan = make_plan(Target(kind, "x"), launcher)  # type: ignore[arg-type]
-    assert recording(plan, Path("here")) is plan
+    assert record_failures(plan, Path("here")) is plan
 
 
 def test_kept_logs_hold_whole_tracebacks() -> None:
     for meeting in ({"log_dir": "logs"}, {"tee": "3"}):
-        plan = recording(make_plan(Target("script", "x"), **meeting), Path("here"))
+        plan = record_failures(make_plan(Target("script", "x"), **meeting), Path("here"))
         assert plan.environment[VERBOSE_VARIABLE] == "1"
 
 
 def test_the_folder_is_that_of_a_recorded_plan() -> None:
     plan = make_plan(Target("script", "x"))
-    assert folder_of(recording(plan, Path("here"))) == Path("here")
+    assert folder_of(record_failures(plan, Path("here"))) == Path("here")
     assert folder_of(plan) is None

@@ -10,9 +10,9 @@ from accelerate.base.errors import ConfigurationError, LaunchError
 from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import CHOSEN, resolve
+from accelerate.launch.resolve import CHOSEN, resolve_plan
 from accelerate.settings import file_layer
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
 FILES = {"hosts": "first\nsecond slots=2\n", "one": "localhost\n"}
@@ -35,7 +35,7 @@ def machine(
 
 
 def plan(here: Machine, *, layers: tuple[Layer, ...] = (), **flags: Any) -> LaunchPlan:
-    return resolve(merge(*layers, Layer(FLAG, flags)), here, TARGET)[0]
+    return resolve_plan(merge_layers(*layers, Layer(FLAG, flags)), here, TARGET)[0]
 
 
 def test_a_machine_without_devices_runs_one_process_and_says_so() -> None:
@@ -287,7 +287,7 @@ def test_a_value_of_a_file_is_blamed_on_the_file() -> None:
 
 
 def test_values_chosen_here_are_marked() -> None:
-    _, settings = resolve(merge(), machine(2), TARGET)
+    _, settings = resolve_plan(merge_layers(), machine(2), TARGET)
     assert settings.values["num_processes"] == 2
     assert settings.source("num_processes") == CHOSEN
 

@@ -13,7 +13,7 @@ from accelerate.plugins.deepspeed_config import (
     HfDeepSpeedConfig,
     leaves,
     read_config,
-    refuse_all,
+    refuse_config,
     same_value,
     without_auto,
 )
@@ -127,9 +127,9 @@ def test_values_that_yield_are_told_apart():
 
 
 def test_nothing_is_refused_without_problems():
-    refuse_all([], "fix")
+    refuse_config([], "fix")
     with pytest.raises(ConfigurationError, match=r"\n- one\n- two\nFix it\."):
-        refuse_all(["one", "two"], "Fix it")
+        refuse_config(["one", "two"], "Fix it")
 
 
 @pytest.mark.parametrize(

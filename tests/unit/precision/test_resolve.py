@@ -14,24 +14,24 @@ from accelerate.plugins.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeK
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
-from accelerate.precision.resolve import PrecisionRequest, resolve
+from accelerate.precision.resolve import PrecisionRequest, resolve_precision
 from accelerate.state import PartialState
 
-module = sys.modules[resolve.__module__]  # the package has a function of its name
+module = sys.modules[resolve_precision.__module__]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("no", Precision), ("bf16", MixedPrecision), ("fp16", ScaledPrecision)]
 )
 def test_each_name_has_its_class(name: str, kind: type[Precision]) -> None:
-    precision = resolve(PrecisionRequest(name, CPU))
+    precision = resolve_precision(PrecisionRequest(name, CPU))
     assert type(precision) is kind
     assert precision.name == name
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="mixed_precision='fp4'.*no, bf16, fp16, fp8"):
-        resolve(PrecisionRequest("fp4", CPU))
+        resolve_precision(PrecisionRequest("fp4", CPU))
 
 
 class Library:
@@ -48,7 +48,7 @@ class Library:
         monkeypatch.setattr(module, "_FP8", rows)
 
     def choose(self, *recipes: KwargsHandler, named: str | None = None) -> Any:
-        return resolve(PrecisionRequest("fp8", CPU, recipes=recipes, fp8_library=named))
+        return resolve_precision(PrecisionRequest("fp8", CPU, recipes=recipes, fp8_library=named))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_for_another_format_is_told_of(states: None, caplog: pytest.LogCaptureFixture) -> None:
     PartialState()
-    resolve(PrecisionRequest("bf16", CPU, recipes=[TERecipeKwargs()]))
+    resolve_precision(PrecisionRequest("bf16", CPU, recipes=[TERecipeKwargs()]))
     assert "TERecipeKwargs has no effect" in caplog.text
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require", packages.require)
     with pytest.raises(MissingPackageError, match="ms-amp"):
-        resolve(PrecisionRequest("fp8", CPU, fp8_library="msamp"))
+        resolve_precision(PrecisionRequest("fp8", CPU, fp8_library="msamp"))

@@ -13,7 +13,7 @@ from accelerate.base.environ import patch_environment
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.settings.merge import merge
+from accelerate.settings.merge import merge_layers
 from accelerate.settings.option import Option
 from accelerate.settings.section_list import SECTIONS
 
@@ -41,7 +41,7 @@ def test_files_shipped_by_other_projects_load_and_write_back(path: Path, tmp_pat
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_such_files_choose_the_way_of_training(path: Path) -> None:
-    settings = merge(file_layer.layer(path, "file"))
+    settings = merge_layers(file_layer.layer(path, "file"))
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     assert settings.values["use_fsdp"] == (kind == "FSDP")
     assert settings.values["use_deepspeed"] == (kind == "DEEPSPEED")
@@ -171,7 +171,7 @@ def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
     assert isinstance(config, SageMakerConfig)
     assert config.region == "eu-west-1"
     assert config.use_cpu is False
-    settings = merge(file_layer.layer(path, "file"))
+    settings = merge_layers(file_layer.layer(path, "file"))
     assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
 
 

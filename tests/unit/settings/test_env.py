@@ -7,7 +7,7 @@ import pytest
 
 from accelerate.base.errors import ConfigurationError
 from accelerate.settings import env
-from accelerate.settings.merge import FLAG, Layer, all_options, merge
+from accelerate.settings.merge import FLAG, Layer, all_options, merge_layers
 from accelerate.settings.option import Option, Section
 from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections.dynamo import DynamoSection
@@ -44,7 +44,7 @@ def test_what_the_launcher_writes_the_worker_reads(section: type[Section]) -> No
     """Flag -> settings -> environment -> worker is the identity, for every option with a variable."""
     rows = [row for row in section.options() if row.variables]
     values = {**SWITCHED_ON, **{row.name: other_value(row) for row in rows}}
-    written = env.encode(merge(Layer(FLAG, values)), (section,))
+    written = env.encode(merge_layers(Layer(FLAG, values)), (section,))
     decoded = env.decode(section, written)
     for row in rows:
         spelled = row.spell(values[row.name]) if len(row.variables) == 1 else True
@@ -60,8 +60,8 @@ def test_an_empty_environment_gives_the_built_in_values(section: type[Section]) 
 
 
 def test_a_section_that_is_not_active_writes_nothing() -> None:
-    assert not env.encode(merge(), (Fp8Section,))
-    assert env.encode(merge(Layer(FLAG, {"mixed_precision": "fp8"})), (Fp8Section,))
+    assert not env.encode(merge_layers(), (Fp8Section,))
+    assert env.encode(merge_layers(Layer(FLAG, {"mixed_precision": "fp8"})), (Fp8Section,))
 
 
 def test_read_gives_only_what_is_set() -> None:

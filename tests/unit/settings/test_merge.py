@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from accelerate.settings import env, file_layer
-from accelerate.settings.merge import BUILT_IN, FLAG, Layer, merge
+from accelerate.settings.merge import BUILT_IN, FLAG, Layer, merge_layers
 from accelerate.settings.sections.launch import LaunchSection
 from accelerate.settings.sections.precision import PrecisionSection
 
 
 def test_without_layers_everything_is_built_in() -> None:
-    settings = merge()
+    settings = merge_layers()
     assert settings[PrecisionSection].mixed_precision == "no"
     assert settings.source("mixed_precision") == BUILT_IN
     assert not settings.given("mixed_precision")
@@ -51,31 +51,31 @@ def test_flag_wins_over_environment_over_file_over_built_in(
     rows = list(zip(STRENGTH, present, strict=True))
     layers = [make(tmp_path) if there else nothing(tmp_path) for (_, make), there in rows]
     wanted = next((value for (value, _), there in rows if there), "no")
-    settings = merge(*reversed(layers))
+    settings = merge_layers(*reversed(layers))
     assert settings.values["mixed_precision"] == wanted
     sources = [layer.source for layer, there in zip(layers, present, strict=True) if there]
     assert settings.source("mixed_precision") == (sources[0] if sources else BUILT_IN)
 
 
 def test_a_flag_leaves_the_way_of_training_of_the_file() -> None:
-    settings = merge(Layer("file", {"use_fsdp": True}), Layer(FLAG, {"use_deepspeed": True}))
+    settings = merge_layers(Layer("file", {"use_fsdp": True}), Layer(FLAG, {"use_deepspeed": True}))
     assert not settings.values["use_fsdp"]
     assert settings.values["use_deepspeed"]
 
 
 def test_a_mesh_goes_together_with_a_way_of_training() -> None:
-    settings = merge(Layer("file", {"use_parallelism_config": True}), Layer(FLAG, {"use_fsdp": True}))
+    settings = merge_layers(Layer("file", {"use_parallelism_config": True}), Layer(FLAG, {"use_fsdp": True}))
     assert settings.values["use_parallelism_config"]
 
 
 def test_replaced_values_name_their_source() -> None:
-    settings = merge().replaced("chosen", num_processes=2)
+    settings = merge_layers().replaced("chosen", num_processes=2)
     assert settings[LaunchSection].num_processes == 2
     assert settings.source("num_processes") == "chosen"
-    assert merge().values["num_processes"] is None
+    assert merge_layers().values["num_processes"] is None
 
 
 def test_all_values_can_be_listed_with_their_sources() -> None:
-    rows = {row.name: (value, source) for row, value, source in merge(Layer(FLAG, {"debug": True}))}
+    rows = {row.name: (value, source) for row, value, source in merge_layers(Layer(FLAG, {"debug": True}))}
     assert rows["debug"] == (True, FLAG)
     assert rows["num_machines"] == (1, BUILT_IN)

@@ -16,7 +16,7 @@ from accelerate.strategies.deepspeed.strategy import DeepSpeed
 from accelerate.strategies.fsdp.v1 import FullySharded
 from accelerate.strategies.fsdp.v2 import FullyShard
 from accelerate.strategies.request import RunRequest
-from accelerate.strategies.resolve import resolve
+from accelerate.strategies.resolve import resolve_strategy
 from accelerate.strategies.single import SingleProcess
 from accelerate.strategies.xla.replicas import XlaReplicas
 from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
@@ -59,7 +59,7 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
     ],
 )
 def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: type) -> None:
-    assert resolve(asked, Topology(size=size)) is expected
+    assert resolve_strategy(asked, Topology(size=size)) is expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 )
 def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        resolve(asked, Topology(size=2))
+        resolve_strategy(asked, Topology(size=2))
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -87,19 +87,19 @@ def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -
     [(request(), XlaReplicas), (request(1), XlaFullySharded), (request(2), XlaFullyShard)],
 )
 def test_xla_devices_have_ways_of_their_own(asked: RunRequest, size: int, expected: type) -> None:
-    assert resolve(asked, Topology(size=size), "xla") is expected
+    assert resolve_strategy(asked, Topology(size=size), "xla") is expected
 
 
 def test_xla_devices_have_one_axis() -> None:
     with pytest.raises(ConfigurationError, match="parallelism_config=.*fsdp_version=2"):
-        resolve(request(2, {"dp_shard_size": 2}), Topology(), "xla")
+        resolve_strategy(request(2, {"dp_shard_size": 2}), Topology(), "xla")
 
 
 def test_megatron_does_not_compute_on_xla_devices() -> None:
     with pytest.raises(ConfigurationError, match="megatron_lm_plugin on XLA devices"):
-        resolve(RunRequest(megatron=MegatronLMPlugin()), Topology(), "xla")
+        resolve_strategy(RunRequest(megatron=MegatronLMPlugin()), Topology(), "xla")
 
 
 def test_deepspeed_has_no_engine_for_xla() -> None:
     with pytest.raises(ConfigurationError, match="deepspeed_plugin on XLA devices"):
-        resolve(with_engine(), Topology(), "xla")
+        resolve_strategy(with_engine(), Topology(), "xla")

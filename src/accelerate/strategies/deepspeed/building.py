@@ -18,7 +18,7 @@ from accelerate.compilation import compile_regions_deepspeed
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.settings.deepspeed_checks import AUTO, problems_of_counts, refuse_all, straighten
+from accelerate.settings.deepspeed_checks import AUTO, problems_of_counts, refuse_config, straighten
 from accelerate.state import process_group
 from accelerate.state.topology import Topology
 from accelerate.strategies.deepspeed.abilities import check_abilities, computes_in_fp8
@@ -84,7 +84,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
     straighten(config)
-    refuse_all(problems_of_counts(config), "Correct the configuration")
+    refuse_config(problems_of_counts(config), "Correct the configuration")
     if TOTAL not in config:
         config.setdefault(MICRO, AUTO)
     if given.optimizer is None:

@@ -21,7 +21,7 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.errors import wrong_value
-from accelerate.base.progress_bar import advance, expect, progress_bar
+from accelerate.base.progress import advance, expect, progress_bar
 from accelerate.checkpointing import shard_files, shard_index
 from accelerate.checkpointing.local_shards import whole
 from accelerate.checkpointing.shard_index import Place, ShardIndex

@@ -31,7 +31,7 @@ from accelerate.devices.hardware_table import CPU, CUDA
 from accelerate.launch.machine import Machine
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.settings.merge import merge
+from accelerate.settings.merge import merge_layers
 from accelerate.settings.schema import SCHEMA_FILE
 from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
 
@@ -298,7 +298,7 @@ def test_every_way_of_training_gives_a_file_that_loads_and_launches(
     assert load_config_from_file(str(path)) == config
     schema = json.loads(SCHEMA_FILE.read_text())
     jsonschema.validate(yaml.safe_load(path.read_text()), schema, jsonschema.Draft202012Validator)
-    settings = merge(file_layer.layer(path, "file"))
+    settings = merge_layers(file_layer.layer(path, "file"))
     assert settings.values["mixed_precision"] == precision
     chosen = [name for name in EXCLUSIVE if settings.values[name]]
     assert chosen == [name for name in [PARADIGM_OF_TYPE[way]] if name]

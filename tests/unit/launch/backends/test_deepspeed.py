@@ -15,8 +15,8 @@ from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.backends.deepspeed import FILE_VARIABLE, python_path, variable_file
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.launch.resolve import resolve_plan
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
 SHARE = ["--num_nodes", "2", "--num_gpus", "4"]
@@ -40,7 +40,7 @@ def made(target: Target = SCRIPT, **more: Any) -> LaunchPlan:
     machine = Machine(
         environ={}, port_in_use=lambda port: False, read_file=lambda path: "a slots=4\nb slots=4\n"
     )
-    return resolve(merge(Layer(FLAG, flags)), machine, target)[0]
+    return resolve_plan(merge_layers(Layer(FLAG, flags)), machine, target)[0]
 
 
 def words(**more: Any) -> list[str]:

@@ -11,8 +11,8 @@ from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.backends.mpi import dialect_of, hosts_of
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.launch.resolve import resolve_plan
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 VERSIONS = {
     "Open MPI": "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
@@ -35,7 +35,7 @@ def made(
         is_root=root,
     )
     flags = {"cpu": True, "mpirun_hostfile": "hosts", "num_processes": 4, "main_process_port": 5, **more}
-    plan, _ = resolve(merge(Layer(FLAG, flags)), machine, Target("script", "a.py", ("--lr", "1")))
+    plan, _ = resolve_plan(merge_layers(Layer(FLAG, flags)), machine, Target("script", "a.py", ("--lr", "1")))
     return plan
 
 
@@ -99,7 +99,7 @@ def test_machines_and_address_are_those_of_the_host_file() -> None:
 def test_threads_of_oneccl_are_handed_on() -> None:
     layer = Layer("c.yaml", {"mpirun_hostfile": "hosts", "mpirun_ccl": 2})
     machine = Machine(mpi_version=lambda: VERSIONS["Intel MPI"], read_file=lambda path: "localhost")
-    plan, _ = resolve(merge(layer), machine, Target("script", "a.py"))
+    plan, _ = resolve_plan(merge_layers(layer), machine, Target("script", "a.py"))
     assert " ".join(words(plan)).count("-genv CCL_WORKER_COUNT 2") == 1
 
 

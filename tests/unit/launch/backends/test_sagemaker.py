@@ -16,10 +16,10 @@ from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.backends.sagemaker import SageMakerDetails
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
+from accelerate.launch.resolve import resolve_plan
 from accelerate.settings import file_layer
 from accelerate.settings.config_file import load_config_from_file
-from accelerate.settings.merge import FLAG, Layer, Settings, merge
+from accelerate.settings.merge import FLAG, Layer, Settings, merge_layers
 
 JOB = """
 compute_environment: AMAZON_SAGEMAKER
@@ -75,8 +75,8 @@ def made(
 ) -> tuple[LaunchPlan, Settings]:
     path = tmp_path / "job.yaml"
     path.write_text(JOB + text)
-    settings = merge(file_layer.layer(path, "job.yaml"), Layer(FLAG, {**KEYS, **flags}))
-    return resolve(settings, Machine(read_file=lambda name: files[name]), target)
+    settings = merge_layers(file_layer.layer(path, "job.yaml"), Layer(FLAG, {**KEYS, **flags}))
+    return resolve_plan(settings, Machine(read_file=lambda name: files[name]), target)
 
 
 def test_a_job_is_what_the_file_says(tmp_path: Path) -> None:

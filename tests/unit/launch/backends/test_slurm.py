@@ -13,9 +13,9 @@ from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
+from accelerate.launch.resolve import resolve_plan
 from accelerate.settings import flags
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "a b"))
 ALLOCATION = {
@@ -28,8 +28,8 @@ ALLOCATION = {
 
 
 def made(facts: dict[str, str] = ALLOCATION, target: Target = TARGET, **more: Any) -> LaunchPlan:
-    settings = merge(Layer(FLAG, {"slurm": True, "cpu": True, **more}))
-    return resolve(settings, Machine(environ=facts), target)[0]
+    settings = merge_layers(Layer(FLAG, {"slurm": True, "cpu": True, **more}))
+    return resolve_plan(settings, Machine(environ=facts), target)[0]
 
 
 def agent_of(plan: LaunchPlan) -> str:
@@ -96,7 +96,7 @@ def test_more_machines_than_the_allocation_has_are_refused() -> None:
 
 def test_a_file_that_asks_for_slurm_is_followed_inside_an_allocation() -> None:
     layer = Layer("c.yaml", {"slurm": True, "num_machines": 1, "cpu": True})
-    plan, _ = resolve(merge(layer), Machine(environ=ALLOCATION), TARGET)
+    plan, _ = resolve_plan(merge_layers(layer), Machine(environ=ALLOCATION), TARGET)
     assert (plan.launcher, plan.machines) == ("slurm", 3)
 
 
@@ -113,7 +113,7 @@ def test_the_agents_words_give_the_same_settings_again() -> None:
         "tee": "3",
         "debug": True,
     }
-    settings = merge(Layer(FLAG, given))
+    settings = merge_layers(Layer(FLAG, given))
     again = read_settings(launch_command_parser().parse_args([*flags.words(settings), "train.py"]))
     assert {name: again.values[name] for name in given} == given
     assert flags.words(again) == flags.words(settings)

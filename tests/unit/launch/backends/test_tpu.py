@@ -16,8 +16,8 @@ from accelerate.launch.backends.base import launcher_for
 from accelerate.launch.backends.tpu import TpuDetails, precision_variables
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve
-from accelerate.settings.merge import FLAG, Layer, merge
+from accelerate.launch.resolve import resolve_plan
+from accelerate.settings.merge import FLAG, Layer, merge_layers
 
 SCRIPT = """
 import os, sys
@@ -33,7 +33,7 @@ def made(
 ) -> LaunchPlan:
     machine = Machine(environ={}, has_module=lambda module: module in modules)
     target = Target(kind, name, ("--lr", "1"))
-    return resolve(merge(Layer(FLAG, {"tpu": True, **flags})), machine, target)[0]
+    return resolve_plan(merge_layers(Layer(FLAG, {"tpu": True, **flags})), machine, target)[0]
 
 
 @pytest.fixture

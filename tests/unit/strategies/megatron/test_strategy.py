@@ -13,7 +13,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlu
 from accelerate.base.errors import ConfigurationError, PreparationError
 from accelerate.state.topology import Topology
 from accelerate.strategies.request import RunRequest
-from accelerate.strategies.resolve import resolve
+from accelerate.strategies.resolve import resolve_strategy
 from accelerate.utils import (
     DistributedType,
     MegatronEngine,
@@ -123,7 +123,7 @@ def test_other_objects_are_no_plugin() -> None:
 )
 def test_two_ways_of_sharing_are_refused(name: str, other: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"megatron_lm_plugin and {name}"):
-        resolve(RunRequest(megatron=MegatronLMPlugin(), **other), Topology(size=2))
+        resolve_strategy(RunRequest(megatron=MegatronLMPlugin(), **other), Topology(size=2))
 
 
 def test_there_is_one_way_in_a_process(fake: Fake) -> None:

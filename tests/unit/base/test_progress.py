@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.base import progress_bar
-from accelerate.base.progress_bar import advance, expect, for_threads, is_shown
+from accelerate.base import progress
+from accelerate.base.progress import advance, expect, for_threads, is_shown
 from accelerate.checkpointing import shards
 from accelerate.commands.checkpoint import checkpoint_command_parser
 
@@ -39,18 +39,18 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     terminal = Terminal()
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=terminal))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     return terminal
 
 
 def test_a_long_task_is_drawn_with_its_bytes(terminal: Terminal) -> None:
-    with progress_bar.progress_bar("Reading", 3_000_000):
+    with progress.progress_bar("Reading", 3_000_000):
         assert is_shown()
         advance(1_000_000)
         assert "Reading" in terminal.wait_for("33%")
-        with progress_bar.progress_bar("a task inside", 1_000_000):
+        with progress.progress_bar("a task inside", 1_000_000):
             advance(1_000_000)
         assert "a task inside" not in terminal.wait_for("50%")
         with ThreadPoolExecutor(2, **for_threads()) as pool:
@@ -61,13 +61,13 @@ def test_a_long_task_is_drawn_with_its_bytes(terminal: Terminal) -> None:
 
 
 def test_threads_of_their_own_count_for_no_task(terminal: Terminal) -> None:
-    with progress_bar.progress_bar("Reading", 10), ThreadPoolExecutor(1) as pool:
+    with progress.progress_bar("Reading", 10), ThreadPoolExecutor(1) as pool:
         assert pool.submit(is_shown).result() is False
 
 
 def test_a_short_task_draws_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
-    with progress_bar.progress_bar("Reading", 10):
+    monkeypatch.setattr(progress, "DELAY", 60.0)
+    with progress.progress_bar("Reading", 10):
         advance(10)
     assert terminal.getvalue() == ""
 
@@ -80,8 +80,8 @@ def test_where_nobody_sees_it_nothing_is_counted(
         monkeypatch.setenv("RANK", "1")
     else:
         stream = io.StringIO() if case == "pipe" else None
-        monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=stream))
-    with progress_bar.progress_bar("Reading", 10):
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+    with progress.progress_bar("Reading", 10):
         assert not is_shown()
         advance(10)
         expect(10)
@@ -92,7 +92,7 @@ def test_a_terminal_that_cannot_erase_a_line_gets_none(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    with progress_bar.progress_bar("Reading", 10):
+    with progress.progress_bar("Reading", 10):
         advance(10)
         time.sleep(0.1)
     assert terminal.getvalue() == ""
@@ -102,14 +102,14 @@ def test_a_terminal_that_cannot_erase_a_line_gets_none(
 def bars(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The bytes that each task has done, and those of the whole, when it ends."""
     found: dict[str, list[int]] = {}
-    end = progress_bar.Bar.__exit__
+    end = progress.Bar.__exit__
 
-    def note(bar: progress_bar.Bar, *exception: object) -> None:
+    def note(bar: progress.Bar, *exception: object) -> None:
         found[bar._task] = [bar.done, bar.total]
         end(bar, *exception)
 
-    monkeypatch.setattr(progress_bar.Bar, "__exit__", note)
-    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
+    monkeypatch.setattr(progress.Bar, "__exit__", note)
+    monkeypatch.setattr(progress, "DELAY", 60.0)
     return found
 
 
@@ -135,7 +135,7 @@ def test_saving_loading_and_verifying_count_their_bytes(tmp_path: Path, bars: di
 @pytest.mark.usefixtures("states")
 def test_a_file_that_grows_moves_the_bar(tmp_path: Path, terminal: Terminal) -> None:
     path = tmp_path / "file"
-    with progress_bar.progress_bar("Saving", 2_000_000, lambda: progress_bar.size_of([path])):
+    with progress.progress_bar("Saving", 2_000_000, lambda: progress.size_of([path])):
         terminal.wait_for("0%")
         path.write_bytes(bytes(500_000))
         terminal.wait_for("25%")
@@ -149,11 +149,11 @@ def test_a_file_of_full_size_counts_as_far_as_it_is_written(tmp_path: Path) -> N
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(1 << 20)
-        assert progress_bar.size_of(tmp_path.iterdir()) < 1 << 20
+        assert progress.size_of(tmp_path.iterdir()) < 1 << 20
         file.write(bytes([1]) * (1 << 20))
         file.flush()
         os.fsync(file.fileno())
-    assert progress_bar.size_of(tmp_path.iterdir()) == 1 << 20
+    assert progress.size_of(tmp_path.iterdir()) == 1 << 20
 
 
 @pytest.mark.usefixtures("states")
@@ -185,9 +185,9 @@ def test_saving_a_model_counts_the_file_that_safetensors_writes(
 def test_loading_weights_counts_their_files(tmp_path: Path, terminal: Terminal) -> None:
     model = nn.Linear(40, 40)
     Accelerator(cpu=True).save_model(model, tmp_path)
-    with progress_bar.progress_bar("outer"):
+    with progress.progress_bar("outer"):
         load_checkpoint_in_model(model, tmp_path)
-        bar = progress_bar._shown.get()
+        bar = progress._shown.get()
         assert bar is not None
         size = (tmp_path / "model.safetensors").stat().st_size
         assert (bar.done, bar.total) == (sum(each.nbytes for each in model.parameters()), size)
