@@ -113,8 +113,7 @@ def objects() -> list[Pair]:
 def bookkeeping() -> list[Pair]:
     """What is done besides moving data: the note of each collective, and the comparison in debug mode."""
     from accelerate import PartialState
-    from accelerate.ops.flight_record import RING
-    from accelerate.ops.transport import current_transport
+    from accelerate.ops import RING, current_transport
     from accelerate.utils import gather
 
     def note() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
-from accelerate.checkpointing.shards import save_sharded
-from accelerate.diagnostics.memory import HostMeter
+from accelerate.checkpointing import save_sharded
+from accelerate.diagnostics import HostMeter
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pairing import Pair, measure, report
 

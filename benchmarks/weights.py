@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import load_checkpoint_in_model
-from accelerate.checkpointing.shards import save_sharded
-from accelerate.diagnostics.memory import HostMeter
+from accelerate.checkpointing import save_sharded
+from accelerate.diagnostics import HostMeter
 from pairing import Pair, measure, report
 
 LAYERS, WIDTH, SHARD = 24, 256, "20MB"

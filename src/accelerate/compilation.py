@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelerate.base.enums import DynamoBackend
+from accelerate.base import DynamoBackend
 
 if TYPE_CHECKING:
-    from accelerate.plugins.dynamo import TorchDynamoPlugin
+    from accelerate.plugins import TorchDynamoPlugin
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.base.packages import is_rich_available, is_tqdm_available, require
+from accelerate.base import ConfigurationError, is_rich_available, is_tqdm_available, require
 from accelerate.state import PartialState
 
 

@@ -12,12 +12,23 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.packages import is_pippy_available as is_pippy_available
-from accelerate.base.text import convert_bytes as convert_bytes
-from accelerate.big_modeling.budget import Memory, ends_of, fill, get_max_memory, smallest_share, total
-from accelerate.big_modeling.device_map import infer_auto_device_map as infer_auto_device_map
-from accelerate.big_modeling.units import Unit, find_units
+from accelerate.base import (
+    ConfigurationError,
+    convert_bytes as convert_bytes,
+    is_pippy_available as is_pippy_available,
+    wrong_value,
+)
+from accelerate.big_modeling import (
+    Memory,
+    Unit,
+    ends_of,
+    fill,
+    find_units,
+    get_max_memory,
+    infer_auto_device_map as infer_auto_device_map,
+    smallest_share,
+    total,
+)
 from accelerate.nested import (
     concatenate,
     get_data_structure,
@@ -28,11 +39,9 @@ from accelerate.nested import (
     send_to_device,
     slice_tensors,
 )
-from accelerate.ops.collectives import broadcast_object_list, copy_tensor_to_devices
-from accelerate.ops.padding import pad_input_tensors
+from accelerate.ops import broadcast_object_list, copy_tensor_to_devices, pad_input_tensors
 from accelerate.state import PartialState
-from accelerate.weights.blocks import has_forward
-from accelerate.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accelerate.weights import calculate_maximum_sizes as calculate_maximum_sizes, has_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import PreparationError, wrong_value
+from accelerate.base import DistributedType, PreparationError, wrong_value
 
 # Methods under which a process does not hold all parameters of the model.
 _SPLIT_MODELS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

@@ -6,8 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from accelerate.base.environ import current
-from accelerate.base.errors import StateError, wrong_value
+from accelerate.base import StateError, current, wrong_value
 from accelerate.state import PartialState
 
 FRAMES_HERE = 2  # between the caller and Python's logger: the line that is logged is the caller's

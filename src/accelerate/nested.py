@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate.base.errors import as_builtin, wrong_value
+from accelerate.base import as_builtin, wrong_value
 
 T = TypeVar("T")
 

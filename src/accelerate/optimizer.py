@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate.base.enums import DistributedType as DistributedType
-from accelerate.base.packages import is_lomo_available as is_lomo_available
-from accelerate.devices.availability import is_torch_xla_available as is_torch_xla_available
+from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
+from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.nested import honor_type
 from accelerate.state import AcceleratorState, GradientState
 

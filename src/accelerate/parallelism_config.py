@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from accelerate.base.enums import DistributedType as DistributedType  # the import path has always offered it
-from accelerate.base.environ import current
-from accelerate.base.errors import ConfigurationError, StateError, wrong_value
-from accelerate.base.versions import is_torch_version as is_torch_version  # and this
-from accelerate.plugins.checks import at_least, one_of
-from accelerate.plugins.parallel import (
+from accelerate.base import (
+    ConfigurationError,
+    DistributedType as DistributedType,  # the import path has always offered it
+    StateError,
+    current,
+    is_torch_version as is_torch_version,  # and this
+    wrong_value,
+)
+from accelerate.plugins import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    at_least,
+    one_of,
 )
-from accelerate.settings.sections.parallelism import ParallelismSection
-from accelerate.settings.variables import decode
+from accelerate.settings import decode
+from accelerate.settings.sections import ParallelismSection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accelerate.base import environ
-from accelerate.base.enums import RNGName, RNGType
-from accelerate.base.errors import ConfigurationError, as_builtin, wrong_value
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import DeviceBackend
-from accelerate.ops.transport import current_transport
+from accelerate.base import ConfigurationError, RNGName, RNGType, as_builtin, environ, wrong_value
+from accelerate.devices import DeviceBackend, hardware_table
+from accelerate.ops import current_transport
 from accelerate.state import PartialState
 
 SEEDS = 2**32  # numpy takes no larger seed

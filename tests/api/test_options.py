@@ -6,8 +6,7 @@ from dataclasses import fields
 import pytest
 
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings.config_file import ClusterConfig, SageMakerConfig
-from accelerate.settings.section_list import SECTIONS
+from accelerate.settings import SECTIONS, ClusterConfig, SageMakerConfig
 
 from .conftest import load_golden
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from accelerate.base.lazy import read_table
 
 ROOT = Path(__file__).parents[2] / "src" / "accelerate"
 PACKAGE = ROOT.name
 
 
 class Import(NamedTuple):
-    """One imported module or name, absolute, and where it stands."""
+    """One imported module or name, absolute, and where it stands.
+
+    `target` is where the name is defined, `asked` where the import looks for it: a package's table (its
+    `__init__.pyi`) may lie between them.
+    """
 
     target: str
+    asked: str
     line: int
     inside_function: bool
     for_types: bool
@@ -45,7 +52,7 @@ class Source:
     def _walk(self, node: ast.AST, *, inside_function: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for target in self._targets(node):
-                yield Import(target, node.lineno, inside_function, for_types)
+                yield Import(defined_in(target), target, node.lineno, inside_function, for_types)
         inside_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for name, value in ast.iter_fields(node):
             types = for_types or (name == "body" and is_type_checking(node))
@@ -61,6 +68,22 @@ class Source:
             package = self.parts[: len(self.parts) - node.level]
             base = ".".join((*package, base)) if base else ".".join(package)
         return [f"{base}.{alias.name}" for alias in node.names]
+
+
+@cache
+def table(package: str) -> dict[str, str]:
+    """The names of a package's `__init__.pyi`, and where each comes from."""
+    stub = ROOT.parent.joinpath(*package.split("."), "__init__.pyi")
+    if package.split(".")[0] != PACKAGE or not stub.is_file():
+        return {}
+    return {name: f"{module}.{attribute}" for module, attribute, name in read_table(package)}
+
+
+def defined_in(target: str) -> str:
+    """Follow a dotted name through the tables of packages to the module that defines it."""
+    package, _, name = target.rpartition(".")
+    home = table(package).get(name, target)
+    return target if home == target else defined_in(home)
 
 
 def is_type_checking(node: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""`accelerate.utils` holds old import paths: imports, `__all__`, a docstring, and nothing else."""
+"""`accelerate.utils` holds old import paths: imports, a docstring, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ def is_import_only(node: ast.stmt) -> bool:
         return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [isinstance(target, ast.Name) and target.id for target in targets] == ["__all__"]
+    return isinstance(node, ast.Assign) and ast.unparse(node.value) == "attach(__name__)"
 
 
 def test_utils_only_imports(sources: list[Any]) -> None:

@@ -49,7 +49,7 @@ def test_help_runs_without_torch(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("action", ["list", "verify"])
 def test_checkpoints_are_looked_at_without_torch(action: str, tmp_path: Path) -> None:
-    from accelerate.checkpointing.manifest import Manifest
+    from accelerate.checkpointing import Manifest
 
     (tmp_path / "best").mkdir()
     Manifest({}, world_size=1).write(tmp_path / "best")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+PACKAGE = "accelerate"
+
 LAUNCH_HALF = ("base", "settings", "devices", "launch")
 USER_OBJECTS = ("nested", "plugins", "parallelism_config")
 WHO_AM_I = ("state", "logging", "display")
@@ -108,6 +110,20 @@ def test_no_import_cycle(sources: list[Any], modules: frozenset[str]) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("import cycle: " + " <- ".join(error.args[1]), pytrace=False)
+
+
+def test_a_package_is_imported_through_its_table(sources: list[Any], modules: frozenset[str]) -> None:
+    """Only the files of a package name each other; all others take names from its `__init__.pyi`."""
+    packages = {source.module for source in sources if source.path.name == "__init__.py"}
+    wrong = []
+    for source in (source for source in sources if source.parts[1] not in OLD_PATHS):
+        for each in source.imports:
+            module = each.asked.rpartition(".")[0]
+            package = module.rpartition(".")[0]
+            own = f"{source.module}.".startswith(f"{package}.")
+            if module in modules - packages and package != PACKAGE and not own:
+                wrong.append(f"{source}:{each.line} imports {each.asked} from a file of {package}")
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_an_interface_does_not_know_what_implements_it(sources: list[Any], modules: frozenset[str]) -> None:

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.launch import explain
-from accelerate.launch.backends.base import LAUNCHERS, launcher_for
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings.merge import FLAG, Layer, Settings, merge_layers
+from accelerate.launch import LaunchPlan, Machine, Target, explain, resolve_plan
+from accelerate.launch.backends import LAUNCHERS, launcher_for
+from accelerate.settings import FLAG, Layer, Settings, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "0.25"))
 SECRET = {"aws_access_key_id": "AKIA-OPEN", "aws_secret_access_key": "HUSH"}

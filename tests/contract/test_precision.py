@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerate.devices.hardware_table import CPU
-from accelerate.precision.base import Precision
-from accelerate.precision.resolve import FORMATS, PrecisionRequest, resolve_precision
+from accelerate.devices import CPU
+from accelerate.precision import FORMATS, Precision, PrecisionRequest, resolve_precision
 
 
 @pytest.fixture(params=sorted(FORMATS))

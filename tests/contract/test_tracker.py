@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError, MissingPackageError
-from accelerate.base.packages import Package
+from accelerate.base import ConfigurationError, MissingPackageError, Package
 from accelerate.state import PartialState
-from accelerate.tracking.base import GeneralTracker, Silence
-from accelerate.tracking.registry import LOGGER_TYPE_TO_CLASS, ROWS, build_tracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, ROWS, GeneralTracker, Silence, build_tracker
 
 pytestmark = pytest.mark.usefixtures("states")
 

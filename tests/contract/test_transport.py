@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.ops.transport import Transport
-from accelerate.ops.wires import NeuronTransport, TorchTransport, XlaTransport
+from accelerate.ops import NeuronTransport, TorchTransport, Transport, XlaTransport
 
 DTYPES = [
     torch.float32,

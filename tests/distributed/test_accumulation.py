@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base.errors import StateError
+from accelerate.base import StateError
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, gather_object
 
 WIDTH = 4

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.diagnostics import oom_retry
-from accelerate.diagnostics.batch_size import find_executable_batch_size
-from accelerate.ops.collectives import gather, reduce
+from accelerate.diagnostics import find_executable_batch_size, oom_retry
+from accelerate.ops import gather, reduce
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]

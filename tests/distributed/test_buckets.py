@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.strategies.buckets import adopt_order, order_of
+from accelerate.strategies import adopt_order, order_of
 
 Run = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError, StateError
+from accelerate.base import CheckpointError, StateError
 from accelerate.checkpointing import files, manifest, parts
 from accelerate.utils import ProjectConfiguration
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.plugins.handlers import DistributedDataParallelKwargs
+from accelerate.plugins import DistributedDataParallelKwargs
 
 # How far gradients may be off: float16 keeps 11 bits, bfloat16 8.
 FORMATS = {"fp16": 2e-3, "bf16": 2e-2}

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.parallel import TorchContextParallelConfig
+from accelerate.plugins import TorchContextParallelConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
 Run = Callable[..., list[Any]]

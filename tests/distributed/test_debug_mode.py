@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.ops.collectives import gather, gather_object
-from accelerate.ops.transport import current_transport
-from accelerate.ops.verify import DistributedOperationException
+from accelerate.ops import DistributedOperationException, current_transport, gather, gather_object
 from accelerate.state import PartialState, wait_for_everyone
 
 Run = Callable[..., list[Any]]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DummyOptim,

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from accelerate.weights import files as weights_files
 

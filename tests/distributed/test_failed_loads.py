@@ -14,10 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, rng
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Manifest, manifest, seal
 
 Run = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base.errors import AccelerateError, PreparationError
+from accelerate.base import AccelerateError, PreparationError
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin, has_compiled_regions
 

@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator
-from accelerate.diagnostics.digest import render
-from accelerate.launch.failures import FOLDER_VARIABLE, collect
-from accelerate.launch.local_store import KEY_VARIABLE
-from accelerate.launch.script import report
+from accelerate.diagnostics import render
+from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect, report
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import gather, gather_object, patch_environment, reduce
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from accelerate.diagnostics.digest import MOST_LINES
+from accelerate.diagnostics import MOST_LINES
 
 LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
 HEAD = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import LaunchError
-from accelerate.launch.ports import get_free_port
-from accelerate.launchers import debug_launcher, notebook_launcher
-from accelerate.launchers.processes import CpuWorker, LocalWorkers, Rendezvous, run_elastic
-from accelerate.ops.collectives import gather_object
+from accelerate.base import LaunchError, patch_environment
+from accelerate.launch import get_free_port
+from accelerate.launchers import (
+    CpuWorker,
+    LocalWorkers,
+    Rendezvous,
+    debug_launcher,
+    notebook_launcher,
+    run_elastic,
+)
+from accelerate.ops import gather_object
 from accelerate.state import PartialState
 
 Start = Callable[[Callable[..., Any], tuple[Any, ...], int], None]

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import PartialState, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.hooks.offloaded import align_module_device
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.hooks import align_module_device
 
 Run = Callable[..., list[Any]]
 

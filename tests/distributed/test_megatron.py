@@ -352,7 +352,7 @@ def draw(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def share_random_batches() -> tuple[float, list[float]]:
-    from accelerate.utils.megatron_lm import gather_across_data_parallel_groups
+    from accelerate.strategies.megatron import gather_across_data_parallel_groups
 
     use_stand_ins()
     accelerator, model, *_ = start(GPT, batch=2, tp_degree=2)

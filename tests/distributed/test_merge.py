@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accelerate.strategies.fsdp.merge import merge_fsdp_weights
+from accelerate.strategies.fsdp import merge_fsdp_weights
 
 Run = Callable[..., list[Any]]
 

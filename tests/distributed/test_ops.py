@@ -13,21 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import Accelerator
 from accelerate.nested import get_shape, iterate_tensors, listify, recursively_apply
-from accelerate.ops.collectives import (
+from accelerate.ops import (
+    CannotPadNestedTensorWarning,
+    DistributedOperationException,
     broadcast,
     broadcast_object_list,
     copy_tensor_to_devices,
+    current_transport,
     gather,
     gather_object,
     gather_tensor_shape,
     gather_uneven,
     gather_valid,
     gather_valid_objects,
+    pad_across_processes,
     reduce,
 )
-from accelerate.ops.padding import CannotPadNestedTensorWarning, pad_across_processes
-from accelerate.ops.transport import current_transport
-from accelerate.ops.verify import DistributedOperationException
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing import generators
 from accelerate.utils import (
     DataLoaderConfiguration,

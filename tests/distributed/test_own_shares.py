@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
-from accelerate.base.errors import CheckpointError, PreparationError
+from accelerate.base import CheckpointError, PreparationError
 
 Run = Callable[..., list[Any]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 
 

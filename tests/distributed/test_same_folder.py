@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 

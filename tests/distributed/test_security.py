@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from accelerate import Accelerator
-from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.launch import KEY_VARIABLE
 
 LISTEN = """
 import json, os, psutil

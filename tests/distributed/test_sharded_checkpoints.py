@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing import manifest, saving, shard_files
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 

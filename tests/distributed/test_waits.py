@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnostics.digest import render
-from accelerate.launch.failures import FOLDER_VARIABLE, collect
-from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.diagnostics import render
+from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.state import PartialState
 from accelerate.utils import gather, patch_environment
 

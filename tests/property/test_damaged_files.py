@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,17 +27,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from accelerate.base.errors import AccelerateError, CheckpointError
-from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.changes import apply_all
-from accelerate.checkpointing.fit import check_optimizer
-from accelerate.checkpointing.groups import ByOrder
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.parts import ModelPart, StatePart
-from accelerate.weights.files import read_safetensors, read_torch
-from accelerate.weights.index import read_index, read_weight_map
-from accelerate.weights.mapping import MappedFile
-from accelerate.weights.reading import open_weights
+from accelerate.base import AccelerateError, CheckpointError
+from accelerate.checkpointing import (
+    ByOrder,
+    Load,
+    ModelPart,
+    StatePart,
+    apply_all,
+    check_optimizer,
+    shard_index,
+)
+from accelerate.weights import (
+    MappedFile,
+    open_weights,
+    read_index,
+    read_safetensors,
+    read_torch,
+    read_weight_map,
+)
 
 patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

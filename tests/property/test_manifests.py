@@ -7,14 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest
-from accelerate.checkpointing.fields import LARGEST
-from accelerate.checkpointing.files import FileRecord
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import LARGEST, FileRecord, Manifest, manifest
 
 SETTINGS = settings(max_examples=400, deadline=None)
 VALID = Manifest(

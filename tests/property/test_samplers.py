@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader.rounds import Dealer
+from accelerate.data_loader import Dealer, prepare_data_loader
 
 pytestmark = pytest.mark.usefixtures("states")
 SETTINGS = settings(max_examples=300, deadline=None)

@@ -14,27 +14,27 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from accelerate.accelerator.arguments import Arguments, build_request, refuse_other_methods
-from accelerate.base import environ
-from accelerate.base.errors import LONGEST, AccelerateError
+from accelerate.accelerator import Arguments, build_request, refuse_other_methods
+from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.launch import launch_command_parser, read_settings
-from accelerate.diagnostics.stop import find_sources
-from accelerate.diagnostics.watching import read_limits
-from accelerate.launch import explain
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import load_config_from_file
-from accelerate.settings.merge import Layer, Settings, merge_layers
-from accelerate.settings.migrations import convert_config_to_fsdp2, fsdp2_notes, migrate
-from accelerate.settings.option import Section
-from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.stopping import StoppingSection
-from accelerate.settings.variables import decode
+from accelerate.diagnostics import find_sources, read_limits
+from accelerate.launch import Machine, Target, explain, resolve_plan
+from accelerate.settings import (
+    SECTIONS,
+    Layer,
+    Section,
+    Settings,
+    convert_config_to_fsdp2,
+    decode,
+    file_layer,
+    fsdp2_notes,
+    load_config_from_file,
+    merge_layers,
+    migrate,
+)
+from accelerate.settings.sections import StoppingSection
 from accelerate.state import environments
 
 TIMES = int(os.environ.get("FUZZ_TIMES", "1"))

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import load_checkpoint_in_model
-from accelerate.checkpointing.shards import find_shards, save_sharded
-from accelerate.weights.reading import Weights
-from accelerate.weights.tied import find_tied_parameters
+from accelerate.checkpointing import find_shards, save_sharded
+from accelerate.weights import Weights, find_tied_parameters
 
 SETTINGS = settings(max_examples=120, deadline=None)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -23,7 +23,7 @@ from accelerate.compilation import (
     is_compiled_module,
     is_repeated_blocks,
 )
-from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins import TorchDynamoPlugin
 
 # What torch says about itself while it compiles.
 pytestmark = [

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from accelerate import display
-from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError, MissingPackageError
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import PartialState, inference, prepare_pippy
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.inference import find_pippy_batch_size, generate_device_map, pippy_forward
 
 pytestmark = pytest.mark.usefixtures("states")

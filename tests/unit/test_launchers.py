@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
 from accelerate.launchers import cuda_use, debug_launcher, notebook, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState

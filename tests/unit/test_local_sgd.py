@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base.enums import DistributedType
+from accelerate.base import DistributedType
 from accelerate.local_sgd import LocalSGD
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.logging import MultiProcessAdapter, get_logger
 from accelerate.state import PartialState, process_group
 

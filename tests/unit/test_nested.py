@@ -4,11 +4,10 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from accelerate import nested
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 Point = namedtuple("Point", ["x", "y"])
 

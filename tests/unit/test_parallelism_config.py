@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.parallel import TorchContextParallelConfig, TorchTensorParallelConfig
+from accelerate.plugins import TorchContextParallelConfig, TorchTensorParallelConfig
 
 
 def test_one_process_is_no_mesh() -> None:

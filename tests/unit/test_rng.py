@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from accelerate import rng
-from accelerate.base.enums import RNGType
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import CpuBackend
-from accelerate.ops.transport import Transport
+from accelerate.base import ConfigurationError, RNGType
+from accelerate.devices import CpuBackend, hardware_table
+from accelerate.ops import Transport
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

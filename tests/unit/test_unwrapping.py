@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
 from accelerate.compilation import is_compiled_module
-from accelerate.ops.casting import convert_outputs_to_fp32
+from accelerate.ops import convert_outputs_to_fp32
 from accelerate.unwrapping import WrappedForward, extract_model_from_parallel, is_peft_model
 
 

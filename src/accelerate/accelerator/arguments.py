@@ -7,34 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from accelerate.base.enums import DynamoBackend, DynamoName, PrecisionName, PrecisionType, RNGName, RNGType
-from accelerate.base.environ import read_flag
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.text import whole_number
+from accelerate.base import (
+    ConfigurationError,
+    DynamoBackend,
+    DynamoName,
+    PrecisionName,
+    PrecisionType,
+    RNGName,
+    RNGType,
+    read_flag,
+    whole_number,
+    wrong_value,
+)
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.handlers import (
+from accelerate.plugins import (
     AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-)
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.profile import ProfileKwargs
-from accelerate.plugins.training import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
+    MegatronLMPlugin,
+    ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accelerate.scheduler import StepPolicy
-from accelerate.settings.migrations import retired_variables
-from accelerate.settings.sections.precision import Fp8Section
-from accelerate.settings.variables import decode
-from accelerate.state.accelerator_state import is_initialized
-from accelerate.strategies.request import RunRequest
+from accelerate.settings import decode, retired_variables
+from accelerate.settings.sections import Fp8Section
+from accelerate.state import is_initialized
+from accelerate.strategies import RunRequest
 
 _UNSET = object()
 """Default of arguments for which `False` is a choice."""

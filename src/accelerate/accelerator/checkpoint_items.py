@@ -11,15 +11,29 @@ from torch import nn
 
 from accelerate import rng
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import generators, loading
-from accelerate.checkpointing.changes import Change, nothing
-from accelerate.checkpointing.groups import OPTIMIZER, ByOrder
-from accelerate.checkpointing.loading import Source
-from accelerate.checkpointing.part import Load, Part, Payload
-from accelerate.checkpointing.parts import GeneratorsPart, LoaderPart, ModelPart, StreamPart, state_parts
-from accelerate.checkpointing.saving import Site
-from accelerate.checkpointing.sharded import MODEL, EitherPart, ShardsPart, folder_of
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import (
+    MODEL,
+    OPTIMIZER,
+    ByOrder,
+    Change,
+    EitherPart,
+    GeneratorsPart,
+    Load,
+    LoaderPart,
+    ModelPart,
+    Part,
+    Payload,
+    ShardsPart,
+    Site,
+    Source,
+    StreamPart,
+    folder_of,
+    generators,
+    loading,
+    nothing,
+    state_parts,
+)
 
 
 def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:

@@ -6,8 +6,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from accelerate.accelerator.metrics import gather_samples, last_samples, mean_over_ranks
 from accelerate.accelerator.runtime import Runtime
-from accelerate.ops.collectives import ReductionName, gather, reduce
-from accelerate.ops.padding import pad_across_processes
+from accelerate.ops import ReductionName, gather, pad_across_processes, reduce
 
 T = TypeVar("T")
 

@@ -12,11 +12,10 @@ from torch import nn
 from torch.profiler import profile
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.diagnostics.memory import PeakMemory, meter_of, snapshot_on_exhaustion
+from accelerate.diagnostics import PeakMemory, meter_of, snapshot_on_exhaustion
 from accelerate.logging import get_logger
-from accelerate.ops.collectives import gather_object
-from accelerate.plugins.handlers import AutocastKwargs
-from accelerate.plugins.profile import ProfileKwargs
+from accelerate.ops import gather_object
+from accelerate.plugins import AutocastKwargs, ProfileKwargs
 
 logger = get_logger(__name__)
 

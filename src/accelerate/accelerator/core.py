@@ -19,8 +19,7 @@ from accelerate.accelerator.persistence import Persistence
 from accelerate.accelerator.runtime import build_runtime
 from accelerate.accelerator.stopping import Stopping
 from accelerate.accelerator.tracking import Tracking
-from accelerate.base import environ
-from accelerate.base.enums import (
+from accelerate.base import (
     DynamoBackend,
     DynamoName,
     LoggerType,
@@ -28,30 +27,30 @@ from accelerate.base.enums import (
     PrecisionType,
     RNGName,
     RNGType,
+    check_os_kernel,
+    environ,
+    wrong_value,
 )
-from accelerate.base.errors import wrong_value
-from accelerate.base.system import check_os_kernel
 from accelerate.data_loader import skip_first_batches
-from accelerate.devices.memory import release_memory
+from accelerate.devices import release_memory
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.handlers import KwargsHandler
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.training import (
+from accelerate.plugins import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    KwargsHandler,
+    MegatronLMPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
-from accelerate.state.processes import ProcessControl
-from accelerate.strategies.axes.context import ContextParallel, drop_masks, not_prepared, whole_sequences
-from accelerate.strategies.bundle import Bundle, is_prepared, mark_prepared
-from accelerate.tracking.base import GeneralTracker
-from accelerate.tracking.registry import filter_trackers
+from accelerate.state import ProcessControl
+from accelerate.strategies import Bundle, is_prepared, mark_prepared
+from accelerate.strategies.axes import ContextParallel, drop_masks, not_prepared, whole_sequences
+from accelerate.tracking import GeneralTracker, filter_trackers
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.optimizer import AcceleratedOptimizer
 
 

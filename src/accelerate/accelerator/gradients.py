@@ -13,10 +13,9 @@ from accelerate.accelerator.fused import rate_of, refuse_arguments, the_fused
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import read_items
 from accelerate.accelerator.windows import Count, Windows
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.ops.collectives import reduce
-from accelerate.strategies.bundle import parameter_ids
-from accelerate.strategies.ddp import sync_in_backward
+from accelerate.base import ConfigurationError, StateError
+from accelerate.ops import reduce
+from accelerate.strategies import parameter_ids, sync_in_backward
 
 _SYNCHRONISING: AbstractContextManager[None] = nullcontext()
 """The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""

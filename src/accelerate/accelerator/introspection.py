@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.enums import DistributedType, FP8BackendType, PrecisionName, PrecisionType
-from accelerate.base.errors import PreparationError
-from accelerate.strategies.base import refuse_split_model
+from accelerate.base import DistributedType, FP8BackendType, PrecisionName, PrecisionType, PreparationError
+from accelerate.strategies import refuse_split_model
 
 
 class Introspection:

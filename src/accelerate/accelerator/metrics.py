@@ -10,12 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelerate.base.errors import StateError, wrong_value
+from accelerate.base import StateError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
-from accelerate.ops.collectives import gather, gather_object, gather_valid, gather_valid_objects, reduce
-from accelerate.ops.dtensors import whole_tensors
-from accelerate.ops.flight_record import calling_frame
+from accelerate.ops import (
+    calling_frame,
+    gather,
+    gather_object,
+    gather_valid,
+    gather_valid_objects,
+    reduce,
+    whole_tensors,
+)
 
 logger = get_logger(__name__)
 

@@ -13,22 +13,27 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator import checkpoint_items
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin
-from accelerate.base.progress import progress_bar, size_of
-from accelerate.base.text import describe
-from accelerate.checkpointing import loading, retention, saving
-from accelerate.checkpointing.changes import Change, apply_all
-from accelerate.checkpointing.loading import Source, WorldSizePolicy
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.progress import Progress, read_progress
-from accelerate.checkpointing.report import loaded_lines
-from accelerate.checkpointing.saving import Request
-from accelerate.checkpointing.shards import save_sharded
-from accelerate.checkpointing.state import read_device
-from accelerate.hooks.offloaded import is_any_offloaded
+from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
+from accelerate.checkpointing import (
+    Change,
+    Load,
+    Progress,
+    Request,
+    Source,
+    WorldSizePolicy,
+    apply_all,
+    loaded_lines,
+    loading,
+    read_device,
+    read_progress,
+    retention,
+    save_sharded,
+    saving,
+)
+from accelerate.hooks import is_any_offloaded
 from accelerate.logging import get_logger
-from accelerate.plugins.training import ProjectConfiguration
-from accelerate.weights.files import save
+from accelerate.plugins import ProjectConfiguration
+from accelerate.weights import save
 
 logger = get_logger(__name__)
 

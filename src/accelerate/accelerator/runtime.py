@@ -6,20 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.checkpointing.session import Session
+from accelerate.base import ConfigurationError, environ, wrong_value
+from accelerate.checkpointing import Session
 from accelerate.devices import hardware_table, xla
-from accelerate.diagnostics import watching
-from accelerate.diagnostics.agreement import agreement_of_run
+from accelerate.diagnostics import agreement_of_run, watching
 from accelerate.logging import get_logger
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.plugins.training import GradientAccumulationPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
-from accelerate.state.accelerator_state import ONE_STATE
-from accelerate.strategies import Context, RunRequest, Strategy, resolve_strategy
-from accelerate.strategies.base import Prepared
-from accelerate.tracking.outlet import Outlets
+from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin
+from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.strategies import Context, Prepared, RunRequest, Strategy, resolve_strategy
+from accelerate.tracking import Outlets
 
 logger = get_logger(__name__)
 

@@ -6,10 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base.errors import wrong_value
-from accelerate.tracking.base import GeneralTracker
-from accelerate.tracking.outlet import Record
-from accelerate.tracking.registry import build_tracker
+from accelerate.base import wrong_value
+from accelerate.tracking import GeneralTracker, Record, build_tracker
 
 
 class Tracking:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import StateError, wrong_value
-from accelerate.ops.async_reduce import Answer, combine_aside
+from accelerate.base import StateError, wrong_value
+from accelerate.ops import Answer, combine_aside
 from accelerate.state import GradientState
 
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, sum_items
-from accelerate.base.errors import StateError
-from accelerate.data_loader.batch_metadata import Moment, note_moment, recall_moment
+from accelerate.base import StateError
+from accelerate.data_loader import Moment, note_moment, recall_moment
 from accelerate.logging import get_logger
-from accelerate.ops.async_reduce import Answer, combine_aside
+from accelerate.ops import Answer, combine_aside
 
 logger = get_logger(__name__)
 

@@ -1,34 +1,53 @@
-"""Load a package's public names on first use, from its one table."""
+"""Load names on first use: a package's from its one table, the stub `__init__.pyi` beside it."""
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from pkgutil import get_data
 from typing import Any
 
 
 def attach(
-    package: str, table: Mapping[str, str]
+    module: str, homes: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build what a package's `__init__.py` needs to load its names on first use.
+    """Build what a module needs to load names on first use.
 
     Args:
-        package: The package's `__name__`.
-        table: Public name -> the module that holds it; a name whose module is `package.name` is that
-            module itself.
+        module: The module's `__name__`.
+        homes: Name -> the module that defines it. Default: the names that the package's `__init__.pyi`
+            imports, so that type checkers and the interpreter read the same table.
 
     Returns:
-        The functions for the package's `__getattr__` and `__dir__`, and the list for its `__all__`.
+        The functions for the module's `__getattr__` and `__dir__`, and the list for its `__all__`.
+
+    Source: the module attributes `__getattr__` and `__dir__` of PEP 562.
     """
+    if homes is None:
+        table = {name: (home, attribute) for home, attribute, name in read_table(module)}
+    else:
+        table = {name: (home, name) for name, home in homes.items()}
 
     def load(name: str) -> Any:
         if name not in table:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(table[name])
-        value = module if table[name] == f"{package}.{name}" else getattr(module, name)
-        setattr(sys.modules[package], name, value)  # the next look-up finds it without coming here
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, attribute = table[name]
+        if home == module:  # a submodule of this package
+            value: Any = import_module(f"{module}.{attribute}")
+        else:
+            value = getattr(import_module(home), attribute)
+        setattr(sys.modules[module], name, value)  # the next look-up finds it without coming here
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *table})
+        return sorted({*vars(sys.modules[module]), *table})
 
     return load, names, sorted(table)
+
+
+def read_table(package: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the module, the name in it, and the name in the package, of each import in a package's stub."""
+    for statement in ast.parse(get_data(package, "__init__.pyi") or b"").body:
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                yield str(statement.module), alias.name, alias.asname or alias.name

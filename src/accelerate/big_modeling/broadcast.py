@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import AccelerateError
-from accelerate.ops.transport import Transport, current_transport
-from accelerate.weights.reading import Weights
+from accelerate.base import AccelerateError
+from accelerate.ops import Transport, current_transport
+from accelerate.weights import Weights
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.text import convert_file_size_to_int
+from accelerate.base import convert_file_size_to_int, wrong_value
 from accelerate.big_modeling.units import Unit, find_units
 from accelerate.devices import hardware_table
-from accelerate.weights.sizes import Dtype
+from accelerate.weights import Dtype
 
 Place = int | str
 """Number of an accelerator, or "mps", "cpu", "disk"."""

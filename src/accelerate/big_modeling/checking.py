@@ -8,12 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.text import listed
+from accelerate.base import ConfigurationError, listed, wrong_value
 from accelerate.big_modeling.budget import LAST
-from accelerate.weights.modules import all_tensors
-from accelerate.weights.placement import check_here, place_of, resolve_device
-from accelerate.weights.tied import find_tied_parameters
+from accelerate.weights import all_tensors, check_here, find_tied_parameters, place_of, resolve_device
 
 
 def check_places(device_map: Mapping[str, Any]) -> None:

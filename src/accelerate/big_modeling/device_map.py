@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.base.text import convert_bytes, listed
+from accelerate.base import ConfigurationError, convert_bytes, listed
 from accelerate.big_modeling.budget import LAST, Memory, Place, ends_of, fill, plan_memory
 from accelerate.big_modeling.explain import explain_device_map
 from accelerate.big_modeling.fallback import place_in_gaps
 from accelerate.big_modeling.units import Unit, find_units
-from accelerate.weights.sizes import Dtype
+from accelerate.weights import Dtype
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
 from accelerate.big_modeling.checking import check_places, spell_place
 from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
@@ -19,12 +19,16 @@ from accelerate.big_modeling.load import Source, fill_model, read_floating
 from accelerate.big_modeling.moves import LoadOptions
 from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
 from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
-from accelerate.hooks.attach import attach_align_device_hook_on_blocks
-from accelerate.hooks.offload import UserCpuOffloadHook, offload_with_hook
-from accelerate.weights.index import Folder, Index, save_offload_index
-from accelerate.weights.placement import Device
-from accelerate.weights.store import OffloadedWeightsLoader
-from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
+from accelerate.hooks import UserCpuOffloadHook, attach_align_device_hook_on_blocks, offload_with_hook
+from accelerate.weights import (
+    Device,
+    Folder,
+    Index,
+    OffloadedWeightsLoader,
+    find_tied_parameters,
+    retie_on_same_device,
+    save_offload_index,
+)
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

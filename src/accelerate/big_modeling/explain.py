@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.text import convert_bytes
-from accelerate.weights.modules import all_tensors
-from accelerate.weights.placement import place_of
-from accelerate.weights.sizes import Dtype, tensor_bytes
+from accelerate.base import convert_bytes
+from accelerate.weights import Dtype, all_tensors, place_of, tensor_bytes
 
 HEADERS = ("device", "parameters", "buffers", "in all", "of its limit", "modules")
 NUMBERED = re.compile(r"(.*?)(\d+)((?:\.\D.*)?)")

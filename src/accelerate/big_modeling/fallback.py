@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from accelerate.big_modeling.budget import Place
 from accelerate.big_modeling.units import Unit
-from accelerate.weights.modules import named_module_tensors
-from accelerate.weights.sizes import NamedModule
+from accelerate.weights import NamedModule, named_module_tensors
 
 
 def place_in_gaps(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accelerate.base.environ import parse_flag_from_env
-from accelerate.weights.placement import Device, renew, resolve_device
+from accelerate.base import parse_flag_from_env
+from accelerate.weights import Device, renew, resolve_device
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from accelerate.base.errors import wrong_value
-from accelerate.hooks.base import add_hook_to_module
-from accelerate.hooks.casting import LayerwiseCastingHook
-from accelerate.weights.placement import read_dtype
+from accelerate.base import wrong_value
+from accelerate.hooks import LayerwiseCastingHook, add_hook_to_module
+from accelerate.weights import read_dtype
 
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Conv1d,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.progress import advance, expect, progress_bar
+from accelerate.base import ConfigurationError, advance, expect, progress_bar, wrong_value
 from accelerate.big_modeling.broadcast import Opened, receive_weights
 from accelerate.big_modeling.checking import check_device_map, check_places
 from accelerate.big_modeling.moves import (
@@ -26,18 +25,24 @@ from accelerate.big_modeling.moves import (
     takes_extra,
 )
 from accelerate.big_modeling.sharded import check_options, fill_from_whole, fill_own_parts, is_sharded
-from accelerate.checkpointing.shards import find_shards
-from accelerate.weights.index import Index, make_folder, save_offload_index
-from accelerate.weights.int8 import quantize_and_offload_8bit
-from accelerate.weights.packed import with_parts
-from accelerate.weights.placement import (
+from accelerate.checkpointing import find_shards
+from accelerate.weights import (
+    STATISTICS,
+    Index,
+    WeightFile,
+    Weights,
+    beside,
     find_home,
+    find_tied_parameters,
+    make_folder,
+    offload_weight,
+    quantize_and_offload_8bit,
     read_dtype,
+    retie_on_same_device,
+    save_offload_index,
     set_module_tensor_to_device,
+    with_parts,
 )
-from accelerate.weights.reading import WeightFile, Weights
-from accelerate.weights.store import STATISTICS, beside, offload_weight
-from accelerate.weights.tied import find_tied_parameters, retie_on_same_device
 
 
 def load_checkpoint_in_model(

@@ -11,13 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
-from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.packed import INT4, INT8, OUTLINE, parts_of, shape_of
-from accelerate.weights.placement import place_of, resolve_device
-from accelerate.weights.reading import Weights
-from accelerate.weights.store import STATISTICS, beside
+from accelerate.base import CheckpointError, listed
+from accelerate.weights import (
+    INT4,
+    INT8,
+    OUTLINE,
+    STATISTICS,
+    Weights,
+    all_tensors,
+    beside,
+    get_non_persistent_buffers,
+    parts_of,
+    place_of,
+    resolve_device,
+    shape_of,
+)
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError, StateError, as_builtin
-from accelerate.base.text import listed
-from accelerate.hooks.align import AlignDevicesHook
-from accelerate.hooks.base import hooks_of, remove_hook_from_module
-from accelerate.weights.modules import all_tensors
-from accelerate.weights.placement import resolve_device
+from accelerate.base import ConfigurationError, StateError, as_builtin, listed
+from accelerate.hooks import AlignDevicesHook, hooks_of, remove_hook_from_module
+from accelerate.weights import all_tensors, resolve_device
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

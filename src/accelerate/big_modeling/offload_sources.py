@@ -10,15 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError, as_builtin
-from accelerate.base.text import listed
+from accelerate.base import ConfigurationError, as_builtin, listed
 from accelerate.big_modeling.checking import spell_place
 from accelerate.big_modeling.device_map import CPU, DISK
-from accelerate.weights.index import INDEX, Folder, Index, read_index
-from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.packed import scales_of
-from accelerate.weights.placement import Device, place_of, resolve_device
-from accelerate.weights.store import STATISTICS, beside, note_files, offload_state_dict
+from accelerate.weights import (
+    INDEX,
+    STATISTICS,
+    Device,
+    Folder,
+    Index,
+    all_tensors,
+    beside,
+    get_non_persistent_buffers,
+    note_files,
+    offload_state_dict,
+    place_of,
+    read_index,
+    resolve_device,
+    scales_of,
+)
 
 PINNED_PART = 0.5
 """Part of the free memory that weights on their way to accelerators may lock."""

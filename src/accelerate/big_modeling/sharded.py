@@ -7,13 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.text import listed
+from accelerate.base import ConfigurationError, listed, wrong_value
 from accelerate.big_modeling.broadcast import Opened
 from accelerate.big_modeling.moves import CPU, LoadOptions, check_fit, plan_moves
-from accelerate.weights.modules import all_tensors
-from accelerate.weights.reading import Weights
-from accelerate.weights.tied import find_tied_parameters
+from accelerate.weights import Weights, all_tensors, find_tied_parameters
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from accelerate.weights.blocks import find_blocks
-from accelerate.weights.sizes import Dtype, tensor_bytes
+from accelerate.weights import Dtype, find_blocks, tensor_bytes
 
 
 @dataclass(frozen=True)

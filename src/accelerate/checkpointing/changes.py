@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from accelerate.base.errors import AccelerateError, CheckpointError, like
-from accelerate.base.text import describe
+from accelerate.base import AccelerateError, CheckpointError, describe, like
 
 Apply = Callable[[], None]
 """Changes an object."""

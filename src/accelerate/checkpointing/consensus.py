@@ -11,11 +11,9 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from accelerate.base import errors
-from accelerate.base.errors import AccelerateError, CheckpointError, StateError
-from accelerate.base.text import describe
-from accelerate.ops.transport import Transport
-from accelerate.state.store_channel import StoreChannel
+from accelerate.base import AccelerateError, CheckpointError, StateError, describe, errors
+from accelerate.ops import Transport
+from accelerate.state import StoreChannel
 
 Judge = Callable[[list[Any]], Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing import manifest, temporary
 from accelerate.checkpointing.files import files_under, swap, sync_folder
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import refuse_outside
+from accelerate.base import CheckpointError, refuse_outside
 from accelerate.checkpointing.files import ALGORITHM
 
 MANIFEST = "manifest.json"

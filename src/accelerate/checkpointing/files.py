@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from accelerate.base.progress import advance
+from accelerate.base import advance
 
 ALGORITHM = "xxh3_64"
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems answer that have no such thing

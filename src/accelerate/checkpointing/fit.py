@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
-from accelerate.weights.reading import is_extra
-from accelerate.weights.shared import lacking_names
+from accelerate.base import CheckpointError, listed
+from accelerate.weights import is_extra, lacking_names
 
 Strings = tuple[str, ...]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from accelerate import rng
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing.files import checksum_of
 
 _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"

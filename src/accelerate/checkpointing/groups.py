@@ -6,8 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
+from accelerate.base import CheckpointError, listed
 from accelerate.checkpointing.changes import Change
 from accelerate.checkpointing.fit import check_form, check_optimizer
 from accelerate.checkpointing.kept import inner_optimizers, keep_optimizer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import rng
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing.changes import Apply
 from accelerate.data_loader import position
 

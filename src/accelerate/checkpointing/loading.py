@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.base.constants import RNG_STATE_NAME
-from accelerate.base.errors import CheckpointError, as_builtin, wrong_value
-from accelerate.base.progress import expect, for_threads
-from accelerate.base.text import listed
+from accelerate.base import (
+    RNG_STATE_NAME,
+    CheckpointError,
+    as_builtin,
+    expect,
+    for_threads,
+    listed,
+    wrong_value,
+)
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.manifest import Manifest

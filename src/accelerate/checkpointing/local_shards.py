@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accelerate.ops.dtensors import is_dtensor
+from accelerate.ops import is_dtensor
 
 if TYPE_CHECKING:  # it takes half a second to import
     from torch.distributed.tensor import DTensor

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing.fields import FORMAT, MANIFEST, check_fields, shorten, spell_name
 from accelerate.checkpointing.files import ALGORITHM, FileRecord, checksum_of, measure, write_text
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import refuse_outside
+from accelerate.base import CheckpointError, refuse_outside
 
 if TYPE_CHECKING:  # it takes most of a second to import
     from torch.distributed.checkpoint.metadata import Metadata

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from accelerate.base.errors import AccelerateError, CheckpointError, as_builtin, like
-from accelerate.base.text import describe
+from accelerate.base import AccelerateError, CheckpointError, as_builtin, describe, like
 from accelerate.checkpointing.changes import Change
-from accelerate.weights.files import read_torch, write_torch
+from accelerate.weights import read_torch, write_torch
 
 
 def nothing() -> None:

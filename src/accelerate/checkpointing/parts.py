@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.constants import (
+from accelerate.base import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -20,8 +20,8 @@ from accelerate.base.constants import (
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
+    CheckpointError,
 )
-from accelerate.base.errors import CheckpointError
 from accelerate.checkpointing import generators
 from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import (
@@ -43,14 +43,15 @@ from accelerate.checkpointing.kept import (
 from accelerate.checkpointing.part import Load, Payload, Stateful
 from accelerate.data_loader import position
 from accelerate.logging import get_logger
-from accelerate.weights.files import (
+from accelerate.weights import (
+    drop_shared,
+    missing_names,
     read_safetensors,
     read_torch,
     refused_globals,
     write_torch,
     write_whole_tensors,
 )
-from accelerate.weights.shared import drop_shared, missing_names
 
 logger = get_logger(__name__)
 

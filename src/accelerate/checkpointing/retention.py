@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.progress import expect
+from accelerate.base import CheckpointError, expect
 from accelerate.checkpointing import folder, manifest, temporary
 
 PATTERN = re.compile(r"checkpoint_(\d+)")

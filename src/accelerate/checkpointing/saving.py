@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.progress import expect, for_threads, is_shown
-from accelerate.base.text import describe
+from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder

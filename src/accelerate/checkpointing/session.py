@@ -21,7 +21,7 @@ from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Request, Site
 from accelerate.checkpointing.staging import StagingArea
 from accelerate.logging import get_logger
-from accelerate.ops.transport import current_transport
+from accelerate.ops import current_transport
 from accelerate.state import PartialState, process_group
 
 logger = get_logger(__name__)

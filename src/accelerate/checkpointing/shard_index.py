@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.base.errors import AccelerateError, CheckpointError
-from accelerate.base.text import describe, listed
+from accelerate.base import AccelerateError, CheckpointError, describe, listed
 from accelerate.checkpointing.local_shards import Shape
 from accelerate.checkpointing.metadata import read_metadata
 

@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from accelerate.base.errors import AccelerateError, CheckpointError
-from accelerate.base.text import describe
+from accelerate.base import AccelerateError, CheckpointError, describe
 from accelerate.checkpointing.local_shards import LocalShards
 from accelerate.checkpointing.shard_index import NAME, Place, ShardIndex
-from accelerate.weights.files import read_torch
+from accelerate.weights import read_torch
 
 UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionError, pickle.PickleError)
 """What torch's reader makes of a file that is not what it should be."""

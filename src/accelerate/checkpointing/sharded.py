@@ -10,9 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import listed
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
 from accelerate.checkpointing import shard_files, shard_index
 from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import refuse_dtype, refuse_names

@@ -13,20 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.base.constants import (
+from accelerate.base import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
+    CheckpointError,
+    ConfigurationError,
+    as_builtin,
+    convert_file_size_to_int,
+    listed,
+    progress_bar,
+    size_of,
+    wrong_value,
 )
-from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, wrong_value
-from accelerate.base.progress import progress_bar, size_of
-from accelerate.base.text import convert_file_size_to_int, listed
-from accelerate.weights.files import write_torch, write_whole_tensors
-from accelerate.weights.index import read_weight_map
-from accelerate.weights.shared import drop_shared
+from accelerate.weights import drop_shared, read_weight_map, write_torch, write_whole_tensors
 
 _FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """What is looked for in a folder, in this order."""

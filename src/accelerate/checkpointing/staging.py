@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelerate.checkpointing.part import Payload
 from accelerate.nested import honor_type
-from accelerate.weights.shared import WITHOUT_ADDRESS
+from accelerate.weights import WITHOUT_ADDRESS
 
 
 class StagingArea:

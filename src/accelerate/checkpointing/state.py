@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base import CheckpointError, wrong_value
 from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.part import Load, Part
 from accelerate.checkpointing.parts import (

@@ -6,8 +6,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from accelerate.base.lazy import attach
-from accelerate.commands.utils import CustomArgumentParser, run_command
+from accelerate.base import attach
+from accelerate.commands.utils import run_command
+from accelerate.settings import CustomArgumentParser
 
 COMMANDS = {
     "checkpoint": (

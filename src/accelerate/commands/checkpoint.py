@@ -15,16 +15,14 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
-from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.base.progress import progress_bar
-from accelerate.base.text import convert_bytes
+from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
 from accelerate.commands.utils import make_parser, run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from accelerate.checkpointing.manifest import Manifest
+    from accelerate.checkpointing import Manifest
 
 description = "List, verify, compare and prune the checkpoints that `Accelerator.save_state` writes."
 
@@ -186,8 +184,7 @@ def _short(value: Any) -> str:
 
 def _contents(folder: Path) -> dict[str, Any]:
     """All tensors and values of a checkpoint, by file and place in it."""
-    from accelerate.checkpointing import manifest, shard_index
-    from accelerate.checkpointing.files import files_under
+    from accelerate.checkpointing import files_under, manifest, shard_index
 
     if not os.path.isdir(folder):
         raise wrong_value("folder", str(folder), "there is no such folder", "name a checkpoint")
@@ -219,14 +216,14 @@ class Sealed:
 
 
 def _seal(path: Path) -> Sealed:
-    from accelerate.checkpointing.files import measure
+    from accelerate.checkpointing import measure
 
     return Sealed(*measure(path))
 
 
 def _reader(suffix: str) -> Callable[[Path], Any]:
     """What reads a file with this ending."""
-    from accelerate.weights.files import read_safetensors
+    from accelerate.weights import read_safetensors
 
     readers = {".safetensors": read_safetensors, **dict.fromkeys((".bin", ".pt", ".pkl"), _read_saved)}
     return readers.get(suffix, _seal)
@@ -234,7 +231,7 @@ def _reader(suffix: str) -> Callable[[Path], Any]:
 
 def _read_saved(path: Path) -> Any:
     """Read what `torch.save` wrote, unless it holds objects that could run code."""
-    from accelerate.weights.files import read_torch, refused_globals
+    from accelerate.weights import read_torch, refused_globals
 
     try:
         return read_torch(path)
@@ -249,8 +246,7 @@ def _read_shards(path: Path) -> dict[str, Any]:
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from accelerate.checkpointing import shard_files, shard_index
-    from accelerate.checkpointing.local_shards import whole
+    from accelerate.checkpointing import shard_files, shard_index, whole
 
     found = shard_index.read(path.parent, "")
     memory = {

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.commands.utils import make_parser, run_command
 
 DESCRIPTION = (

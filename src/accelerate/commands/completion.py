@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.base.packages import require
+from accelerate.base import require
 from accelerate.commands.utils import make_parser, run_command
 
 SHELLS = {

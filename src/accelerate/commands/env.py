@@ -10,13 +10,13 @@ import shutil
 import sys
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.lazy import attach
-from accelerate.base.versions import installed_version
+from accelerate.base import attach, environ, installed_version
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import default_config_file as default_config_file
-from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+from accelerate.settings import (
+    default_config_file as default_config_file,
+    file_layer,
+    load_config_from_file as load_config_from_file,
+)
 
 __getattr__, __dir__, _ = attach(
     __name__,
@@ -63,7 +63,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     import psutil
     import torch
 
-    from accelerate.devices.hardware_table import detect
+    from accelerate.devices import detect
 
     backend = detect()
     path = file_layer.find_config_file(config_file)

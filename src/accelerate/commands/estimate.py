@@ -6,26 +6,31 @@ import argparse
 import json
 from typing import Any
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import is_timm_available as is_timm_available
-from accelerate.base.packages import is_transformers_available as is_transformers_available
-from accelerate.base.text import convert_bytes
+from accelerate.base import (
+    convert_bytes,
+    is_timm_available as is_timm_available,
+    is_transformers_available as is_transformers_available,
+    wrong_value,
+)
 from accelerate.commands.model_memory import (
     OPTIMIZERS,
     SHARDINGS,
+    estimate_training_usage as estimate_training_usage,
     largest_layer,
     size_of,
     training_bytes,
 )
-from accelerate.commands.model_memory import estimate_training_usage as estimate_training_usage
 from accelerate.commands.model_plan import parse_memory, plan_of
-from accelerate.commands.model_tensors import Tensors, read_tensors
-from accelerate.commands.model_tensors import add_timm_hub_prefix as add_timm_hub_prefix
-from accelerate.commands.model_tensors import check_has_model as check_has_model
-from accelerate.commands.model_tensors import create_empty_model as create_empty_model
-from accelerate.commands.model_tensors import verify_on_hub as verify_on_hub
-from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.commands.model_tensors import (
+    Tensors,
+    add_timm_hub_prefix as add_timm_hub_prefix,
+    check_has_model as check_has_model,
+    create_empty_model as create_empty_model,
+    read_tensors,
+    verify_on_hub as verify_on_hub,
+)
 from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 DESCRIPTION = (
     "Say how much memory a model needs to be held and to be trained, without activations. Where the model has"

@@ -12,22 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, shown
-from accelerate.base.lazy import attach
-from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
-from accelerate.launch import machine
-from accelerate.launch.backends.base import Launcher, launcher_for
-from accelerate.launch.failures import collect
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.recording import record_failures
-from accelerate.launch.resolve import choose_cpu_or_devices, resolve_plan
-from accelerate.settings import env, file_layer, flags, pet
-from accelerate.settings.file_layer import default_config_file as default_config_file
-from accelerate.settings.flags import CustomHelpFormatter
-from accelerate.settings.flags import clean_option as clean_option
-from accelerate.settings.flags import options_to_group as options_to_group
-from accelerate.settings.merge import Layer, Settings, merge_layers
+from accelerate.base import ConfigurationError, attach, environ, shown
+from accelerate.commands.utils import make_parser, run_command
+from accelerate.launch import (
+    LaunchPlan,
+    Target,
+    choose_cpu_or_devices,
+    collect,
+    machine,
+    record_failures,
+    resolve_plan,
+)
+from accelerate.launch.backends import Launcher, launcher_for
+from accelerate.settings import (
+    CustomArgumentParser,
+    CustomHelpFormatter,
+    Layer,
+    Settings,
+    clean_option as clean_option,
+    default_config_file as default_config_file,
+    env,
+    file_layer,
+    flags,
+    merge_layers,
+    options_to_group as options_to_group,
+    pet,
+)
 
 _CONSTANTS = "accelerate.base.constants"
 _AVAILABILITY = "accelerate.devices.availability"
@@ -271,7 +281,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     Returns:
         The namespace, the loaded configuration or ``None``, and whether the file chose the number format.
     """
-    from accelerate.settings.config_file import load_config_from_file
+    from accelerate.settings import load_config_from_file
 
     _, settings = make_plan(args)
     for row, value, _ in settings:

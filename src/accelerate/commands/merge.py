@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accelerate.base.lazy import attach
-from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.base import attach
 from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 __getattr__, __dir__, _ = attach(__name__, {"merge_fsdp_weights": "accelerate.strategies.fsdp.merge"})
 
@@ -45,7 +45,7 @@ def merge_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: there is no sharded checkpoint, or its removal would take the result with it.
     """
-    from accelerate.strategies.fsdp.merge import merge_fsdp_weights
+    from accelerate.strategies.fsdp import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.commands.model_tensors import Weight
 
 BITS_OF = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.commands.model_tensors import Weight
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
     """
     if not words:
         return None
-    from accelerate.big_modeling.budget import get_max_memory
+    from accelerate.big_modeling import get_max_memory
 
     found: dict[Any, str] = {}
     for word in words:
@@ -55,9 +55,8 @@ def plan_of(
     Returns:
         Devices by module, and the plan as a table.
     """
-    from accelerate.base.enums import CustomDtype
-    from accelerate.big_modeling import explain_device_map, infer_auto_device_map
-    from accelerate.big_modeling.budget import plan_memory
+    from accelerate.base import CustomDtype
+    from accelerate.big_modeling import explain_device_map, infer_auto_device_map, plan_memory
 
     model = _build(weights)
     chosen = CustomDtype.INT4 if dtype == "int4" else dtype

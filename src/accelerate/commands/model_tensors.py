@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from accelerate.base.errors import CheckpointError, ConfigurationError, wrong_value
-from accelerate.base.packages import require
-from accelerate.base.system import expanded
-from accelerate.weights.index import read_weight_map
+from accelerate.base import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    CheckpointError,
+    ConfigurationError,
+    expanded,
+    require,
+    wrong_value,
+)
+from accelerate.weights import read_weight_map
 
 CONFIG_NAME = "config.json"
 BITS = {"BOOL": 8, "F4": 4, "F6": 6}

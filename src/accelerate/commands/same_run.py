@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError, LaunchError
-from accelerate.launch.children import run_child
-from accelerate.launch.command import AGENT
+from accelerate.base import CheckpointError, LaunchError
+from accelerate.launch import AGENT, run_child
 
 SCRIPT = "accelerate.test_utils.scripts.test_resume"
 RUNS = ("whole", "interrupted", "resumed")

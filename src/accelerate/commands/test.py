@@ -6,8 +6,10 @@ import argparse
 from typing import Any
 
 from accelerate.commands.launch import launch_command, launch_command_parser
-from accelerate.commands.running import execute_subprocess_async as execute_subprocess_async
-from accelerate.commands.running import path_in_accelerate_package as path_in_accelerate_package
+from accelerate.commands.running import (
+    execute_subprocess_async as execute_subprocess_async,
+    path_in_accelerate_package as path_in_accelerate_package,
+)
 from accelerate.commands.same_run import check_resume
 from accelerate.commands.utils import make_parser, run_command
 

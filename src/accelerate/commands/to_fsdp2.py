@@ -8,16 +8,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.system import expanded
-from accelerate.commands.utils import CustomArgumentParser as CustomArgumentParser
+from accelerate.base import ConfigurationError, expanded, wrong_value
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings.file_layer import existing_file, read_mapping, write_file
-from accelerate.settings.migrations import ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING
-from accelerate.settings.migrations import ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING
-from accelerate.settings.migrations import ConversionStatus as ConversionStatus
-from accelerate.settings.migrations import convert_config_to_fsdp2 as convert_config_to_fsdp2
-from accelerate.settings.migrations import fsdp2_notes
+from accelerate.settings import (
+    ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
+    ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
+    ConversionStatus as ConversionStatus,
+    CustomArgumentParser as CustomArgumentParser,
+    convert_config_to_fsdp2 as convert_config_to_fsdp2,
+    existing_file,
+    fsdp2_notes,
+    read_mapping,
+    write_file,
+)
 
 DESCRIPTION = "Write a configuration file of FSDP 1 for FSDP 2, and say what has no counterpart."
 

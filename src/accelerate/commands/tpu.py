@@ -9,13 +9,15 @@ import subprocess
 import sys
 from typing import Any
 
-from accelerate.base.errors import ConfigurationError, LaunchError
+from accelerate.base import ConfigurationError, LaunchError
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.launch.machine import read_file
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import ClusterConfig
-from accelerate.settings.config_file import default_config_file as default_config_file
-from accelerate.settings.config_file import load_config_from_file as load_config_from_file
+from accelerate.launch import read_file
+from accelerate.settings import (
+    ClusterConfig,
+    default_config_file as default_config_file,
+    file_layer,
+    load_config_from_file as load_config_from_file,
+)
 
 DESCRIPTION = "Run commands on every host of a TPU pod, as needed to set it up. Needs the gcloud program."
 LATEST = "latest"

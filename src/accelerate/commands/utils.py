@@ -9,10 +9,12 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
-from accelerate.base.errors import AccelerateError, ConfigurationError
-from accelerate.settings.flags import CustomArgumentGroup as CustomArgumentGroup
-from accelerate.settings.flags import CustomArgumentParser as CustomArgumentParser
-from accelerate.settings.flags import OneSpellingFormatter
+from accelerate.base import AccelerateError, ConfigurationError
+from accelerate.settings import (
+    CustomArgumentGroup as CustomArgumentGroup,
+    CustomArgumentParser as CustomArgumentParser,
+    OneSpellingFormatter,
+)
 
 
 def make_parser(

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from accelerate.base.errors import StateError
-from accelerate.base.packages import is_torchdata_stateful_dataloader_available, require
+from accelerate.base import StateError, is_torchdata_stateful_dataloader_available, require
 from accelerate.data_loader import position, workers
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import ShardPlan
@@ -21,7 +20,7 @@ from accelerate.data_loader.reading import IndexAhead, mark_last, read_past
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
 from accelerate.nested import ignorant_find_batch_size
-from accelerate.ops.transport import current_transport
+from accelerate.ops import current_transport
 from accelerate.state import GradientState
 
 _KEPT = (

@@ -17,8 +17,7 @@ from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_placement, last_remainder
 from accelerate.data_loader.rounds import Dealer
-from accelerate.ops.base import Transport
-from accelerate.ops.transport import current_transport
+from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState
 
 _UNADDRESSED = frozenset(

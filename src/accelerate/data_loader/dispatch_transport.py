@@ -11,8 +11,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from accelerate.base.system import process_home
-from accelerate.ops.base import Transport
+from accelerate.base import process_home
+from accelerate.ops import Transport
 
 LARGE = 256 * 1024
 """Bytes of a block for which two copies cost less than the way through sockets."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.data_loader.validity import Tagged, real_per_part
 
 

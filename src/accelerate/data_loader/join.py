@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.data_loader.rounds import count_samples, fill
 from accelerate.data_loader.validity import Counts, Fillers
 from accelerate.nested import concatenate
-from accelerate.ops.base import Transport
+from accelerate.ops import Transport
 
 _END = object()
 

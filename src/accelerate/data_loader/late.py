@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.data_loader.base import DataLoaderAdapter
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.position import Place, Resume

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accelerate.ops.base import Transport
+from accelerate.ops import Transport
 
 _DEPTH = 12
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.data_loader.iterable import IterableDatasetShard
 
 SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})

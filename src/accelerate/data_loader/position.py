@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accelerate import rng
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
@@ -16,7 +16,7 @@ from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywh
 from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
-from accelerate.ops.transport import current_transport
+from accelerate.ops import current_transport
 from accelerate.state import PartialState
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])

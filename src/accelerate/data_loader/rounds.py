@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.data_loader.validity import Counts, real_per_part
 from accelerate.nested import concatenate, honor_mapping, honor_type
 

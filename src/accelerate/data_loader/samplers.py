@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.data_loader.validity import Fillers, real_per_part
 
 Batch = list[Any]

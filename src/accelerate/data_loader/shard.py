@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from accelerate.base.enums import RNGType
+from accelerate.base import RNGType
 from accelerate.data_loader.base import Carrier, DataLoaderAdapter, DataLoaderStateMixin, find_shard
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.join import InStep
@@ -14,8 +14,8 @@ from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.reading import choose_placement, give
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
 from accelerate.data_loader.validity import Fillers
-from accelerate.devices.xla import upload_options
-from accelerate.ops.transport import current_transport
+from accelerate.devices import upload_options
+from accelerate.ops import current_transport
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState
 

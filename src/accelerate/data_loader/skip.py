@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
 from accelerate.data_loader.late import skipping, start_late, variant_of
 from accelerate.data_loader.reading import give

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import wrong_value
+from accelerate.base import current, parse_flag_from_env, wrong_value
 from accelerate.devices import nvidia
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -4,9 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import PACKAGES, is_msamp_available, is_torchao_available
-from accelerate.base.versions import is_torch_version
+from accelerate.base import PACKAGES, is_msamp_available, is_torch_version, is_torchao_available, wrong_value
 from accelerate.devices.backend import DeviceBackend
 from accelerate.devices.hardware_table import CUDA, HPU, MLU, MPS, MUSA, NEURON, NPU, SDAA, XLA, XPU, detect
 from accelerate.devices.xla import xla_wanted

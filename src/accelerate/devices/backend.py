@@ -12,9 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.enums import DistributedType, RNGType
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import wrong_value
+from accelerate.base import DistributedType, RNGType, patch_environment, wrong_value
 
 if TYPE_CHECKING:
     import torch

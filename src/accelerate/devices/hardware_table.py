@@ -4,10 +4,7 @@ import platform
 from collections.abc import Mapping
 from functools import cache
 
-from accelerate.base.enums import DistributedType, RNGType
-from accelerate.base.environ import current
-from accelerate.base.errors import wrong_value
-from accelerate.base.versions import installed_version
+from accelerate.base import DistributedType, RNGType, current, installed_version, wrong_value
 from accelerate.devices import nvidia
 from accelerate.devices.backend import CpuBackend, DeviceBackend, GaudiBackend, MpsBackend
 from accelerate.devices.xla import XlaBackend, count_chips

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import parse
 
-from accelerate.base.errors import StateError
+from accelerate.base import StateError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # GPUs whose drivers offered peer-to-peer copies that do not work, until this driver.

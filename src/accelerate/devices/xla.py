@@ -7,9 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import StateError
-from accelerate.base.versions import installed_version
+from accelerate.base import StateError, current, installed_version, parse_flag_from_env
 from accelerate.devices.backend import DeviceBackend
 
 if TYPE_CHECKING:

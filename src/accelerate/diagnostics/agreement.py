@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from accelerate.diagnostics.signals import SignalNotes
 from accelerate.diagnostics.stop import TRIGGERS, Source, asked, find_sources, rounds_between
 from accelerate.logging import get_logger
-from accelerate.ops.async_reduce import Answer, combine_aside
-from accelerate.settings.sections.stopping import StoppingSection
-from accelerate.settings.variables import decode
+from accelerate.ops import Answer, combine_aside
+from accelerate.settings import decode
+from accelerate.settings.sections import StoppingSection
 from accelerate.state import PartialState
 
 logger = get_logger(__name__)

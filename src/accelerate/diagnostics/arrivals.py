@@ -21,9 +21,7 @@ from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, RankState, compose
 from accelerate.diagnostics.peers import own_identity
 from accelerate.diagnostics.watchdog import SECONDS_TO_ANSWER, Limits
-from accelerate.state import process_group
-from accelerate.state.store_channel import StoreChannel, as_dataclass
-from accelerate.state.topology import Topology
+from accelerate.state import StoreChannel, Topology, as_dataclass, process_group
 
 SECONDS_TO_END = 10.0
 _PAUSES = 3

@@ -9,8 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
-from accelerate.base.errors import AccelerateError, wrong_value
-from accelerate.devices.memory import clear_device_cache
+from accelerate.base import AccelerateError, wrong_value
+from accelerate.devices import clear_device_cache
 from accelerate.diagnostics.oom_retry import Attempts, join_attempts
 
 # What allocators say when there is no room, in small letters.

@@ -10,11 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accelerate.base.errors import AccelerateError
-from accelerate.base.text import spell_ranks
-from accelerate.launch.children import grace
-from accelerate.launch.failures import HANG_KIND, Failure, Outcome, shortened
-from accelerate.launch.first_failure import Kind, Suspect, find_first
+from accelerate.base import AccelerateError, spell_ranks
+from accelerate.launch import HANG_KIND, Failure, Kind, Outcome, Suspect, find_first, grace, shortened
 
 REPORT = "failure.json"
 MOST_LINES = 60

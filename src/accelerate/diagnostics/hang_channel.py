@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from accelerate.diagnostics.hang_report import RankState
-from accelerate.state import process_group
-from accelerate.state.store_channel import StoreChannel, as_dataclass
+from accelerate.state import StoreChannel, as_dataclass, process_group
 
 PATIENCE = timedelta(seconds=5)
 """How long a request to the store may take."""

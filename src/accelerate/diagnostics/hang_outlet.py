@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from accelerate.diagnostics.hang_channel import Report
-from accelerate.launch.failures import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
+from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
 
 EXIT_CODE = 1
 

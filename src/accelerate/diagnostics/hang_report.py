@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelerate.base.text import spell_ranks
+from accelerate.base import spell_ranks
 
 MOST_STACKS = 3
 

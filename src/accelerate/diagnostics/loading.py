@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from accelerate.base.stack_dumps import Frame
-from accelerate.data_loader.background import ReadAhead
+from accelerate.base import Frame
+from accelerate.data_loader import ReadAhead
 from accelerate.diagnostics import process_view, stacks
 
 MOST_WORKERS = 8

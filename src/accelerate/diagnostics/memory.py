@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from accelerate.devices.backend import DeviceBackend
+from accelerate.devices import DeviceBackend
 from accelerate.diagnostics.batch_size import should_reduce_batch_size
 from accelerate.logging import get_logger
 

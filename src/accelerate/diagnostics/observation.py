@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.diagnostics import flight, loading, stacks
 from accelerate.diagnostics.hang_report import COLLECTIVE, DATA, DEVICE, ELSEWHERE, TORCH, RankState
-from accelerate.ops.flight_record import Entry, Ring
+from accelerate.ops import Entry, Ring
 
 MOST_WORK = 0.5
 """Part of the time that a process which only waits may spend on its processors, for all of its threads."""

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.base import environ
-from accelerate.base.errors import StateError
-from accelerate.ops.transport import Transport, current_transport
-from accelerate.state import PartialState, process_group
-from accelerate.state.store_channel import StoreChannel
+from accelerate.base import StateError, environ
+from accelerate.ops import Transport, current_transport
+from accelerate.state import PartialState, StoreChannel, process_group
 
 # How long a process that ran out of memory waits for the others before it takes them for stuck.
 SECONDS_OF_GRACE = 5.0

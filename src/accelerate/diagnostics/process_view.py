@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.base.stack_dumps import Frame, ask, ask_all
+from accelerate.base import Frame, ask, ask_all
 
 ENDED = "has ended"
 _WORDS = {

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from accelerate.diagnostics.stop import SIGNALS, Trigger
-from accelerate.launch.pending_signals import NOTES
+from accelerate.launch import NOTES
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from accelerate.base.stack_dumps import Frame
+from accelerate.base import Frame
 from accelerate.diagnostics.hang_report import BACKWARD
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from accelerate.base.duration import read_seconds
-from accelerate.base.errors import wrong_value
-from accelerate.settings.sections.stopping import StoppingSection
+from accelerate.base import read_seconds, wrong_value
+from accelerate.settings.sections import StoppingSection
 
 DEFAULT_MARGIN = 120
 """Seconds before the end of an allocation of SLURM; `stop_margin` says otherwise."""

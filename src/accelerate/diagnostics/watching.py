@@ -25,12 +25,10 @@ from accelerate.diagnostics.loader_watch import LoaderWatch
 from accelerate.diagnostics.observation import Observation
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.ops.flight_record import RING
-from accelerate.settings.sections.diagnostics import DiagnosticsSection
-from accelerate.settings.variables import decode
-from accelerate.state import PartialState, process_group
-from accelerate.state.store_channel import StoreChannel
-from accelerate.state.topology import Topology
+from accelerate.ops import RING
+from accelerate.settings import decode
+from accelerate.settings.sections import DiagnosticsSection
+from accelerate.state import PartialState, StoreChannel, Topology, process_group
 
 DEFAULT_SECONDS = 60.0
 SECONDS_TO_END = 10.0

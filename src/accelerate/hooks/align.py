@@ -12,8 +12,7 @@ from accelerate.hooks.base import ModelHook, not_traced
 from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead
 from accelerate.hooks.slots import META, Slot, find_slots
 from accelerate.nested import find_device, send_to_device
-from accelerate.weights.modules import named_module_tensors
-from accelerate.weights.placement import Device, resolve_device, set_module_tensor_to_device
+from accelerate.weights import Device, named_module_tensors, resolve_device, set_module_tensor_to_device
 
 Shared = dict[int, dict[torch.device, Tensor]]
 STEADY = (int, float, bool, str, type(None))

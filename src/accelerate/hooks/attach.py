@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from accelerate.hooks.align import AlignDevicesHook, Shared
 from accelerate.hooks.base import HOOK, add_hook_to_module, add_spare_hook
 from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead, Prefetcher
-from accelerate.weights.blocks import find_blocks, has_forward
-from accelerate.weights.modules import named_module_tensors
-from accelerate.weights.placement import Device, entry_of, resolve_device
-from accelerate.weights.store import OffloadedWeightsLoader, PrefixedDataset
+from accelerate.weights import (
+    Device,
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    entry_of,
+    find_blocks,
+    has_forward,
+    named_module_tensors,
+    resolve_device,
+)
 
 Keys = str | list[str] | None
 

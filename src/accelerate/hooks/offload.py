@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.devices import hardware_table
-from accelerate.devices.memory import clear_device_cache
+from accelerate.devices import clear_device_cache, hardware_table
 from accelerate.hooks.base import ModelHook, add_hook_to_module, not_traced, remove_hook_from_module
 from accelerate.nested import send_to_device
-from accelerate.weights.placement import Device, check_device_same, resolve_device
+from accelerate.weights import Device, check_device_same, resolve_device
 
 
 class CpuOffload(ModelHook):

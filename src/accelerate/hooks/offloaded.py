@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.base.text import listed
+from accelerate.base import ConfigurationError, listed
 from accelerate.hooks.align import AlignDevicesHook
 from accelerate.hooks.base import hooks_of
-from accelerate.weights.modules import named_module_tensors
-from accelerate.weights.placement import Device, set_module_tensor_to_device
+from accelerate.weights import Device, named_module_tensors, set_module_tensor_to_device
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -9,10 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from accelerate.weights.modules import get_non_persistent_buffers
-from accelerate.weights.packed import is_own_class, let_go
-from accelerate.weights.placement import set_module_tensor_to_device
-from accelerate.weights.store import STATISTICS, beside
+from accelerate.weights import (
+    STATISTICS,
+    beside,
+    get_non_persistent_buffers,
+    is_own_class,
+    let_go,
+    set_module_tensor_to_device,
+)
 
 META = torch.device("meta")
 Tensors = dict[str, Any]

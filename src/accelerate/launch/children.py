@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, environ
 from accelerate.launch.pending_signals import REQUESTS, blocked
 
 FORWARDED = tuple(

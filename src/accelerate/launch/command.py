@@ -6,8 +6,7 @@ import sys
 
 from accelerate.base import environ
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.settings import flags
-from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
+from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 
 AGENT = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
 

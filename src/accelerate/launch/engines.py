@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.base.enums import PrecisionType
-from accelerate.base.errors import wrong_value
-from accelerate.devices.hardware_table import CPU
+from accelerate.base import PrecisionType, wrong_value
+from accelerate.devices import CPU
 from accelerate.launch.layout import where
 from accelerate.launch.machine import Machine
-from accelerate.settings import deepspeed_checks as checks
-from accelerate.settings.merge import Settings
+from accelerate.settings import Settings, deepspeed_checks as checks
 
 FILE = "deepspeed_config_file"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.launch.machine import Machine
-from accelerate.settings import env
-from accelerate.settings.merge import Settings
+from accelerate.settings import Settings, env
 
 INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
 """For one process on the CPU: how Intel's OpenMP places its threads; others ignore it."""

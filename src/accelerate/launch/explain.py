@@ -7,11 +7,9 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.launch.backends.base import launcher_for
+from accelerate.launch.backends import launcher_for
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.merge import Settings
-from accelerate.settings.option import Option
-from accelerate.settings.section_list import SECTIONS
+from accelerate.settings import SECTIONS, Option, Settings
 
 HIDDEN = "(hidden)"
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from accelerate.base.errors import AccelerateError
+from accelerate.base import AccelerateError
 from accelerate.launch.failures import HANG_KIND, Failure, Outcome
 
 

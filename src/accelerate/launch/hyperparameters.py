@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 
 
 def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.text import whole_number
+from accelerate.base import whole_number, wrong_value
 from accelerate.launch.machine import Machine
-from accelerate.settings.merge import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options
-from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
+from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options
+from accelerate.settings.sections import EXCLUSIVE, LaunchSection
 
 MOST_PROCESSES = 10**6
 CHOSEN = "chosen for this machine"

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from accelerate.base.errors import ConfigurationError, shortened
-from accelerate.base.system import expanded
-from accelerate.devices.backend import DeviceBackend
-from accelerate.devices.hardware_table import CPU, count_visible
+from accelerate.base import ConfigurationError, expanded, shortened
+from accelerate.devices import CPU, DeviceBackend, count_visible
 from accelerate.launch.ports import get_free_port, is_port_in_use
 
 ROOT = 0

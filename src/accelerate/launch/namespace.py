@@ -11,31 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import environ
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.backends.sagemaker import SageMakerDetails
-from accelerate.launch.backends.tpu import precision_variables
+from accelerate.launch.backends import SageMakerDetails, launcher_for, precision_variables
 from accelerate.launch.command import env_var_path_add, local_command
 from accelerate.launch.environment import INTEL_OPENMP, device_ids
 from accelerate.launch.hyperparameters import _convert_nargs_to_dict as _convert_nargs_to_dict
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
-from accelerate.settings import env
-from accelerate.settings.config_file import SageMakerConfig
-from accelerate.settings.merge import FLAG, Layer, Settings, all_options, merge_layers
-from accelerate.settings.option import Section
-from accelerate.settings.sections.deepspeed import DeepSpeedSection
-from accelerate.settings.sections.dynamo import DynamoSection
-from accelerate.settings.sections.fsdp import FsdpSection
-from accelerate.settings.sections.launch import LaunchSection
-from accelerate.settings.sections.megatron import MegatronSection
-from accelerate.settings.sections.parallelism import (
+from accelerate.settings import (
+    FLAG,
+    Layer,
+    SageMakerConfig,
+    Section,
+    Settings,
+    all_options,
+    env,
+    merge_layers,
+)
+from accelerate.settings.sections import (
     ContextParallelSection,
+    DeepSpeedSection,
+    DynamoSection,
+    Fp8Section,
+    FsdpSection,
+    LaunchSection,
+    MegatronSection,
     ParallelismSection,
+    PrecisionSection,
+    RendezvousSection,
     SequenceParallelSection,
 )
-from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
-from accelerate.settings.sections.rendezvous import RendezvousSection
 
 MESH = (ParallelismSection, ContextParallelSection, SequenceParallelSection)
 SIMPLE = (LaunchSection, PrecisionSection, DynamoSection, Fp8Section)
@@ -69,7 +74,7 @@ def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> di
 
 
 def _visible_variable() -> str:
-    from accelerate.devices.hardware_table import CUDA, count_visible
+    from accelerate.devices import CUDA, count_visible
 
     backend, _ = count_visible(environ.current())
     return backend.visible_env or CUDA.visible_env or ""

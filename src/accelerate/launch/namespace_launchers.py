@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from accelerate.launch.backends.base import launcher_for
+from accelerate.launch.backends import launcher_for
 from accelerate.launch.machine import Machine
 from accelerate.launch.namespace import (
     SIMPLE,
@@ -18,10 +18,8 @@ from accelerate.launch.namespace import (
 )
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings import env
-from accelerate.settings.config_file import SageMakerConfig
-from accelerate.settings.merge import FLAG
-from accelerate.settings.sections.rendezvous import RendezvousSection
+from accelerate.settings import FLAG, SageMakerConfig, env
+from accelerate.settings.sections import RendezvousSection
 
 
 def simple_launcher(args: argparse.Namespace) -> None:

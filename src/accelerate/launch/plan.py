@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings.sections.rendezvous import RendezvousSection
+from accelerate.base import ConfigurationError
+from accelerate.settings.sections import RendezvousSection
 
 Detail = TypeVar("Detail")
 Kind: TypeAlias = Literal["script", "module", "program"]

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from accelerate.base.errors import LaunchError
+from accelerate.base import LaunchError
 from accelerate.launch.plan import LaunchPlan
 
 PATIENCE = 300.0

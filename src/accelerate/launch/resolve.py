@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accelerate.base.duration import read_seconds
-from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
-from accelerate.devices.hardware_table import CPU
-from accelerate.launch.backends.base import Launcher, launcher_named
+from accelerate.base import ConfigurationError, LaunchError, read_seconds, wrong_value
+from accelerate.devices import CPU
+from accelerate.launch.backends import Launcher, launcher_named
 from accelerate.launch.engines import check_engine
 from accelerate.launch.environment import device_ids, worker_environment
-from accelerate.launch.layout import CHOSEN as CHOSEN
 from accelerate.launch.layout import (
+    CHOSEN as CHOSEN,
     check_layout,
     choose_processes,
     choose_shares,
@@ -25,10 +24,8 @@ from accelerate.launch.layout import (
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
-from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import EXCLUSIVE, LaunchSection
-from accelerate.settings.sections.rendezvous import RendezvousSection
+from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings
+from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, DistributedType, environ
 
 RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
 

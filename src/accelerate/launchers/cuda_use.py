@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from accelerate.base.packages import are_libraries_initialized
+from accelerate.base import are_libraries_initialized
 from accelerate.nested import iterate_tensors
 
 # Libraries that may start CUDA when they are imported.

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
-from accelerate.base.environ import parse_flag_from_env, patch_environment
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import DeviceBackend
-from accelerate.devices.nvidia import check_cuda_p2p_ib_support
-from accelerate.devices.xla import count_chips
-from accelerate.launch.ports import get_free_port, is_port_in_use
-from accelerate.launch.worker import RENDEZVOUS_FILE, PrepareForLaunch
+from accelerate.base import (
+    ConfigurationError,
+    DistributedType,
+    PrecisionName,
+    PrecisionType,
+    parse_flag_from_env,
+    patch_environment,
+    wrong_value,
+)
+from accelerate.devices import DeviceBackend, check_cuda_p2p_ib_support, count_chips, hardware_table
+from accelerate.launch import RENDEZVOUS_FILE, PrepareForLaunch, get_free_port, is_port_in_use
 from accelerate.launchers.cuda_use import describe_cuda_use
 from accelerate.launchers.processes import (
     CpuWorker,

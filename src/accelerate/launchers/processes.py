@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from accelerate.base.environ import current, patch_environment
-from accelerate.base.errors import LaunchError
-from accelerate.launch.failures import count_of
-from accelerate.launch.local_store import hold_loopback_store, run_key
-from accelerate.launch.worker import PrepareForLaunch
+from accelerate.base import LaunchError, current, patch_environment
+from accelerate.launch import PrepareForLaunch, count_of, hold_loopback_store, run_key
 from accelerate.launchers.cuda_use import describe_cuda_use
 from accelerate.state import process_group
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.ops.header import Head
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]

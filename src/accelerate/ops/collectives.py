@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import ConfigurationError, as_builtin, wrong_value
+from accelerate.base import ConfigurationError, as_builtin, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
 from accelerate.ops.base import Reduction, Transport
 from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers

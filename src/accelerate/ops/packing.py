@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
 from accelerate.ops.dtensors import is_dtensor
 from accelerate.ops.flat_buffers import FlatBuffer, lay_out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.nested import recursively_apply
 from accelerate.ops.base import Transport
 from accelerate.ops.packed import gather_packed

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from accelerate.base.errors import AccelerateError
+from accelerate.base import AccelerateError
 from accelerate.ops.base import Transport
 from accelerate.ops.flight_record import RING, describe
 from accelerate.ops.header import Head

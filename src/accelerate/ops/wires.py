@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate.base.errors import wrong_value
-from accelerate.devices.xla import mark_step
+from accelerate.base import wrong_value
+from accelerate.devices import mark_step
 from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
 from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
 from accelerate.ops.header import Head

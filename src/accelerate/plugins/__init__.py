@@ -1,1 +1,5 @@
 """The objects that users pass to the constructor of `Accelerator`."""
+
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -7,7 +7,7 @@ from enum import Enum
 from numbers import Number
 from typing import TypeVar
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 
 Choice = TypeVar("Choice")
 Member = TypeVar("Member", bound=Enum)

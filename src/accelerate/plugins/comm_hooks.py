@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from accelerate.base.enums import DDPCommunicationHookType
+from accelerate.base import DDPCommunicationHookType
 
 # Without annotations, because torch compares those of a hook's parameters with its own classes.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

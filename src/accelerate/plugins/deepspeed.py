@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from accelerate.base import environ
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.base import ConfigurationError, DistributedType, StateError, environ, wrong_value
 from accelerate.plugins import deepspeed_choices as choices
 from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
 from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
-from accelerate.settings import deepspeed_checks as checks
-from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, refuse_config
-from accelerate.settings.sections.deepspeed import OffloadDevice
+from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
+from accelerate.settings.sections import OffloadDevice
 
 if TYPE_CHECKING:
     from torch import nn

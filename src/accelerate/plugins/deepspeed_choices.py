@@ -6,14 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.environ import FALSE_WORDS, TRUE_WORDS
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import FALSE_WORDS, TRUE_WORDS, ConfigurationError, wrong_value
 from accelerate.plugins.deepspeed_config import Filling
 from accelerate.plugins.fsdp_wrapping import get_module_class_from_name
-from accelerate.settings.deepspeed_checks import AUTO, KEYS, USUAL, likely_typos
-from accelerate.settings.sections.deepspeed import DeepSpeedSection
-from accelerate.settings.sections.precision import Fp8Section
-from accelerate.settings.variables import read
+from accelerate.settings import AUTO, KEYS, USUAL, likely_typos, read
+from accelerate.settings.sections import DeepSpeedSection, Fp8Section
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.base.errors import shown, wrong_value
-from accelerate.settings.deepspeed_checks import AUTO, STAGE, read_config, refuse_config
+from accelerate.base import shown, wrong_value
+from accelerate.settings import AUTO, STAGE, read_config, refuse_config
 
 OFFLOADING = ("cpu", "nvme")
 OFFLOAD_DEVICES = (
@@ -191,9 +191,7 @@ class Filling:
             *self.mismatches,
             *(f"{name} is 'auto', and nothing says its value{self._hint(name)}" for name in self.missing),
         ]
-        refuse_config(
-            lines, "Correct the configuration; 'auto' takes the value of the plugin"
-        )
+        refuse_config(lines, "Correct the configuration; 'auto' takes the value of the plugin")
 
 
 class Filled:

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.base import packages
 from accelerate.plugins.deepspeed_config import without_auto
-from accelerate.settings.deepspeed_checks import AUTO
+from accelerate.settings import AUTO
 
 
 def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from accelerate.base import environ
-from accelerate.base.enums import DynamoBackend, DynamoName
+from accelerate.base import DynamoBackend, DynamoName, environ
 from accelerate.plugins.checks import member, one_of
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.sections.dynamo import DynamoSection
-from accelerate.settings.variables import read
+from accelerate.settings import read
+from accelerate.settings.sections import DynamoSection
 
 _OPTIONS = {
     "backend": "dynamo_backend",

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import is_msamp_available, require
-from accelerate.devices.availability import is_transformer_engine_available
+from accelerate.base import current, is_msamp_available, parse_flag_from_env, require, wrong_value
+from accelerate.devices import is_transformer_engine_available
 from accelerate.plugins.checks import at_least, one_of
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.sections.precision import Fp8Section
-from accelerate.settings.variables import decode
+from accelerate.settings import decode
+from accelerate.settings.sections import Fp8Section
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

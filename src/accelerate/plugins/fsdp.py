@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base import environ
-from accelerate.base.errors import wrong_value
+from accelerate.base import environ, wrong_value
 from accelerate.plugins import fsdp_choices as choices
 from accelerate.plugins.checks import at_least
 from accelerate.plugins.fsdp_conversion import fields_of_fsdp2, notes_of
 from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
-from accelerate.settings.sections.fsdp import FsdpSection
-from accelerate.settings.variables import read
+from accelerate.settings import read
+from accelerate.settings.sections import FsdpSection
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,15 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
-from accelerate.base.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
-from accelerate.base.environ import FALSE_WORDS, TRUE_WORDS
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import (
+    FALSE_WORDS,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+    TRUE_WORDS,
+    ConfigurationError,
+    wrong_value,
+)
 
 if TYPE_CHECKING:
     import torch

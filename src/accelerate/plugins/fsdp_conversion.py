@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.settings.migrations import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
+from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
 
 _STRATEGIES = ARGUMENT_VALUE_MAPPING["fsdp_sharding_strategy"]
 _POLICY = ("param_dtype", "reduce_dtype")

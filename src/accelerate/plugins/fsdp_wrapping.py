@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.constants import FSDP_AUTO_WRAP_POLICY
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import FSDP_AUTO_WRAP_POLICY, ConfigurationError, wrong_value
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base.enums import CommunicationHookName, DDPCommunicationHookType
-from accelerate.base.errors import wrong_value
+from accelerate.base import CommunicationHookName, DDPCommunicationHookType, wrong_value
 from accelerate.plugins.checks import at_least, member
 
 if TYPE_CHECKING:

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import environ
-from accelerate.base.errors import wrong_value
+from accelerate.base import environ, wrong_value
 from accelerate.plugins import megatron_checks as checks
 from accelerate.plugins.megatron_models import parse_network_size
-from accelerate.settings.option import refuse_all
-from accelerate.settings.sections.megatron import MegatronSection
-from accelerate.settings.variables import find
+from accelerate.settings import find, refuse_all
+from accelerate.settings.sections import MegatronSection
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.errors import shown
+from accelerate.base import shown
 
 if TYPE_CHECKING:
     from accelerate.plugins.megatron import MegatronLMPlugin

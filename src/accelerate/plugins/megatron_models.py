@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.errors import wrong_value
-from accelerate.devices.availability import is_transformer_engine_available
+from accelerate.base import wrong_value
+from accelerate.devices import is_transformer_engine_available
 
 if TYPE_CHECKING:
     from torch import nn

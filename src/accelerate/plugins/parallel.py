@@ -6,11 +6,10 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accelerate.base.environ import current
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, current
 from accelerate.plugins.checks import at_least, one_of
-from accelerate.settings.sections.parallelism import ContextParallelSection, SequenceParallelSection
-from accelerate.settings.variables import decode
+from accelerate.settings import decode
+from accelerate.settings.sections import ContextParallelSection, SequenceParallelSection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

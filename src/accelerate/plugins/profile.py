@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base.constants import PROFILE_PATTERN_NAME
-from accelerate.base.errors import wrong_value
+from accelerate.base import PROFILE_PATTERN_NAME, wrong_value
 from accelerate.plugins.checks import at_least, one_of
 from accelerate.plugins.handlers import KwargsHandler
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.enums import CustomDtype
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, CustomDtype, wrong_value
 from accelerate.plugins.checks import one_of
 
 if TYPE_CHECKING:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import PreparationError
-from accelerate.base.text import listed
-from accelerate.ops.casting import convert_to_fp32
-from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.base import DistributedType, PreparationError, listed
+from accelerate.ops import convert_to_fp32
+from accelerate.plugins import AutocastKwargs
 from accelerate.precision.base import Precision, ScaledOptimizer
 from accelerate.state import AcceleratorState
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from accelerate.base.enums import FP8BackendType
+from accelerate.base import FP8BackendType
 
 
 class ScaledOptimizer(Protocol):

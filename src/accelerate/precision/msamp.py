@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.enums import FP8BackendType
-from accelerate.base.errors import PreparationError, wrong_value
-from accelerate.plugins.fp8 import MSAMPRecipeKwargs
-from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.base import FP8BackendType, PreparationError, wrong_value
+from accelerate.plugins import AutocastKwargs, MSAMPRecipeKwargs
 from accelerate.precision.amp import MixedPrecision
 
 

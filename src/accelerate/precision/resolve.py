@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp import GradScaler
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import is_msamp_available, is_torchao_available, require
-from accelerate.base.text import listed
-from accelerate.devices.availability import is_transformer_engine_available
-from accelerate.devices.backend import DeviceBackend
+from accelerate.base import is_msamp_available, is_torchao_available, listed, require, wrong_value
+from accelerate.devices import DeviceBackend, is_transformer_engine_available
 from accelerate.logging import get_logger
-from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.plugins.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
+from accelerate.plugins import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
 from accelerate.precision.msamp import MsAmpPrecision

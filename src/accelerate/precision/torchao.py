@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelerate.base.enums import FP8BackendType
-from accelerate.base.packages import torchao_required
-from accelerate.plugins.fp8 import AORecipeKwargs
-from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.base import FP8BackendType, torchao_required
+from accelerate.plugins import AORecipeKwargs, AutocastKwargs
 from accelerate.precision.amp import MixedPrecision
 
 if TYPE_CHECKING:

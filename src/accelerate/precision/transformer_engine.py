@@ -13,11 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelerate.base.enums import FP8BackendType
-from accelerate.base.errors import PreparationError, wrong_value
-from accelerate.base.packages import require
-from accelerate.plugins.fp8 import TERecipeKwargs
-from accelerate.plugins.handlers import AutocastKwargs
+from accelerate.base import FP8BackendType, PreparationError, require, wrong_value
+from accelerate.plugins import AutocastKwargs, TERecipeKwargs
 from accelerate.precision.amp import AutocastForward, MixedPrecision
 
 Model = TypeVar("Model", bound=nn.Module)

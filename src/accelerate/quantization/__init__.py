@@ -1,10 +1,5 @@
 """Models whose linear layers bitsandbytes computes in 8 or 4 bits."""
 
-from accelerate.quantization.device_map import (
-    get_quantized_model_device_map as get_quantized_model_device_map,
-)
-from accelerate.quantization.layers import get_keys_to_not_convert as get_keys_to_not_convert
-from accelerate.quantization.layers import get_parameter_device as get_parameter_device
-from accelerate.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
-from accelerate.quantization.layers import replace_with_bnb_layers as replace_with_bnb_layers
-from accelerate.quantization.load import load_and_quantize_model as load_and_quantize_model
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

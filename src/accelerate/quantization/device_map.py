@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.base.text import listed
-from accelerate.big_modeling.budget import Memory, get_balanced_memory
-from accelerate.big_modeling.device_map import infer_auto_device_map
+from accelerate.base import ConfigurationError, listed
+from accelerate.big_modeling import Memory, get_balanced_memory, infer_auto_device_map
 from accelerate.devices import hardware_table
-from accelerate.plugins.checks import one_of
-from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.plugins import BnbQuantizationConfig, one_of
 from accelerate.quantization.layers import find_layers, get_keys_to_not_convert, is_in
-from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.packed import quantizes_itself
-from accelerate.weights.placement import place_of
+from accelerate.weights import all_tensors, get_non_persistent_buffers, place_of, quantizes_itself
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import require
-from accelerate.plugins.quantization import BnbQuantizationConfig
-from accelerate.weights.packed import quantizes_itself, take_parts
-from accelerate.weights.tied import find_tied_parameters
+from accelerate.base import require, wrong_value
+from accelerate.plugins import BnbQuantizationConfig
+from accelerate.weights import find_tied_parameters, quantizes_itself, take_parts
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

@@ -7,13 +7,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.base.text import listed
-from accelerate.big_modeling.budget import Memory
-from accelerate.big_modeling.checking import check_device_map
-from accelerate.big_modeling.dispatch import dispatch_model
-from accelerate.big_modeling.load import load_checkpoint_in_model
-from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.base import CheckpointError, ConfigurationError, listed
+from accelerate.big_modeling import Memory, check_device_map, dispatch_model, load_checkpoint_in_model
+from accelerate.plugins import BnbQuantizationConfig
 from accelerate.quantization.device_map import (
     DISK,
     dtype_of,
@@ -25,10 +21,16 @@ from accelerate.quantization.layers import (
     replace_with_bnb_layers,
     require_bitsandbytes,
 )
-from accelerate.weights.index import Folder
-from accelerate.weights.modules import all_tensors, get_non_persistent_buffers
-from accelerate.weights.placement import place_of, resolve_device, set_module_tensor_to_device
-from accelerate.weights.tied import find_tied_parameters, retie_parameters
+from accelerate.weights import (
+    Folder,
+    all_tensors,
+    find_tied_parameters,
+    get_non_persistent_buffers,
+    place_of,
+    resolve_device,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from accelerate.base.errors import shown
+from accelerate.base import shown
 
 SYNONYMS = (
     ("fp32", "float32", "float", "no"),

@@ -8,27 +8,30 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.base.constants import (
+from accelerate.base import (
     SAGEMAKER_PYTHON_VERSION,
     SAGEMAKER_PYTORCH_VERSION,
     SAGEMAKER_TRANSFORMERS_VERSION,
+    ComputeEnvironment,
+    ConfigurationError,
+    DistributedType,
+    SageMakerDistributedType,
+    wrong_value,
 )
-from accelerate.base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.settings.file_layer import cache_dir as cache_dir
 from accelerate.settings.file_layer import (
+    cache_dir as cache_dir,
     check,
+    default_config_file as default_config_file,
+    default_json_config_file as default_json_config_file,
     default_place,
+    default_yaml_config_file as default_yaml_config_file,
     find_config_file,
+    hf_cache_home as hf_cache_home,
     is_sagemaker,
     known_keys,
     read_mapping,
     write_file,
 )
-from accelerate.settings.file_layer import default_config_file as default_config_file
-from accelerate.settings.file_layer import default_json_config_file as default_json_config_file
-from accelerate.settings.file_layer import default_yaml_config_file as default_yaml_config_file
-from accelerate.settings.file_layer import hf_cache_home as hf_cache_home
 from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
 

@@ -16,9 +16,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate.base.errors import ConfigurationError, shown, wrong_value
+from accelerate.base import ConfigurationError, shown, wrong_value
 from accelerate.settings import parsing
-from accelerate.settings.sections.deepspeed import DEVICES
+from accelerate.settings.sections import DEVICES
 
 AUTO = "auto"
 STAGE = "zero_optimization.stage"

@@ -12,8 +12,7 @@ from typing import Any
 from accelerate.settings.merge import ENVIRONMENT, Layer, Settings
 from accelerate.settings.option import Option, Section
 from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.variables import decode as decode
-from accelerate.settings.variables import read as read
+from accelerate.settings.variables import decode as decode, read as read
 
 
 def encode(settings: Settings, sections: Iterable[type[Section]] = SECTIONS) -> dict[str, str]:

@@ -9,16 +9,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.enums import ComputeEnvironment
-from accelerate.base.errors import ConfigurationError, as_builtin, like, shortened, wrong_value
-from accelerate.base.system import expanded, is_file
+from accelerate.base import (
+    ComputeEnvironment,
+    ConfigurationError,
+    as_builtin,
+    environ,
+    expanded,
+    is_file,
+    like,
+    shortened,
+    wrong_value,
+)
 from accelerate.settings import parsing
 from accelerate.settings.merge import Layer
 from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
+from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
 FREE_FORM = ("additional_args",)
 """Keys that hold a mapping of the user's own."""

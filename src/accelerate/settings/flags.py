@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from accelerate.base import environ
-from accelerate.base.errors import shortened, shown
+from accelerate.base import environ, shortened, shown
 from accelerate.settings import complaints
 from accelerate.settings.coloring import colored, wants_color
 from accelerate.settings.merge import FLAG, Layer, Settings, all_options
 from accelerate.settings.option import Option, Section, refuse_all
 from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import GENERAL
+from accelerate.settings.sections import GENERAL
 
 LONGEST_LINE = 1000
 """Characters of one line of an error."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from accelerate.settings.option import Option, Section
 from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import EXCLUSIVE
+from accelerate.settings.sections import EXCLUSIVE
 
 S = TypeVar("S", bound=Section)
 

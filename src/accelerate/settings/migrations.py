@@ -7,8 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from accelerate.base.constants import FSDP_SHARDING_STRATEGY
-from accelerate.base.errors import ConfigurationError, shortened, wrong_value
+from accelerate.base import FSDP_SHARDING_STRATEGY, ConfigurationError, shortened, wrong_value
 from accelerate.settings.parsing import check_values
 
 Mapping = dict[str, Any]

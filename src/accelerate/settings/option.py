@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import ConfigurationError, shown, wrong_value
-from accelerate.base.text import LARGEST, SMALLEST
+from accelerate.base import LARGEST, SMALLEST, ConfigurationError, shown, str_to_bool, wrong_value
 from accelerate.settings.spelling import as_text
 
 SAME = object()

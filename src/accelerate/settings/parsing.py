@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base.errors import ConfigurationError, shortened, shown
+from accelerate.base import ConfigurationError, shortened, shown
 
 if TYPE_CHECKING:
     import yaml

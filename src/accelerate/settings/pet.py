@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.settings.merge import FLAG, Settings, all_options
 
 VARIABLES = {

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 Check = Callable[[str], object]
 """Raises a `ConfigurationError` for a text that cannot be an answer."""

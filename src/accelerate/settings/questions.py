@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.settings.merge import all_options
 from accelerate.settings.option import Option, Section
 from accelerate.settings.prompts import Prompt
 from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
+from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
 ADVANCED = "Go through the advanced settings too?"
 NEEDED = ("num_processes", "main_process_ip", "main_process_port", "ec2_instance_type", "iam_role_name")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from accelerate.base.environ import read_flag
+from accelerate.base import read_flag
 from accelerate.settings.option import Option, Section, refuse_all
 
 S = TypeVar("S", bound=Section)

@@ -9,12 +9,19 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accelerate.base import environ
-from accelerate.base.enums import DistributedType, PrecisionName, PrecisionType
-from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import ConfigurationError, StateError, as_builtin, wrong_value
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import DeviceBackend
+from accelerate.base import (
+    ConfigurationError,
+    DistributedType,
+    PrecisionName,
+    PrecisionType,
+    StateError,
+    as_builtin,
+    current,
+    environ,
+    parse_flag_from_env,
+    wrong_value,
+)
+from accelerate.devices import DeviceBackend, hardware_table
 from accelerate.state import process_group
 from accelerate.state.partial import FACTS, PartialState
 from accelerate.state.processes import ProcessControl

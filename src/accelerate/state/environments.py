@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from accelerate.base import slurm
-from accelerate.base.enums import SageMakerDistributedType
-from accelerate.base.environ import current, read_flag
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.base.text import whole_number
+from accelerate.base import (
+    ConfigurationError,
+    SageMakerDistributedType,
+    current,
+    read_flag,
+    slurm,
+    whole_number,
+    wrong_value,
+)
 from accelerate.devices import hardware_table
-from accelerate.settings.parsing import parse_json
+from accelerate.settings import parse_json
 from accelerate.state.topology import Topology
 
 DEFAULT_PORT = 29500

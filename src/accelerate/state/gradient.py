@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
-from accelerate.plugins.training import GradientAccumulationPlugin
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.state.shared import SharedDict, SharedState
 
 

@@ -6,7 +6,7 @@ import socket
 from dataclasses import replace
 from datetime import timedelta
 
-from accelerate.base.errors import StateError
+from accelerate.base import StateError
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 

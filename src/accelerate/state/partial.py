@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from accelerate.base.enums import DistributedType, SageMakerDistributedType
-from accelerate.base.environ import current, parse_flag_from_env
-from accelerate.base.errors import wrong_value
-from accelerate.devices import hardware_table
-from accelerate.devices.affinity import set_numa_affinity
-from accelerate.devices.backend import DeviceBackend
+from accelerate.base import (
+    DistributedType,
+    SageMakerDistributedType,
+    current,
+    parse_flag_from_env,
+    wrong_value,
+)
+from accelerate.devices import DeviceBackend, hardware_table, set_numa_affinity
 from accelerate.state import environments, process_group
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import SharedDict, SharedState

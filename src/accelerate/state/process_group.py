@@ -25,10 +25,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, StateError, wrong_value
-from accelerate.devices.backend import DeviceBackend
-from accelerate.launch.local_store import LOOPBACK, hold_loopback_store, loopback_interface
+from accelerate.base import ConfigurationError, StateError, environ, wrong_value
+from accelerate.devices import DeviceBackend
+from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
 from accelerate.state import hosts, restarts
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology

@@ -13,8 +13,7 @@ from uuid import uuid4
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from accelerate.base import environ
-from accelerate.base.errors import StateError
+from accelerate.base import StateError, environ
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 
 
 class Share(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from torch._C._distributed_c10d import Store
 
-from accelerate.launch.local_store import KEY_VARIABLE
+from accelerate.launch import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,5 @@
 """How objects are prepared and stepped: one class for each way of training."""
 
-from accelerate.strategies.base import Strategy
-from accelerate.strategies.bundle import Bundle
-from accelerate.strategies.request import Context, RunRequest
-from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
+from accelerate.base import attach
 
-__all__ = ["Bundle", "Context", "RunRequest", "Strategy", "resolve"]
+__getattr__, __dir__, __all__ = attach(__name__)

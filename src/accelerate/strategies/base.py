@@ -11,19 +11,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import PreparationError
-from accelerate.checkpointing.part import Part
-from accelerate.checkpointing.sharded import ModuleShards, OptimizerShards, ShardOwner
+from accelerate.base import DistributedType, PreparationError
+from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardOwner
 from accelerate.compilation import compiler_for
-from accelerate.hooks.offloaded import get_state_dict_offloaded_model, is_any_offloaded
+from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
-from accelerate.precision.base import Precision
-from accelerate.precision.resolve import RECIPES, PrecisionRequest, resolve_precision
-from accelerate.precision.torchao import ConvertLayers, convert_model_to_fp8_ao
+from accelerate.precision import (
+    RECIPES,
+    ConvertLayers,
+    Precision,
+    PrecisionRequest,
+    convert_model_to_fp8_ao,
+    resolve_precision,
+)
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
-from accelerate.strategies.fsdp.parameters import fsdp2_switch_optimizer_parameters, names_by_group
+from accelerate.strategies.fsdp import fsdp2_switch_optimizer_parameters, names_by_group
 from accelerate.strategies.moved import Moved
 from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context

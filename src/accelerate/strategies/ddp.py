@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.base.errors import wrong_value
-from accelerate.plugins.handlers import DistributedDataParallelKwargs
+from accelerate.base import wrong_value
+from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.buckets import adopt_order, order_of
 from accelerate.strategies.exchange import exchanging

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.text import listed
+from accelerate.base import listed
 from accelerate.strategies.bundle import parameter_ids
 
 

@@ -6,29 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.base.enums import PrecisionName, PrecisionType, RNGName, RNGType
-from accelerate.devices.backend import DeviceBackend
+from accelerate.base import PrecisionName, PrecisionType, RNGName, RNGType
+from accelerate.devices import DeviceBackend
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.handlers import (
+from accelerate.plugins import (
     AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-)
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.profile import ProfileKwargs
-from accelerate.plugins.training import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
+    MegatronLMPlugin,
+    ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accelerate.scheduler import StepPolicy
-from accelerate.state import GradientState
-from accelerate.state.topology import Topology
+from accelerate.state import GradientState, Topology
 
 
 @dataclass(frozen=True)

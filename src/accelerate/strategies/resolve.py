@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.state.topology import Topology
+from accelerate.plugins import FullyShardedDataParallelPlugin
+from accelerate.state import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.request import RunRequest
@@ -25,12 +25,12 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     """
     if request.megatron is not None:
         _check_megatron(request, hardware)
-        from accelerate.strategies.megatron.strategy import MegatronLM
+        from accelerate.strategies.megatron import MegatronLM
 
         return MegatronLM
     if request.deepspeed is not None:
         _check_with_engine(request, hardware)
-        from accelerate.strategies.deepspeed.strategy import DeepSpeed
+        from accelerate.strategies.deepspeed import DeepSpeed
 
         return DeepSpeed
     if request.parallelism is not None:
@@ -48,7 +48,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
 
 def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
     """Return the class for tensor parallelism; torch's part of it takes a second to import."""
-    from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
+    from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
 
     return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 
@@ -82,8 +82,7 @@ _OWN_TP = "; its own tensor parallelism is tensor_parallel.autotp_size in its co
 
 def _on_xla(request: RunRequest) -> type[Strategy]:
     """Return the class for XLA devices, where one process may drive many."""
-    from accelerate.strategies.xla.replicas import XlaReplicas
-    from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
+    from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
 
     if request.parallelism is not None:
         raise wrong_value(
@@ -100,10 +99,10 @@ def _on_xla(request: RunRequest) -> type[Strategy]:
 def _sharded(version: int) -> type[Strategy]:
     """Return the class for a version of FSDP; torch's part of it takes a second to import."""
     if version == 1:
-        from accelerate.strategies.fsdp.v1 import FullySharded
+        from accelerate.strategies.fsdp import FullySharded
 
         return FullySharded
-    from accelerate.strategies.fsdp.v2 import FullyShard
+    from accelerate.strategies.fsdp import FullyShard
 
     return FullyShard
 

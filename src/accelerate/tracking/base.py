@@ -7,7 +7,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
-from accelerate.base.packages import require
+from accelerate.base import require
 from accelerate.state import PartialState
 from accelerate.tracking.values import plain
 

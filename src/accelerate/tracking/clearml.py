@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import require
+from accelerate.base import environ, require, wrong_value
 from accelerate.logging import get_logger
 from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
 from accelerate.tracking.values import plain

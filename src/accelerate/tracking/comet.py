@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from accelerate.base.packages import require
+from accelerate.base import require
 from accelerate.logging import get_logger
 from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
 from accelerate.tracking.values import plain

@@ -7,10 +7,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import require
+from accelerate.base import environ, require, str_to_bool, wrong_value
 from accelerate.logging import get_logger
 from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
 from accelerate.tracking.values import flatten

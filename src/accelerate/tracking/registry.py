@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from accelerate.base.enums import LoggerType
-from accelerate.base.errors import wrong_value
-from accelerate.base.packages import (
+from accelerate.base import (
+    LoggerType,
     is_aim_available,
     is_clearml_available,
     is_comet_ml_available,
@@ -19,6 +18,7 @@ from accelerate.base.packages import (
     is_tensorboard_available,
     is_trackio_available,
     is_wandb_available,
+    wrong_value,
 )
 from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker

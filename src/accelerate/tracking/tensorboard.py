@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.packages import PACKAGES, require
+from accelerate.base import PACKAGES, require
 from accelerate.logging import get_logger
 from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
 

@@ -1,6 +1,7 @@
 """Old import path of what concerns environment variables, the driver and CPU affinity."""
 
-from accelerate.base.environ import (
+from accelerate.base import (
+    are_libraries_initialized as are_libraries_initialized,
     clear_environment as clear_environment,
     convert_dict_to_env_variables as convert_dict_to_env_variables,
     get_int_from_env as get_int_from_env,
@@ -10,20 +11,17 @@ from accelerate.base.environ import (
     purge_accelerate_environment as purge_accelerate_environment,
     str_to_bool as str_to_bool,
 )
-from accelerate.base.packages import are_libraries_initialized as are_libraries_initialized
-from accelerate.devices.affinity import (
+from accelerate.devices import (
+    check_cuda_fp8_capability as check_cuda_fp8_capability,
+    check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
+    get_current_device_type as get_current_device_type,
+    get_driver_version as get_driver_version,
+    get_gpu_info as get_gpu_info,
     override_numa_affinity as override_numa_affinity,
     parse_cpu_list as _parse_cpu_list,
     set_numa_affinity as set_numa_affinity,
 )
-from accelerate.devices.hardware_table import get_current_device_type as get_current_device_type
-from accelerate.devices.nvidia import (
-    check_cuda_fp8_capability as check_cuda_fp8_capability,
-    check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
-    get_driver_version as get_driver_version,
-    get_gpu_info as get_gpu_info,
-)
-from accelerate.state.environments import (
+from accelerate.state import (
     CPUInformation as CPUInformation,
     get_cpu_distributed_information as get_cpu_distributed_information,
 )

@@ -1,11 +1,7 @@
 """Old import path of the probes of packages and hardware."""
 
-from accelerate.base.environ import (
-    parse_flag_from_env as parse_flag_from_env,
-    patch_environment as patch_environment,
-    str_to_bool as str_to_bool,
-)
-from accelerate.base.packages import (
+from accelerate.base import (
+    compare_versions as compare_versions,
     is_4bit_bnb_available as is_4bit_bnb_available,
     is_8bit_bnb_available as is_8bit_bnb_available,
     is_aim_available as is_aim_available,
@@ -37,6 +33,7 @@ from accelerate.base.packages import (
     is_swanlab_available as is_swanlab_available,
     is_tensorboard_available as is_tensorboard_available,
     is_timm_available as is_timm_available,
+    is_torch_version as is_torch_version,
     is_torchao_available as is_torchao_available,
     is_torchdata_available as is_torchdata_available,
     is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
@@ -46,18 +43,17 @@ from accelerate.base.packages import (
     is_transformers_available as is_transformers_available,
     is_wandb_available as is_wandb_available,
     is_weights_only_available as is_weights_only_available,
+    parse_flag_from_env as parse_flag_from_env,
+    patch_environment as patch_environment,
+    str_to_bool as str_to_bool,
     torchao_required as torchao_required,
 )
-from accelerate.base.versions import (
-    compare_versions as compare_versions,
-    is_torch_version as is_torch_version,
-)
-from accelerate.devices.availability import (
+from accelerate.devices import (
     USE_TORCH_XLA as USE_TORCH_XLA,
     is_bf16_available as is_bf16_available,
     is_cuda_available as is_cuda_available,
-    is_fp16_available as is_fp16_available,
     is_fp8_available as is_fp8_available,
+    is_fp16_available as is_fp16_available,
     is_habana_gaudi1 as is_habana_gaudi1,
     is_hpu_available as is_hpu_available,
     is_mlu_available as is_mlu_available,
@@ -75,4 +71,4 @@ from accelerate.devices.availability import (
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
 )
-from accelerate.state.accelerator_state import deepspeed_required as deepspeed_required
+from accelerate.state import deepspeed_required as deepspeed_required

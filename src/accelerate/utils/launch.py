@@ -1,16 +1,16 @@
 """Old import path of the launch half."""
 
-from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.base.enums import (
+from accelerate.base import (
+    DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS,
     DistributedType as DistributedType,
     DynamoBackend as DynamoBackend,
     PrecisionType as PrecisionType,
     SageMakerDistributedType as SageMakerDistributedType,
+    compare_versions as compare_versions,
+    merge_dicts as merge_dicts,
+    str_to_bool as str_to_bool,
 )
-from accelerate.base.environ import str_to_bool as str_to_bool
-from accelerate.base.text import merge_dicts as merge_dicts
-from accelerate.base.versions import compare_versions as compare_versions
-from accelerate.devices.availability import (
+from accelerate.devices import (
     is_fp8_available as is_fp8_available,
     is_hpu_available as is_hpu_available,
     is_mlu_available as is_mlu_available,
@@ -21,10 +21,11 @@ from accelerate.devices.availability import (
     is_torch_xla_available as is_torch_xla_available,
     is_xpu_available as is_xpu_available,
 )
-from accelerate.launch.command import env_var_path_add as env_var_path_add
-from accelerate.launch.namespace import (
-    _convert_nargs_to_dict as _convert_nargs_to_dict,
-    _filter_args as _filter_args,
+from accelerate.launch import (
+    PrepareForLaunch as PrepareForLaunch,
+    env_var_path_add as env_var_path_add,
+    get_free_port as get_free_port,
+    is_port_in_use as is_port_in_use,
     prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env as prepare_multi_gpu_env,
@@ -33,9 +34,8 @@ from accelerate.launch.namespace import (
     prepare_tpu as prepare_tpu,
     setup_fp8_env as setup_fp8_env,
 )
-from accelerate.launch.ports import (
-    get_free_port as get_free_port,
-    is_port_in_use as is_port_in_use,
+from accelerate.launch.namespace import (
+    _convert_nargs_to_dict as _convert_nargs_to_dict,
+    _filter_args as _filter_args,
 )
-from accelerate.launch.worker import PrepareForLaunch as PrepareForLaunch
-from accelerate.settings.config_file import SageMakerConfig as SageMakerConfig
+from accelerate.settings import SageMakerConfig as SageMakerConfig

@@ -1,9 +1,11 @@
 """Old import path of nested structures and collectives."""
 
-from accelerate.base.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
-from accelerate.base.enums import DistributedType as DistributedType
-from accelerate.base.versions import is_torch_version as is_torch_version
-from accelerate.devices.availability import (
+from accelerate.base import (
+    TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,
+    DistributedType as DistributedType,
+    is_torch_version as is_torch_version,
+)
+from accelerate.devices import (
     is_npu_available as is_npu_available,
     is_torch_distributed_available as is_torch_distributed_available,
     is_torch_xla_available as is_torch_xla_available,
@@ -29,30 +31,23 @@ from accelerate.nested import (
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,
 )
-from accelerate.ops.casting import (
+from accelerate.ops import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
-    convert_to_fp32 as convert_to_fp32,
-)
-from accelerate.ops.collectives import (
+    DistributedOperationException as DistributedOperationException,
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
+    chained_operation as chained_operation,
+    convert_outputs_to_fp32 as convert_outputs_to_fp32,
+    convert_to_fp32 as convert_to_fp32,
     copy_tensor_to_devices as copy_tensor_to_devices,
     gather as gather,
     gather_object as gather_object,
     gather_tensor_shape as gather_tensor_shape,
-    reduce as reduce,
-)
-from accelerate.ops.padding import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     pad_across_processes as pad_across_processes,
     pad_input_tensors as pad_input_tensors,
-)
-from accelerate.ops.verify import (
-    DistributedOperationException as DistributedOperationException,
-    chained_operation as chained_operation,
+    reduce as reduce,
     verify_operation as verify_operation,
 )
-from accelerate.state.accelerator_state import AcceleratorState as AcceleratorState
-from accelerate.state.partial import PartialState as PartialState
-from accelerate.weights.gathered import GatheredParameters as GatheredParameters
+from accelerate.state import AcceleratorState as AcceleratorState, PartialState as PartialState
+from accelerate.weights import GatheredParameters as GatheredParameters

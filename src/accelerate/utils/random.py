@@ -1,11 +1,11 @@
 """Old import path of the random generators."""
 
-from accelerate.base.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
-from accelerate.base.enums import (
+from accelerate.base import (
+    CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES,
     DistributedType as DistributedType,
     RNGType as RNGType,
 )
-from accelerate.devices.availability import (
+from accelerate.devices import (
     is_hpu_available as is_hpu_available,
     is_mlu_available as is_mlu_available,
     is_musa_available as is_musa_available,
@@ -20,4 +20,4 @@ from accelerate.rng import (
     synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
-from accelerate.state.accelerator_state import AcceleratorState as AcceleratorState
+from accelerate.state import AcceleratorState as AcceleratorState

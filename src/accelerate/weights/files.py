@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError, ConfigurationError, like, wrong_value
+from accelerate.base import CheckpointError, ConfigurationError, like, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared

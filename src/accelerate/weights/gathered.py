@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.packages import is_deepspeed_available
+from accelerate.base import is_deepspeed_available
 
 
 def GatheredParameters(

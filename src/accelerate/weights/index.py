@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError, like
-from accelerate.base.text import describe, listed, refuse_outside
+from accelerate.base import CheckpointError, describe, like, listed, refuse_outside
 
 INDEX = "index.json"
 Folder = str | os.PathLike[str]

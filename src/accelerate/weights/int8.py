@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.packages import require
+from accelerate.base import require
 from accelerate.weights.index import Folder, Index
 from accelerate.weights.placement import find_home, read_dtype, set_module_tensor_to_device
 from accelerate.weights.store import STATISTICS, beside, offload_weight

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError, like
+from accelerate.base import CheckpointError, like
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import ConfigurationError, wrong_value
-from accelerate.devices import hardware_table
-from accelerate.devices.memory import clear_device_cache
+from accelerate.base import ConfigurationError, wrong_value
+from accelerate.devices import clear_device_cache, hardware_table
 from accelerate.weights.packed import (
     is_own_class,
     keeps_another_shape,

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accelerate.base.errors import CheckpointError, like
+from accelerate.base import CheckpointError, like
 from accelerate.weights.files import read_torch
 from accelerate.weights.shared import read_aliases
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.base.text import describe
+from accelerate.base import CheckpointError, describe, wrong_value
 
 RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""

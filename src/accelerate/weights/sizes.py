@@ -9,9 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.enums import CustomDtype
-from accelerate.base.errors import wrong_value
-from accelerate.base.text import listed
+from accelerate.base import CustomDtype, listed, wrong_value
 from accelerate.weights.placement import read_dtype
 
 Dtype = str | torch.dtype | CustomDtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, like
+from accelerate.base import CheckpointError, ConfigurationError, as_builtin, like
 from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
 from accelerate.weights.mapping import MappedFile
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from accelerate import DeepSpeedPlugin
-from accelerate.accelerator.arguments import Arguments, build_request, refuse_other_methods
-from accelerate.base.enums import DynamoBackend, PrecisionType, RNGType
-from accelerate.base.errors import ConfigurationError
+from accelerate.accelerator import Arguments, build_request, refuse_other_methods
+from accelerate.base import ConfigurationError, DynamoBackend, PrecisionType, RNGType
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.handlers import AutocastKwargs, DistributedDataParallelKwargs
-from accelerate.plugins.training import (
+from accelerate.plugins import (
+    AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"

@@ -12,8 +12,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.accelerator import checkpoint_items
-from accelerate.base.errors import CheckpointError
-from accelerate.strategies.single import SingleProcess
+from accelerate.base import CheckpointError
+from accelerate.strategies import SingleProcess
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accelerate.accelerator
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.plugins.fp8 import TERecipeKwargs
+from accelerate.plugins import TERecipeKwargs
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import (

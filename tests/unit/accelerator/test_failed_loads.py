@@ -17,10 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, rng
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import kept, manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Manifest, kept, manifest, seal
 
 pytestmark = pytest.mark.usefixtures("states")
 

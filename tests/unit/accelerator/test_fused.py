@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.strategies.request import Context
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.strategies import Context
 
 pytestmark = pytest.mark.usefixtures("states")
 

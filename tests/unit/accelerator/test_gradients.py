@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("states")
 

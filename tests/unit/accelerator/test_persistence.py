@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, disk_offload
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.report import LOADED
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import LOADED, Load
 
 pytestmark = pytest.mark.usefixtures("states")
 

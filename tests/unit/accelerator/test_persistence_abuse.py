@@ -14,10 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import Manifest, manifest, seal
 from accelerate.utils import ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.tracking import GeneralTracker
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.accelerator.weighing import (
+from accelerate.accelerator import (
     CountedWeights,
     EvenWeights,
     KnownWeights,
@@ -18,8 +18,8 @@ from accelerate.accelerator.weighing import (
     rescale_gradients,
     sum_items,
 )
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.plugins.training import GradientAccumulationPlugin
+from accelerate.base import ConfigurationError, StateError
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.state import GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.ops.async_reduce import Answer, combine_aside
+from accelerate.base import ConfigurationError, StateError
+from accelerate.ops import Answer, combine_aside
 from accelerate.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("states")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from accelerate.base.duration import read_seconds
+from accelerate.base import read_seconds
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from accelerate.base import enums
-from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize("kind", [enums.PrecisionType, enums.DynamoBackend, enums.LoggerType, enums.RNGType])

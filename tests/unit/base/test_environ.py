@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, environ
 
 
 @pytest.fixture

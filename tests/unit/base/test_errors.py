@@ -6,8 +6,7 @@ from traceback import format_exception_only
 
 import pytest
 
-from accelerate.base import errors
-from accelerate.base.errors import CheckpointError, ConfigurationError, as_builtin, like, wrong_value
+from accelerate.base import CheckpointError, ConfigurationError, as_builtin, errors, like, wrong_value
 
 
 @pytest.mark.parametrize(

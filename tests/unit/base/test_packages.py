@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from accelerate.base import packages
-from accelerate.base.errors import MissingPackageError
+from accelerate.base import MissingPackageError, packages
 
 PROBES = [
     (name, probe)

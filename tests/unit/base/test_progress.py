@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.base import progress
-from accelerate.base.progress import advance, expect, for_threads, is_shown
+from accelerate.base import advance, expect, for_threads, is_shown, progress
 from accelerate.checkpointing import shards
 from accelerate.commands.checkpoint import checkpoint_command_parser
 

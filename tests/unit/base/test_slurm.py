@@ -2,8 +2,7 @@
 
 import pytest
 
-from accelerate.base import slurm
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, slurm
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.system import check_os_kernel, expanded, is_file, process_home
+from accelerate.base import check_os_kernel, expanded, is_file, process_home
 
 
 @pytest.mark.parametrize(

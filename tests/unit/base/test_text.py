@@ -4,11 +4,9 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from accelerate.base import text
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, text
 
 
 @pytest.mark.parametrize(

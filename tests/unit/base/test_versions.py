@@ -4,8 +4,7 @@ import pytest
 import torch
 from packaging.version import Version, parse
 
-from accelerate.base import versions
-from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError, MissingPackageError, versions
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate import PartialState
-from accelerate.base.errors import CheckpointError
-from accelerate.big_modeling.broadcast import receive_weights
-from accelerate.weights.reading import Weights
+from accelerate.base import CheckpointError
+from accelerate.big_modeling import receive_weights
+from accelerate.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("states")
 CPU = torch.device("cpu")

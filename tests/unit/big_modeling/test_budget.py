@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from accelerate.base.enums import CustomDtype
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling import budget
-from accelerate.big_modeling.budget import (
+from accelerate.base import ConfigurationError, CustomDtype
+from accelerate.big_modeling import (
+    Unit,
+    budget,
     even_shares,
     fits,
     get_balanced_memory,
@@ -24,7 +23,6 @@ from accelerate.big_modeling.budget import (
     smallest_share,
     total,
 )
-from accelerate.big_modeling.units import Unit
 from accelerate.devices import hardware_table
 
 LAYER = 20 * 20 * 4

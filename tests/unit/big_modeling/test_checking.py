@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling import check_device_map
-from accelerate.big_modeling.checking import check_places, spell_place
+from accelerate.base import ConfigurationError
+from accelerate.big_modeling import check_device_map, check_places, spell_place
 
 
 class Tied(nn.Module):

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from accelerate import infer_auto_device_map
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling import check_device_map
-from accelerate.big_modeling.device_map import clean_device_map, place_units
-from accelerate.big_modeling.units import Unit
+from accelerate.base import ConfigurationError
+from accelerate.big_modeling import Unit, check_device_map, clean_device_map, place_units
 
 LAYER = 20 * 20 * 4
 

@@ -21,10 +21,15 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.base.errors import ConfigurationError
-from accelerate.checkpointing.shards import save_sharded
-from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, remove_hook_from_submodules
-from accelerate.utils.modeling import get_state_dict_offloaded_model
+from accelerate.base import ConfigurationError
+from accelerate.checkpointing import save_sharded
+from accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    SequentialHook,
+    get_state_dict_offloaded_model,
+    remove_hook_from_submodules,
+)
 
 X = torch.arange(4)
 

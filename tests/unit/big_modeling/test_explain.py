@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.big_modeling import explain_device_map
-from accelerate.big_modeling.explain import shorten
+from accelerate.big_modeling import explain_device_map, shorten
 
 
 def test_a_row_for_each_device() -> None:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelerate.big_modeling.fallback import fallback_allocate, place_in_gaps
-from accelerate.big_modeling.units import Unit
-from accelerate.utils.modeling import compute_module_sizes
+from accelerate.big_modeling import Unit, fallback_allocate, place_in_gaps
+from accelerate.weights import compute_module_sizes
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelerate import init_empty_weights, init_on_device
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 
 class Special(nn.Parameter):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.big_modeling import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, attach_layerwise_casting_hooks
 
 SMALL, FULL = torch.bfloat16, torch.float32

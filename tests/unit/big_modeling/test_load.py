@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.shards import save_sharded
-from accelerate.diagnostics.memory import CLEAR_REFS, MIB, HostMeter
-from accelerate.utils.offload import OffloadedWeightsLoader
-from accelerate.weights.files import write_safetensors
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import save_sharded
+from accelerate.diagnostics import CLEAR_REFS, MIB, HostMeter
+from accelerate.weights import OffloadedWeightsLoader, write_safetensors
 
 
 class Net(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling.moves import LoadOptions, plan_moves
-from accelerate.weights.reading import Weights
+from accelerate.big_modeling import LoadOptions, plan_moves
+from accelerate.weights import Weights
 
 
 def test_everything_is_decided_before_anything_changes(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling.moving import guard_moves, move_whole, remove_old_hooks
+from accelerate.base import ConfigurationError
+from accelerate.big_modeling import guard_moves, move_whole, remove_old_hooks
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 
 

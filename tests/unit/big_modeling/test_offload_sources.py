@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from accelerate import dispatch_model
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.big_modeling import offload_sources
-from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.big_modeling import find_elsewhere, keep_in_memory, keep_on_disk, offload_sources
 from accelerate.hooks import remove_hook_from_submodules
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling.moves import LoadOptions
-from accelerate.big_modeling.sharded import check_options, is_sharded, own_part
+from accelerate.base import ConfigurationError
+from accelerate.big_modeling import LoadOptions, check_options, is_sharded, own_part
 
 
 def test_a_plain_model_is_not_sharded() -> None:

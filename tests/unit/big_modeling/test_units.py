@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelerate.big_modeling.units import find_units
+from accelerate.big_modeling import find_units
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from accelerate import PartialState
-from accelerate.checkpointing.background import Background
+from accelerate.checkpointing import Background
 
 
 def test_a_job_runs_while_the_caller_goes_on() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import CheckpointError, StateError
-from accelerate.checkpointing.changes import Change, Stage, apply_all, nothing
+from accelerate.base import CheckpointError, StateError
+from accelerate.checkpointing import Change, Stage, apply_all, nothing
 
 
 def settle(failure: str) -> None:

@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accelerate.base.errors import CheckpointError, ConfigurationError, StateError
-from accelerate.checkpointing import consensus as consensus_module
-from accelerate.checkpointing.consensus import CollectiveConsensus, Consensus, StoreConsensus, open_consensus
-from accelerate.launch.local_store import KEY_VARIABLE
-from accelerate.ops.transport import Transport
-from accelerate.state.store_channel import StoreChannel
+from accelerate.base import CheckpointError, ConfigurationError, StateError
+from accelerate.checkpointing import (
+    CollectiveConsensus,
+    Consensus,
+    StoreConsensus,
+    consensus as consensus_module,
+    open_consensus,
+)
+from accelerate.launch import KEY_VARIABLE
+from accelerate.ops import Transport
+from accelerate.state import StoreChannel
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing.fields import check_fields, refuse_name
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import check_fields, refuse_name
 
 RECORD = {"size": 1, "checksum": "0123456789abcdef", "rank": 0}
 NESTED: list[Any] = []

@@ -16,11 +16,19 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import exchange, folder, manifest, temporary
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.folder import Workplace, plan_workplace, recover, remove
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import (
+    Manifest,
+    Workplace,
+    exchange,
+    folder,
+    manifest,
+    plan_workplace,
+    recover,
+    remove,
+    seal,
+    temporary,
+)
 
 
 def fill(workplace: Workplace, text: str, name: str = "optimizer.bin") -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing import generators
 
 

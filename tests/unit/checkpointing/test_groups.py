@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing.groups import ByOrder, by_name, group_places
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import ByOrder, by_name, group_places
 
 NAMES = [[["a.weight", "tied.weight"], ["a.bias"]]]
 

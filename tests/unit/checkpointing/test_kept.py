@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import kept
-from accelerate.checkpointing.kept import inner_optimizers, keep_object, keep_optimizer, keep_weights
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import inner_optimizers, keep_object, keep_optimizer, keep_weights, kept
 
 
 class Worn(torch.optim.SGD):

@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import loading, manifest, retention
-from accelerate.checkpointing.consensus import Consensus
-from accelerate.checkpointing.files import FileRecord, seal
-from accelerate.checkpointing.folder import plan_workplace, remove
-from accelerate.checkpointing.loading import Place, Source, deal, nothing_to_load
-from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.part import Load
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import (
+    Consensus,
+    FileRecord,
+    Load,
+    Manifest,
+    Source,
+    deal,
+    loading,
+    manifest,
+    nothing_to_load,
+    plan_workplace,
+    remove,
+    retention,
+    seal,
+)
+from accelerate.checkpointing.loading import Place
 
 ALONE = Place(0, 1)
 

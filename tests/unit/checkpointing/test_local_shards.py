@@ -5,18 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from accelerate.checkpointing.local_shards import (
-    LocalShards,
-    Value,
-    boxes,
-    rejoin,
-    shards_of_range,
-    spread,
-    whole,
-)
+from accelerate.checkpointing import LocalShards, Value, boxes, rejoin, shards_of_range, spread, whole
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Manifest, manifest, seal
 
 
 @pytest.fixture

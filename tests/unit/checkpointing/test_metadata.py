@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.metadata import read_metadata
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import read_metadata, shard_index
 
 DCP = "torch.distributed.checkpoint.metadata"
 SAVED = (DCP, "Metadata")

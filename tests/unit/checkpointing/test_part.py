@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.changes import nothing
-from accelerate.checkpointing.part import Load
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import Load, nothing
 
 
 def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:

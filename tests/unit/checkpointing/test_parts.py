@@ -13,17 +13,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import generators
-from accelerate.checkpointing.changes import nothing
-from accelerate.checkpointing.part import Load, Part, Payload
-from accelerate.checkpointing.parts import (
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import (
     GeneratorsPart,
+    Load,
     LoaderPart,
     ModelPart,
+    Part,
+    Payload,
     StatePart,
     StreamPart,
     custom_part,
+    generators,
+    nothing,
     state_parts,
 )
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.progress import Progress, read_progress
+from accelerate.checkpointing import Load, Progress, read_progress
 
 
 def source(step: Any = 3, run: Any = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accelerate.checkpointing.report import loaded_lines, saved_lines
+from accelerate.checkpointing import loaded_lines, saved_lines
 
 FOLDER = Path("runs/a")
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.checkpointing import manifest, retention
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing import Manifest, manifest, retention
 
 
 def make(parent: Path, *numbers: int, complete: bool = True) -> None:

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import manifest, retention, saving, temporary
-from accelerate.checkpointing.consensus import Consensus
-from accelerate.checkpointing.part import Payload
-from accelerate.checkpointing.saving import Request, abandon, open_site
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import (
+    Consensus,
+    Payload,
+    Request,
+    abandon,
+    manifest,
+    open_site,
+    retention,
+    saving,
+    temporary,
+)
 
 
 def put(content: Any, path: Path) -> None:

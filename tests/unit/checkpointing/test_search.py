@@ -10,9 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from accelerate.checkpointing import manifest
-from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.search import checkpoints_below
+from accelerate.checkpointing import Manifest, checkpoints_below, manifest
 
 
 def save(folder: Path) -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base import environ
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError, environ
 from accelerate.utils import ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("states")

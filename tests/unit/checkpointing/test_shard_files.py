@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import shard_files, shard_index
-from accelerate.checkpointing.local_shards import LocalShards, Shard, spread, whole
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import LocalShards, Shard, shard_files, shard_index, spread, whole
 
 WEIGHT = ("model", "weight")
 NAME = ("model", "name")

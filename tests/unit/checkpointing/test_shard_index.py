@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.shard_index import Entry, pack
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Entry, pack, shard_index
 
 WEIGHT = ("model", "a.weight")
 

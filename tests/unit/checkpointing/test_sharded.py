@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.changes import nothing
-from accelerate.checkpointing.groups import OPTIMIZER
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.sharded import (
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import (
     MODEL,
+    OPTIMIZER,
     EitherPart,
+    Load,
     ModuleShards,
     OptimizerShards,
     ShardOwner,
     ShardsPart,
     folder_of,
+    nothing,
     read_shards,
+    shard_index,
 )
 
 

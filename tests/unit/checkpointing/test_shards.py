@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.shards import find_shards, save_sharded
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import find_shards, save_sharded
 from accelerate.commands.model_tensors import read_tensors
 
 STATE = {f"layer{index}.weight": torch.full((256,), float(index)) for index in range(4)}

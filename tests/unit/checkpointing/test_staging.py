@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.checkpointing.part import Payload
-from accelerate.checkpointing.staging import StagingArea
+from accelerate.checkpointing import Payload, StagingArea
 
 
 def test_copies_hold_while_the_originals_change() -> None:

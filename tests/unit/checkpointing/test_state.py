@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     load_accelerator_state,
     load_custom_state,
+    read_device,
     save_accelerator_state,
     save_custom_state,
 )
-from accelerate.checkpointing.state import read_device
 
 pytestmark = pytest.mark.usefixtures("states")
 

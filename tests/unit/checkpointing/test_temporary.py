@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpointing import temporary
-from accelerate.checkpointing.temporary import DOOMED, OLD, SAVING, claim, dispose, find, release, sweep
+from accelerate.checkpointing import DOOMED, OLD, SAVING, claim, dispose, find, release, sweep, temporary
 
 
 def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = socket.gethostname()) -> Path:

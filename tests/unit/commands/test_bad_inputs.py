@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands import accelerate_cli
-from accelerate.settings.config_file import ClusterConfig, load_config_from_file
-from accelerate.settings.file_layer import read_mapping
+from accelerate.settings import ClusterConfig, load_config_from_file, read_mapping
 
 LAUNCH = ("launch", "--dry_run", "--cpu")
 TRAIN = "train.py"

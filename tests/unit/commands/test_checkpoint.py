@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing import manifest, shard_files
-from accelerate.checkpointing.files import files_under, seal
-from accelerate.checkpointing.local_shards import LocalShards, Shard
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import LocalShards, Manifest, Shard, files_under, manifest, seal, shard_files
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.weights.files import write_safetensors
+from accelerate.weights import write_safetensors
 
 
 def save(parent: Path, number: int, weight: float) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.commands import clients
 from accelerate.commands.clients import HEADER, clients_command, clients_command_parser
 from accelerate.commands.utils import run_command

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.base.environ import patch_environment
+from accelerate.base import patch_environment
 from accelerate.commands.env import env_command, env_command_parser
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError, MissingPackageError
 from accelerate.commands import estimate, model_tensors
 from accelerate.commands.estimate import create_ascii_table, estimate_command_parser, gather_data
 from accelerate.commands.model_tensors import (

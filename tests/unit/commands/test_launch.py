@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser, make_plan, read_settings
 from accelerate.commands.utils import run_command
-from accelerate.launch.plan import Target
-from accelerate.launch.resolve import CHOSEN, choose_cpu_or_devices
+from accelerate.launch import CHOSEN, Target, choose_cpu_or_devices
 
 
 def parse(*words: str) -> argparse.Namespace:

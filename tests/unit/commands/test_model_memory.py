@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.commands.model_memory import (
     OPTIMIZERS,
     estimate_training_usage,

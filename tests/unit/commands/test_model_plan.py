@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.commands.estimate import estimate_command, estimate_command_parser
 from accelerate.commands.model_plan import parse_memory, plan_of
 from accelerate.commands.model_tensors import Weight

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import CheckpointError, LaunchError
+from accelerate.base import CheckpointError, LaunchError
 from accelerate.commands import same_run
 from accelerate.commands.same_run import SAME, compare
 

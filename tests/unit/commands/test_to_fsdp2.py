@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.commands.to_fsdp2 import load_config, main
-from accelerate.settings import file_layer
-from accelerate.settings.merge import merge_layers
-from accelerate.settings.migrations import (
+from accelerate.settings import (
     ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING,
     ConversionStatus,
     convert_config_to_fsdp2,
+    file_layer,
+    merge_layers,
 )
-from accelerate.settings.sections.fsdp import FsdpSection
+from accelerate.settings.sections import FsdpSection
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
 

@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError, LaunchError
-from accelerate.commands.utils import CustomArgumentParser, make_parser, run_command
+from accelerate.base import ConfigurationError, LaunchError
+from accelerate.commands.utils import make_parser, run_command
+from accelerate.settings import CustomArgumentParser
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.data_loader import background
-from accelerate.data_loader.background import MESSAGE_BYTES, Draws, ReadAhead
+from accelerate.data_loader import MESSAGE_BYTES, Draws, ReadAhead, background
 
 
 class Item(NamedTuple):

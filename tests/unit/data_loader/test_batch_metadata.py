@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader.batch_metadata import note_moment, recall_moment
+from accelerate.data_loader import note_moment, prepare_data_loader, recall_moment
 
 pytestmark = pytest.mark.usefixtures("states")
 

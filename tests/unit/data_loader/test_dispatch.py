@@ -12,10 +12,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import data_loader
-from accelerate.base.errors import PreparationError
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, shard
-from accelerate.data_loader.plan import ShardPlan
-from accelerate.data_loader.rounds import Dealer, count_samples, cut_batch
+from accelerate.base import PreparationError
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    Dealer,
+    ShardPlan,
+    count_samples,
+    cut_batch,
+    prepare_data_loader,
+    shard,
+)
 
 CPU = torch.device("cpu")
 

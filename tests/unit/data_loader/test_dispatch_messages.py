@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.data_loader.dispatch_messages import Arrival, Sender, receive
-from accelerate.data_loader.dispatch_transport import Route
-from accelerate.data_loader.rounds import Round
-from accelerate.ops.base import Transport
+from accelerate.data_loader import Arrival, Round, Route, Sender, receive
+from accelerate.ops import Transport
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data_loader.dispatch_packing import Failure, Piece, pack, unpack
-from accelerate.data_loader.rounds import Round
+from accelerate.data_loader import Failure, Piece, Round, pack, unpack
 
 DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
 

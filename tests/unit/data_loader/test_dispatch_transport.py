@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data_loader import dispatch_transport
-from accelerate.data_loader.dispatch_transport import Route, SharedMemory, share_memory
-from accelerate.ops.base import Transport
+from accelerate.data_loader import Route, SharedMemory, dispatch_transport, share_memory
+from accelerate.ops import Transport
 
 PAGE = 2 * 1024 * 1024
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import PreparationError
-from accelerate.data_loader.join import InStep
-from accelerate.ops.base import Transport
+from accelerate.base import PreparationError
+from accelerate.data_loader import InStep
+from accelerate.ops import Transport
 
 
 class Other(Transport):

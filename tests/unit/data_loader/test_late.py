@@ -12,10 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accelerate.base.errors import CheckpointError
-from accelerate.data_loader import position, prepare_data_loader, skip_first_batches
-from accelerate.data_loader.late import start_late, start_where_saved, variant_of
-from accelerate.data_loader.position import Place, Resume
+from accelerate.base import CheckpointError
+from accelerate.data_loader import (
+    Place,
+    Resume,
+    position,
+    prepare_data_loader,
+    skip_first_batches,
+    start_late,
+    start_where_saved,
+    variant_of,
+)
 
 pytestmark = pytest.mark.usefixtures("states")
 MILLION, BATCH = 1_000_000, 2

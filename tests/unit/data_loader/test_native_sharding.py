@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.data_loader.native_sharding import is_the_same_everywhere, own_share
-from accelerate.ops.base import Transport
+from accelerate.data_loader import is_the_same_everywhere, own_share
+from accelerate.ops import Transport
 
 
 class Shards(IterableDataset[Any]):

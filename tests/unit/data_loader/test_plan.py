@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.plan import ShardPlan, data_groups, plan
+from accelerate.base import ConfigurationError
+from accelerate.data_loader import IterableDatasetShard, ShardPlan, data_groups
+from accelerate.data_loader.plan import plan
 
 
 class Stream(IterableDataset[int]):

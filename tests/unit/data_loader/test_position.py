@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base.errors import CheckpointError
-from accelerate.data_loader import position
-from accelerate.data_loader.samplers import advance
+from accelerate.base import CheckpointError
+from accelerate.data_loader import advance, position
 from accelerate.utils import set_seed
-from accelerate.utils.other import load
+from accelerate.weights import load
 
 pytestmark = [
     pytest.mark.usefixtures("states"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.base.errors import PreparationError, StateError
+from accelerate.base import PreparationError, StateError
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,

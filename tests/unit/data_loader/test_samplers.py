@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.data_loader.samplers import (
-    BatchSamplerShard,
-    SamplerShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-)
+from accelerate.base import ConfigurationError
+from accelerate.data_loader import BatchSamplerShard, SamplerShard, SeedableRandomSampler, SkipBatchSampler
 
 
 def in_order(size: int, batch_size: int, drop_last: bool = False) -> BatchSampler:

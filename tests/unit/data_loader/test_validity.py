@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
@@ -20,7 +19,7 @@ from accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from accelerate.ops.base import Transport
+from accelerate.ops import Transport
 from accelerate.state import PartialState
 
 CPU = torch.device("cpu")

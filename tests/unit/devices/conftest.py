@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.devices.hardware_table import BACKENDS, detect
+from accelerate.devices import BACKENDS, detect
 
 
 class Recorder:

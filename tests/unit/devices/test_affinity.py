@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.devices import affinity, nvidia
 
 

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices import availability, hardware_table
-from accelerate.devices.hardware_table import BACKENDS, CPU, CUDA, HPU, XLA
+from accelerate.base import ConfigurationError
+from accelerate.devices import BACKENDS, CPU, CUDA, HPU, XLA, availability, hardware_table
 
 BY_NAME = {
     "cuda": availability.is_cuda_available,

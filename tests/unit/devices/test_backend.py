@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices.hardware_table import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
+from accelerate.base import ConfigurationError, DistributedType
+from accelerate.devices import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
 
 ACCELERATORS = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
 
@@ -149,7 +148,7 @@ def test_unavailable_where_the_module_says_so(accelerator, fake_torch):
 
 
 def test_asking_for_cuda_starts_no_driver_and_leaves_no_variable(fake_torch, monkeypatch):
-    from accelerate.base.environ import current
+    from accelerate.base import current
 
     seen = []
     fake_torch.answers["is_available"] = lambda: seen.append(current().get("PYTORCH_NVML_BASED_CUDA_CHECK"))

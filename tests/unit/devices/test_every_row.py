@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.enums import DistributedType, RNGType
-from accelerate.big_modeling.budget import get_max_memory
-from accelerate.devices import hardware_table
-from accelerate.devices.hardware_table import BACKENDS, CPU, MPS, XLA
-from accelerate.launch.environment import worker_environment
-from accelerate.launch.machine import Machine
-from accelerate.precision.amp import MixedPrecision
+from accelerate.base import DistributedType, RNGType
+from accelerate.big_modeling import get_max_memory
+from accelerate.devices import BACKENDS, CPU, MPS, XLA, hardware_table
+from accelerate.launch import Machine, worker_environment
+from accelerate.precision import MixedPrecision
 from accelerate.rng import _source_of, set_seed
-from accelerate.settings.merge import FLAG, Layer, merge_layers
-from accelerate.state import PartialState, process_group
+from accelerate.settings import FLAG, Layer, merge_layers
+from accelerate.state import PartialState, Topology, process_group
 from accelerate.state.partial import _label
-from accelerate.state.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("states")
 NUMBERED = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]

@@ -7,9 +7,8 @@ import sys
 import pytest
 from packaging.version import Version
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices import hardware_table, nvidia
-from accelerate.devices.hardware_table import BACKENDS, CPU, CUDA, MPS, XLA
+from accelerate.base import ConfigurationError
+from accelerate.devices import BACKENDS, CPU, CUDA, MPS, XLA, hardware_table, nvidia
 
 
 @pytest.fixture

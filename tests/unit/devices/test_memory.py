@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from accelerate.devices import memory
-from accelerate.devices.hardware_table import CPU, CUDA
+from accelerate.devices import CPU, CUDA, memory
 
 
 @pytest.mark.parametrize("collect", [True, False])

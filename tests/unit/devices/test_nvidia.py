@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from accelerate.base.errors import StateError
+from accelerate.base import StateError
 from accelerate.devices import nvidia
 
 

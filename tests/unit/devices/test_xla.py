@@ -8,10 +8,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from accelerate.base.errors import StateError
-from accelerate.devices import xla
-from accelerate.devices.hardware_table import XLA
-from accelerate.devices.xla import RowSharding, count_chips, install_xla
+from accelerate.base import StateError
+from accelerate.devices import XLA, RowSharding, count_chips, install_xla, xla
 
 
 @pytest.mark.parametrize(

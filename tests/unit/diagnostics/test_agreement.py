@@ -9,10 +9,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from accelerate.diagnostics.agreement import Agreement, agreement_of_run
-from accelerate.diagnostics.signals import SignalNotes
-from accelerate.diagnostics.stop import SAVE_FILE, STOP_FILE, TRIGGERS, Trigger
-from accelerate.ops.async_reduce import Answer
+from accelerate.diagnostics import (
+    SAVE_FILE,
+    STOP_FILE,
+    TRIGGERS,
+    Agreement,
+    SignalNotes,
+    Trigger,
+    agreement_of_run,
+)
+from accelerate.ops import Answer
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

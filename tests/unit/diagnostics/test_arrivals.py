@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import arrivals
-from accelerate.diagnostics.arrivals import ArrivalWatch, End, Note
-from accelerate.diagnostics.hang_channel import Report
-from accelerate.diagnostics.siblings import Siblings
-from accelerate.diagnostics.watchdog import Limits
-from accelerate.launch.local_store import KEY_VARIABLE
-from accelerate.state.store_channel import StoreChannel
-from accelerate.state.topology import Topology
+from accelerate.diagnostics import ArrivalWatch, End, Limits, Note, Report, Siblings, arrivals
+from accelerate.launch import KEY_VARIABLE
+from accelerate.state import StoreChannel, Topology
 
 LIMITS = Limits(0.3, False)
 ENDS = Limits(0.3, True)

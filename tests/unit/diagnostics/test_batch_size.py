@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.diagnostics.batch_size import find_executable_batch_size, should_reduce_batch_size
+from accelerate.diagnostics import find_executable_batch_size, should_reduce_batch_size
 
 
 class Recorder:

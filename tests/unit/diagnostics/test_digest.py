@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.diagnostics.digest import CAUSES, MOST_LINES, find_cause, is_telling, render, write_report
-from accelerate.launch.failures import Exits, Failure, Outcome
+from accelerate.diagnostics import CAUSES, MOST_LINES, find_cause, is_telling, render, write_report
+from accelerate.launch import Exits, Failure, Outcome
 
 BASE = Failure(
     rank=1,

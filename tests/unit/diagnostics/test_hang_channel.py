@@ -7,9 +7,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics.hang_channel import HangChannel, Identity, Report
-from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
-from accelerate.state.store_channel import StoreChannel
+from accelerate.diagnostics import COLLECTIVE, ELSEWHERE, HangChannel, Identity, RankState, Report
+from accelerate.state import StoreChannel
 
 Pair = tuple[HangChannel, HangChannel]
 

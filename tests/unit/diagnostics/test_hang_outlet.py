@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.diagnostics.hang_channel import Report
-from accelerate.diagnostics.hang_outlet import Outlet
-from accelerate.launch.failures import FOLDER_VARIABLE, HANG_KIND, collect
+from accelerate.diagnostics import Outlet, Report
+from accelerate.launch import FOLDER_VARIABLE, HANG_KIND, collect
 
 REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 5.0, (0,), ())
 

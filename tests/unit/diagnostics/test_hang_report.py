@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.diagnostics.hang_report import (
+from accelerate.diagnostics import (
     COLLECTIVE,
     DEVICE,
     ELSEWHERE,

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate.diagnostics.hang_channel import Report
-from accelerate.diagnostics.loader_watch import LoaderWatch
-from accelerate.diagnostics.watchdog import Limits
+from accelerate.diagnostics import Limits, LoaderWatch, Report
 
 NAME = "accelerate-loader"
 

@@ -17,11 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate.base import stack_dumps
-from accelerate.data_loader.background import ReadAhead
-from accelerate.diagnostics import loading, stacks
-from accelerate.diagnostics.hang_report import DATA
-from accelerate.diagnostics.observation import Observation
-from accelerate.ops.flight_record import Ring
+from accelerate.data_loader import ReadAhead
+from accelerate.diagnostics import DATA, Observation, loading, stacks
+from accelerate.ops import Ring
 
 SOURCE = Path(__file__).read_text().splitlines()
 

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.devices.hardware_table import CPU, CUDA
-from accelerate.diagnostics.memory import (
-    DeviceMeter,
-    HostMeter,
-    PeakMemory,
-    meter_of,
-    snapshot_on_exhaustion,
-)
+from accelerate.devices import CPU, CUDA
+from accelerate.diagnostics import DeviceMeter, HostMeter, PeakMemory, meter_of, snapshot_on_exhaustion
 from accelerate.state import PartialState
 
 MIB = 2**20

@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import stacks
-from accelerate.diagnostics.hang_report import COLLECTIVE, DEVICE, ELSEWHERE, TORCH
-from accelerate.diagnostics.observation import Observation
-from accelerate.ops.flight_record import Ring
+from accelerate.diagnostics import COLLECTIVE, DEVICE, ELSEWHERE, TORCH, Observation, stacks
+from accelerate.ops import Ring
 
 
 @pytest.fixture

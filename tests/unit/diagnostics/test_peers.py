@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from accelerate.diagnostics.hang_channel import HangChannel
-from accelerate.diagnostics.hang_report import ENDED, SILENT
-from accelerate.diagnostics.peers import Peers, own_identity
-from accelerate.state.store_channel import StoreChannel
+from accelerate.diagnostics import ENDED, SILENT, HangChannel, Peers, own_identity
+from accelerate.state import StoreChannel
 
 
 def test_the_living_the_dead_and_those_out_of_sight() -> None:

@@ -11,8 +11,7 @@ from types import FrameType
 
 import pytest
 
-from accelerate.diagnostics.signals import SECONDS_ALIKE, SignalNotes
-from accelerate.diagnostics.stop import SIGNALS
+from accelerate.diagnostics import SECONDS_ALIKE, SIGNALS, SignalNotes
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SIGTERM, SIGUSR1, SIGUSR2 = SIGNALS

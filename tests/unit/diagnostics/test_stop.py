@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.diagnostics.stop import (
+from accelerate.base import ConfigurationError
+from accelerate.diagnostics import (
     ALLOCATION_ENDS,
     SAVE_FILE,
     SIGNALS,
@@ -25,7 +25,7 @@ from accelerate.diagnostics.stop import (
     process_age,
     rounds_between,
 )
-from accelerate.settings.sections.stopping import StoppingSection
+from accelerate.settings.sections import StoppingSection
 
 
 class Clock:

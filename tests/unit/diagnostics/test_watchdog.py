@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics.hang_channel import HangChannel, Report
-from accelerate.diagnostics.hang_report import COLLECTIVE, ELSEWHERE, RankState
-from accelerate.diagnostics.peers import Peers, own_identity
-from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.launch.local_store import KEY_VARIABLE
-from accelerate.state.store_channel import StoreChannel
+from accelerate.diagnostics import (
+    COLLECTIVE,
+    ELSEWHERE,
+    HangChannel,
+    Limits,
+    Peers,
+    RankState,
+    Report,
+    Watchdog,
+    own_identity,
+)
+from accelerate.launch import KEY_VARIABLE
+from accelerate.state import StoreChannel
 
 
 class Seen:

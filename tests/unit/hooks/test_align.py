@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import accelerate.hooks
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from accelerate.hooks.align import all_there
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, all_there, remove_hook_from_module
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 X = torch.randn(3, 4)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.hooks import (
+    NOTHING_AHEAD,
     AlignDevicesHook,
+    Prefetcher,
     SequentialHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -17,7 +19,6 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.hooks.prefetch import NOTHING_AHEAD, Prefetcher
 from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
 
 X = torch.arange(3)

@@ -13,10 +13,10 @@ from accelerate.hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
+    hooks_of,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.hooks.base import hooks_of
 
 X = torch.ones(1, 2)
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
-from accelerate.hooks.offload import offload_with_hook
+from accelerate.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, offload_with_hook
 
 X = torch.ones(1, 2)
 

@@ -7,19 +7,17 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, disk_offload, load_checkpoint_in_model
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.hooks import (
     AlignDevicesHook,
     add_hook_to_module,
-    attach_align_device_hook,
-    remove_hook_from_submodules,
-)
-from accelerate.hooks.offloaded import (
     align_module_device,
+    attach_align_device_hook,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     is_any_offloaded,
+    remove_hook_from_submodules,
 )
 
 

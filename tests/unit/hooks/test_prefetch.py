@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.hooks import prefetch
-from accelerate.hooks.prefetch import NOTHING_AHEAD, Lane, Prefetcher, StreamLane, lane_to
+from accelerate.hooks import NOTHING_AHEAD, Lane, Prefetcher, StreamLane, lane_to, prefetch
 
 CPU = torch.device("cpu")
 

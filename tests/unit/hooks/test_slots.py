@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from accelerate.hooks.slots import Slot, find_slots
+from accelerate.hooks import Slot, find_slots
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

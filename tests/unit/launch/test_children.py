@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accelerate.launch.children import End, Ending, run_to_end
-from accelerate.launch.pending_signals import REQUESTS
+from accelerate.launch import REQUESTS, End, Ending, run_to_end
 
 RUN = """
 import sys

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import patch_environment
+from accelerate.base import patch_environment
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch.command import (
+from accelerate.launch import (
     AGENT,
+    LaunchPlan,
+    Rendezvous,
+    Target,
     accelerate_command,
     env_var_path_add,
     local_command,
     torchrun_arguments,
 )
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.settings import flags
-from accelerate.settings.merge import FLAG, Layer, all_options, merge_layers
-from accelerate.settings.option import Option
+from accelerate.settings import FLAG, Layer, Option, all_options, flags, merge_layers
 
 ARGUMENTS = ("--help", "--", "-m", "x y")
 

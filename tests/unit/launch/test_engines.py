@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices.hardware_table import CPU, CUDA
-from accelerate.launch.engines import check_engine
-from accelerate.launch.machine import Machine
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.base import ConfigurationError
+from accelerate.devices import CPU, CUDA
+from accelerate.launch import Machine, check_engine
+from accelerate.settings import FLAG, Layer, merge_layers
 
 
 def check(hardware: Any = CPU, **flags: Any) -> None:

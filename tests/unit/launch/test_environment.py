@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.devices.hardware_table import CUDA, NPU
-from accelerate.launch.environment import device_ids, worker_environment
-from accelerate.launch.machine import Machine
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.devices import CUDA, NPU
+from accelerate.launch import Machine, device_ids, worker_environment
+from accelerate.settings import FLAG, Layer, merge_layers
 
 
 def test_device_ids_are_split() -> None:

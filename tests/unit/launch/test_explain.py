@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import json
 
-from accelerate.launch.explain import as_json, as_text
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.launch import Machine, Target, as_json, as_text, resolve_plan
+from accelerate.settings import FLAG, Layer, merge_layers
 
 LAYERS = (
     Layer("/home/me/config.yaml", {"mixed_precision": "bf16", "use_fsdp": True}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.launch.failures import Exits, Failure, collect, count_of, shortened
+from accelerate.launch import Exits, Failure, collect, count_of, shortened
 
 
 def describe(message: str, **variables: str) -> Failure:

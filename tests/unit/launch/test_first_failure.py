@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.data_loader.dispatch_packing import Failure as Sent
-from accelerate.launch.failures import Exits, Failure, Outcome
-from accelerate.launch.first_failure import Kind, find_first, find_suspects
+from accelerate.data_loader import Failure as Sent
+from accelerate.launch import Exits, Failure, Kind, Outcome, find_first, find_suspects
 
 OWN = Failure(
     rank=1,

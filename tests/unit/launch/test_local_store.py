@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from accelerate.launch.local_store import KEY_VARIABLE, hold_loopback_store, loopback_interface, run_key
+from accelerate.launch import KEY_VARIABLE, hold_loopback_store, loopback_interface, run_key
 
 
 def test_each_run_has_a_key_of_its_own_or_that_of_its_launcher() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from accelerate.devices.hardware_table import CPU
-from accelerate.launch.machine import look
+from accelerate.devices import CPU
+from accelerate.launch import look
 
 
 def test_a_look_with_cpu_asks_for_no_devices() -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import clear_environment, current
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, clear_environment, current
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import namespace, namespace_launchers
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch import LaunchPlan, namespace, namespace_launchers
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
 BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}

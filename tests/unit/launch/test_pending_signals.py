@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.diagnostics.signals import SignalNotes
-from accelerate.launch.failures import ENTRY
-from accelerate.launch.pending_signals import REQUESTS, RequestNotes, blocked
+from accelerate.diagnostics import SignalNotes
+from accelerate.launch import ENTRY, REQUESTS, RequestNotes, blocked
 
 
 def start(folder: Path, script: str, number: int) -> tuple[int, str]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 
-from accelerate.launch.ports import get_free_port, is_port_in_use
+from accelerate.launch import get_free_port, is_port_in_use
 
 
 def test_a_port_that_somebody_listens_on_is_in_use() -> None:

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.base.errors import LaunchError
-from accelerate.launch import reach
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.ports import get_free_port
-from accelerate.launch.reach import check_reach
+from accelerate.base import LaunchError
+from accelerate.launch import LaunchPlan, Rendezvous, Target, check_reach, get_free_port, reach
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=4, machines=2, machine=1)
 

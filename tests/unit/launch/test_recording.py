@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.recording import folder_of, record_failures
+from accelerate.launch import (
+    ENTRY,
+    FOLDER_VARIABLE,
+    VERBOSE_VARIABLE,
+    LaunchPlan,
+    Rendezvous,
+    Target,
+    folder_of,
+    record_failures,
+)
 
 
 def make_plan(target: Target, launcher: str = "local", **meeting: str) -> LaunchPlan:

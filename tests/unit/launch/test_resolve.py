@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError, LaunchError
-from accelerate.devices.hardware_table import CPU, CUDA
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import CHOSEN, resolve_plan
-from accelerate.settings import file_layer
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.base import ConfigurationError, LaunchError
+from accelerate.devices import CPU, CUDA
+from accelerate.launch import CHOSEN, LaunchPlan, Machine, Target, resolve_plan
+from accelerate.settings import FLAG, Layer, file_layer, merge_layers
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
 FILES = {"hosts": "first\nsecond slots=2\n", "one": "localhost\n"}

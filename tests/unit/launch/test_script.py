@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.launch import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 
 WITNESS = """
 import __main__, pickle, sys

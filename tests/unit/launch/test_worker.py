@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.base.environ import clear_environment, current, patch_environment
-from accelerate.base.errors import ConfigurationError
-from accelerate.launch.worker import PrepareForLaunch
+from accelerate.base import ConfigurationError, clear_environment, current, patch_environment
+from accelerate.launch import PrepareForLaunch
 
 NAMES = ("LOCAL_RANK", "RANK", "FORK_LAUNCHED")
 

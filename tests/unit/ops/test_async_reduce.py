@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.ops.async_reduce import combine_aside
+from accelerate.ops import combine_aside
 from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")

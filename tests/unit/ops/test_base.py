@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.base import Transport, one_for_each
+from accelerate.ops import Transport, one_for_each
 
 
 def test_one_process_scatters_to_itself() -> None:

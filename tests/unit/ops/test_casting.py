@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from accelerate.ops.casting import ConvertOutputsToFp32, convert_outputs_to_fp32, convert_to_fp32
+from accelerate.ops import ConvertOutputsToFp32, convert_outputs_to_fp32, convert_to_fp32
 
 
 class Output(NamedTuple):

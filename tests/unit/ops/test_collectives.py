@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.collectives import (
+from accelerate.ops import (
     broadcast,
     broadcast_object_list,
     copy_tensor_to_devices,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.ops.base import Transport
-from accelerate.ops.dtensors import gather_values, is_dtensor, reduce_values, whole_tensors
+from accelerate.ops import Transport, gather_values, is_dtensor, reduce_values, whole_tensors
 
 
 class Mesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
+from accelerate.ops import as_carried, finished_reduction, reducible_dtype
 
 
 @pytest.mark.parametrize(

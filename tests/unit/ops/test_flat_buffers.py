@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerate.ops.flat_buffers import joined_shape
-from accelerate.ops.packing import plan_for, take_apart
+from accelerate.ops import joined_shape, plan_for, take_apart
 
 
 def test_joined_shapes() -> None:

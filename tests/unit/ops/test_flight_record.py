@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.ops.flight_record import LENGTH, RING, RecordingTransport, Ring, line_of
-from accelerate.ops.transport import Transport
+from accelerate.ops import LENGTH, RING, RecordingTransport, Ring, Transport, line_of
 
 HERE = str(Path(__file__))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accelerate.ops.header import Head, width_of
+from accelerate.ops import Head, width_of
 
 
 def echo(change: Callable[[torch.Tensor], None] = lambda rows: None) -> Callable[..., None]:

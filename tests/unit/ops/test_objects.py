@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.base import Transport
-from accelerate.ops.header import Head
-from accelerate.ops.objects import broadcast_object, gather_objects, share_numbers
-from accelerate.ops.verify import Call, DistributedOperationException
+from accelerate.ops import (
+    Call,
+    DistributedOperationException,
+    Head,
+    Transport,
+    broadcast_object,
+    gather_objects,
+    share_numbers,
+)
 from accelerate.state import PartialState
 
 CALL = Call("accelerate.utils.operations.gather_object")

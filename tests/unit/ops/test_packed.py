@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.base import Transport
-from accelerate.ops.header import Head
-from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
-from accelerate.ops.verify import Call
+from accelerate.ops import Call, Head, Transport, broadcast_packed, gather_packed, reduce_packed
 
 CALL = Call("op")
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from accelerate.ops.header import Head
-from accelerate.ops.packing import ALONE, Plan, mark_of, plan_for, put_together, take_apart
+from accelerate.ops import ALONE, Head, Plan, mark_of, plan_for, put_together, take_apart
 
 Pair = namedtuple("Pair", ["first", "second"])
 DTYPES = [

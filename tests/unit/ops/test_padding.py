@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.padding import (
-    CannotPadNestedTensorWarning,
-    _pad,
-    _size_to_pad,
-    pad_across_processes,
-    pad_input_tensors,
-)
+from accelerate.ops import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
+from accelerate.ops.padding import _pad, _size_to_pad
 
 
 @pytest.mark.usefixtures("states")

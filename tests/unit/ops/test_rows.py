@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.base import Transport
-from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact
-from accelerate.ops.verify import Call
+from accelerate.ops import Call, Transport, at_least_1d, first_rows, gather_rows, row_fact
 
 
 class Two(Transport):

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from accelerate.ops.transport import Transport, current_transport
+from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops.base import Transport
-from accelerate.ops.flight_record import RING
-from accelerate.ops.header import Head
-from accelerate.ops.verify import (
+from accelerate.ops import (
+    RING,
     Call,
     CallSummary,
     DistributedOperationException,
+    Head,
+    Transport,
     chained_operation,
     checking_head,
     mismatch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.base import Transport
+from accelerate.ops import Transport
 from accelerate.ops.wires import _carried_devices, _scatter_by_broadcast
 
 

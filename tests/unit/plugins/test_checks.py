@@ -2,9 +2,8 @@
 
 import pytest
 
-from accelerate.base.enums import DDPCommunicationHookType, DynamoBackend
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.checks import at_least, member, one_of
+from accelerate.base import ConfigurationError, DDPCommunicationHookType, DynamoBackend
+from accelerate.plugins import at_least, member, one_of
 
 
 def test_a_known_choice_is_returned() -> None:

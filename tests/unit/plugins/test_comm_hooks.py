@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from accelerate.base.enums import DDPCommunicationHookType as Kind
-from accelerate.plugins.comm_hooks import HOOKS, WRAPPERS, renamed
-from accelerate.plugins.handlers import DistributedDataParallelKwargs
+from accelerate.base import DDPCommunicationHookType as Kind
+from accelerate.plugins import HOOKS, WRAPPERS, DistributedDataParallelKwargs, renamed
 
 
 class Registry:

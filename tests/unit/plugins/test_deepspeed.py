@@ -8,11 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.plugins.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
-from accelerate.plugins.deepspeed_config import HfDeepSpeedConfig
+from accelerate.base import ConfigurationError, DistributedType, StateError, patch_environment
+from accelerate.plugins import DeepSpeedPlugin, HfDeepSpeedConfig, get_active_deepspeed_plugin
 
 USUAL = {
     "gradient_accumulation_steps": "auto",

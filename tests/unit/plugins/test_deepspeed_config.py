@@ -7,16 +7,9 @@ import json
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.deepspeed_config import (
-    Filling,
-    HfDeepSpeedConfig,
-    leaves,
-    read_config,
-    refuse_config,
-    same_value,
-    without_auto,
-)
+from accelerate.base import ConfigurationError
+from accelerate.plugins import Filling, HfDeepSpeedConfig, leaves, same_value, without_auto
+from accelerate.settings import read_config, refuse_config
 
 CONFIG = {
     "a": {"b": {"c": 1, "yes": True, "no": False}},

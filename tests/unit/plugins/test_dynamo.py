@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.enums import DynamoBackend
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.base import ConfigurationError, DynamoBackend
+from accelerate.plugins import TorchDynamoPlugin
 
 
 def test_nothing_is_compiled_by_default() -> None:

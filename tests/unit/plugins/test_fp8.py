@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError, MissingPackageError
-from accelerate.plugins import fp8
-from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.base import ConfigurationError, MissingPackageError
+from accelerate.plugins import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, fp8
 
 
 @dataclass(frozen=True)

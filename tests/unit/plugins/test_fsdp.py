@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 LAUNCHED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 
-from accelerate.base import constants
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, constants
 from accelerate.plugins import fsdp_choices as choices
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.fsdp_wrapping import bind_policy, find_units, get_module_class_from_name, read_policy
+from accelerate.base import ConfigurationError
+from accelerate.plugins import bind_policy, find_units, get_module_class_from_name, read_policy
 
 
 class Inner(nn.Module):

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.base.enums import DDPCommunicationHookType
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.handlers import (
+from accelerate.base import ConfigurationError, DDPCommunicationHookType
+from accelerate.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,

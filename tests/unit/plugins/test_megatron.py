@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.megatron import MegatronLMPlugin
+from accelerate.base import ConfigurationError
+from accelerate.plugins import MegatronLMPlugin
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "launch_environments.json"
 

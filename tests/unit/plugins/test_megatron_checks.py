@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.megatron_checks import find_wrong_network, find_wrong_sizes, read_backend
+from accelerate.plugins import MegatronLMPlugin, find_wrong_network, find_wrong_sizes, read_backend
 
 
 @pytest.mark.parametrize(

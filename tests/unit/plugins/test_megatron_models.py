@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins import megatron_models
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.megatron_models import (
+from accelerate.base import ConfigurationError
+from accelerate.plugins import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    MegatronLMPlugin,
     add_model_config_to_megatron_parser,
+    megatron_models,
 )
 
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}

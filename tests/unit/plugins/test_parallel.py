@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.parallel import (
+from accelerate.base import ConfigurationError
+from accelerate.plugins import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.profile import ProfileKwargs
+from accelerate.base import ConfigurationError
+from accelerate.plugins import ProfileKwargs
 
 CYCLES = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}
 

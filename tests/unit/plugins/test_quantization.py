@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.enums import CustomDtype
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.base import ConfigurationError, CustomDtype
+from accelerate.plugins import BnbQuantizationConfig
 
 
 def test_what_follows_from_the_bits() -> None:

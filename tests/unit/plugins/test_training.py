@@ -2,12 +2,8 @@
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.training import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-)
+from accelerate.base import ConfigurationError
+from accelerate.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 
 def test_one_step_is_what_differs_from_the_defaults() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import PreparationError
-from accelerate.precision import get_grad_scaler, get_mixed_precision_context_manager
-from accelerate.precision.amp import AutocastForward
+from accelerate.base import PreparationError
+from accelerate.precision import AutocastForward, get_grad_scaler, get_mixed_precision_context_manager
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("states")

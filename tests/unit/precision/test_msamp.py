@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.plugins.fp8 import MSAMPRecipeKwargs
-from accelerate.precision.msamp import MsAmpPrecision
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.plugins import MSAMPRecipeKwargs
+from accelerate.precision import MsAmpPrecision
 
 
 def make() -> MsAmpPrecision:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from accelerate.base import packages
-from accelerate.base.errors import ConfigurationError, MissingPackageError
-from accelerate.devices.hardware_table import CPU
-from accelerate.plugins.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.plugins.handlers import KwargsHandler
-from accelerate.precision.amp import MixedPrecision, ScaledPrecision
-from accelerate.precision.base import Precision
-from accelerate.precision.resolve import PrecisionRequest, resolve_precision
+from accelerate.base import ConfigurationError, MissingPackageError, packages
+from accelerate.devices import CPU
+from accelerate.plugins import FP8RecipeKwargs, KwargsHandler, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.precision import (
+    MixedPrecision,
+    Precision,
+    PrecisionRequest,
+    ScaledPrecision,
+    resolve_precision,
+)
 from accelerate.state import PartialState
 
 module = sys.modules[resolve_precision.__module__]

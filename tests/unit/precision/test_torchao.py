@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.base.enums import FP8BackendType
-from accelerate.plugins.fp8 import AORecipeKwargs
+from accelerate.base import FP8BackendType
+from accelerate.plugins import AORecipeKwargs
 from accelerate.precision import torchao as precision
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torchao's own

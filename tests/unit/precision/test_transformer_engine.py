@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.plugins.fp8 import TERecipeKwargs
-from accelerate.precision import transformer_engine as precision
-from accelerate.precision.transformer_engine import TransformerEnginePrecision
-from accelerate.strategies.single import SingleProcess
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.plugins import TERecipeKwargs
+from accelerate.precision import TransformerEnginePrecision, transformer_engine as precision
+from accelerate.strategies import SingleProcess
 
 
 class Linear(nn.Linear):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.packages import Package
+from accelerate.base import Package
 
 
 def int8_vectorwise_quant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
-from accelerate.quantization.device_map import _dtypes_of_rest, name_kept
-from accelerate.quantization.layers import replace_with_bnb_layers
+from accelerate.quantization import get_quantized_model_device_map, name_kept, replace_with_bnb_layers
+from accelerate.quantization.device_map import _dtypes_of_rest
 from accelerate.utils import BnbQuantizationConfig
-from accelerate.utils.bnb import get_quantized_model_device_map
 
 EIGHT = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["head"])
 FOUR = BnbQuantizationConfig(load_in_4bit=True, skip_modules=["head"])

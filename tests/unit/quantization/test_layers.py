@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import MissingPackageError
-from accelerate.base.packages import Package
-from accelerate.utils.bnb import (
-    BnbQuantizationConfig,
+from accelerate.base import MissingPackageError, Package
+from accelerate.plugins import BnbQuantizationConfig
+from accelerate.quantization import (
     get_keys_to_not_convert,
     get_parameter_device,
     has_4bit_bnb_layers,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate import init_empty_weights
-from accelerate.base.errors import CheckpointError, ConfigurationError, MissingPackageError
-from accelerate.big_modeling.offload_sources import keep_in_memory
+from accelerate.base import CheckpointError, ConfigurationError, MissingPackageError
+from accelerate.big_modeling import keep_in_memory
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
 

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate import init_empty_weights
-from accelerate.base.errors import CheckpointError
-from accelerate.quantization.layers import has_4bit_bnb_layers, replace_with_bnb_layers
+from accelerate.base import CheckpointError
+from accelerate.quantization import has_4bit_bnb_layers, replace_with_bnb_layers
 from accelerate.utils import (
     BnbQuantizationConfig,
     load_and_quantize_model,
     set_module_tensor_to_device,
 )
-from accelerate.weights.int8 import quantize_rows
+from accelerate.weights import quantize_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("states"), pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("bitsandbytes")

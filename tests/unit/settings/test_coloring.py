@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from accelerate.base.environ import patch_environment
+from accelerate.base import patch_environment
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings.coloring import BOLD, CYAN, YELLOW, colored, wants_color
-from accelerate.settings.flags import CustomArgumentParser
+from accelerate.settings import BOLD, CYAN, YELLOW, CustomArgumentParser, colored, wants_color
 
 CONTROL = re.compile(r"\x1b\[\d+m")
 

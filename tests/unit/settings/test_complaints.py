@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.settings.complaints import nearest, unknown_command, unknown_flag, wrong_choice
+from accelerate.settings import nearest, unknown_command, unknown_flag, wrong_choice
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.base.enums import ComputeEnvironment, DistributedType
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.settings.merge import merge_layers
-from accelerate.settings.option import Option
-from accelerate.settings.section_list import SECTIONS
+from accelerate.base import ComputeEnvironment, ConfigurationError, DistributedType, patch_environment
+from accelerate.settings import (
+    SECTIONS,
+    ClusterConfig,
+    Option,
+    SageMakerConfig,
+    file_layer,
+    load_config_from_file,
+    merge_layers,
+)
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 

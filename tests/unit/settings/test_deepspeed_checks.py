@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 from accelerate.settings import deepspeed_checks as checks
 
 ZERO = {"zero_optimization": {"stage": 2}}

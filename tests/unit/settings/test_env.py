@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings import env
-from accelerate.settings.merge import FLAG, Layer, all_options, merge_layers
-from accelerate.settings.option import Option, Section
-from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.dynamo import DynamoSection
-from accelerate.settings.sections.precision import Fp8Section, PrecisionSection
+from accelerate.base import ConfigurationError
+from accelerate.settings import FLAG, SECTIONS, Layer, Option, Section, all_options, env, merge_layers
+from accelerate.settings.sections import DynamoSection, Fp8Section, PrecisionSection
 
 SWITCHED_ON = {
     "use_fsdp": True,

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import flags
-from accelerate.settings.flags import CustomArgumentParser, add_sections, clean_option
-from accelerate.settings.merge import all_options
+from accelerate.settings import CustomArgumentParser, add_sections, all_options, clean_option, flags
 
 GOLDEN = Path(__file__).parents[2] / "api" / "golden" / "launch_flags.json"
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import env, file_layer
-from accelerate.settings.merge import BUILT_IN, FLAG, Layer, merge_layers
-from accelerate.settings.sections.launch import LaunchSection
-from accelerate.settings.sections.precision import PrecisionSection
+from accelerate.settings import BUILT_IN, FLAG, Layer, env, file_layer, merge_layers
+from accelerate.settings.sections import LaunchSection, PrecisionSection
 
 
 def test_without_layers_everything_is_built_in() -> None:

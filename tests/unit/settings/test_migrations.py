@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.settings.migrations import migrate, retired_variables
+from accelerate.settings import migrate, retired_variables
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings.option import Section, option, refuse_all
+from accelerate.base import ConfigurationError
+from accelerate.settings import Section, refuse_all
+from accelerate.settings.option import option
 
 
 @dataclass(frozen=True, kw_only=True)

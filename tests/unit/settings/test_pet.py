@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands.launch import launch_command_parser, make_plan, read_settings
-from accelerate.launch.plan import LaunchPlan
-from accelerate.settings import pet
-from accelerate.settings.merge import Settings
+from accelerate.launch import LaunchPlan
+from accelerate.settings import Settings, pet
 
 KUBEFLOW = {
     "PET_NNODES": "2",

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings.merge import all_options
-from accelerate.settings.prompts import Check, LinePrompt
-from accelerate.settings.questions import ADVANCED, Questionnaire, as_mapping
-from accelerate.settings.section_list import SECTIONS
+from accelerate.base import ConfigurationError
+from accelerate.settings import ADVANCED, SECTIONS, Check, LinePrompt, Questionnaire, all_options, as_mapping
 
 
 class Script:

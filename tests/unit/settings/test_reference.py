@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate.commands.accelerate_cli import COMMANDS
-from accelerate.settings.merge import all_options
+from accelerate.settings import all_options
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,10 +8,8 @@ import jsonschema
 import pytest
 import yaml
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import load_config_from_file
-from accelerate.settings.schema import SCHEMA_FILE, as_text, make_schema
+from accelerate.base import ConfigurationError
+from accelerate.settings import SCHEMA_FILE, as_text, file_layer, load_config_from_file, make_schema
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 

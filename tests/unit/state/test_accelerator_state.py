@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import CpuBackend
-from accelerate.state import AcceleratorState, PartialState, deepspeed_required, is_initialized
-from accelerate.state import accelerator_state as module
+from accelerate.base import ConfigurationError, DistributedType, StateError
+from accelerate.devices import CpuBackend, hardware_table
+from accelerate.state import (
+    AcceleratorState,
+    PartialState,
+    accelerator_state as module,
+    deepspeed_required,
+    is_initialized,
+)
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.devices import hardware_table
-from accelerate.state import environments
-from accelerate.state.environments import CPUInformation, get_cpu_distributed_information
-from accelerate.state.topology import Topology
+from accelerate.state import CPUInformation, Topology, environments, get_cpu_distributed_information
 
 TORCHRUN = {
     "RANK": "5",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.plugins.training import GradientAccumulationPlugin
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.state import GradientState
 
 pytestmark = pytest.mark.usefixtures("states")

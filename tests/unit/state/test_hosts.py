@@ -9,10 +9,8 @@ from threading import current_thread
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.base.errors import StateError
-from accelerate.state import hosts
-from accelerate.state.store_channel import StoreChannel
-from accelerate.state.topology import Topology
+from accelerate.base import StateError
+from accelerate.state import StoreChannel, Topology, hosts
 
 
 def topology(rank: int, size: int) -> Topology:

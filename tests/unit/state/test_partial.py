@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices import hardware_table
-from accelerate.devices.backend import DeviceBackend
-from accelerate.state import PartialState, partial, wait_for_everyone
+from accelerate.base import ConfigurationError, DistributedType
+from accelerate.devices import DeviceBackend, hardware_table
+from accelerate.state import PartialState, Topology, partial, wait_for_everyone
 from accelerate.state.partial import _cores
-from accelerate.state.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.base.errors import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.devices import hardware_table
-from accelerate.state import process_group, restarts
-from accelerate.state.topology import Topology
+from accelerate.state import Topology, process_group, restarts
 
 pytestmark = pytest.mark.usefixtures("states")
 

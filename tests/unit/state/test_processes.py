@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.state import process_group
-from accelerate.state.processes import ProcessControl
+from accelerate.base import ConfigurationError, StateError
+from accelerate.state import ProcessControl, process_group
 
 
 class Place(ProcessControl):

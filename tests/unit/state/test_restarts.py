@@ -10,9 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from accelerate.base.errors import StateError
-from accelerate.state import restarts
-from accelerate.state.store_channel import StoreChannel
+from accelerate.base import StateError
+from accelerate.state import StoreChannel, restarts
 
 SECOND = timedelta(seconds=20)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate.state.shared import SharedState, ThreadLocalSharedDict, do_nothing
+from accelerate.state import SharedState, ThreadLocalSharedDict, do_nothing
 
 
 class Here(SharedState):

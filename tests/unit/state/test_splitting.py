@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.state.splitting import plan_share, share_of
+from accelerate.base import ConfigurationError
+from accelerate.state import plan_share, share_of
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.booleans())

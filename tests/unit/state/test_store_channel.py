@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.launch.local_store import KEY_VARIABLE
-from accelerate.state.store_channel import StoreChannel, as_dataclass
+from accelerate.launch import KEY_VARIABLE
+from accelerate.state import StoreChannel, as_dataclass
 
 KEY = {KEY_VARIABLE: "secret"}
 

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from accelerate.state.topology import Topology
+from accelerate.state import Topology
 
 
 def test_variables_of_one_among_several() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import PreparationError
-from accelerate.strategies.base import refuse_split_model
+from accelerate.base import PreparationError
+from accelerate.strategies import refuse_split_model
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("states")

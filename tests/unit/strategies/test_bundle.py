@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared, kind_of, mark_prepared, parameter_ids
+from accelerate.strategies import Bundle, Kind, is_prepared, kind_of, mark_prepared, parameter_ids
 
 
 class OwnScheduler:

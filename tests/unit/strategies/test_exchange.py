@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate.strategies.exchange import exchanging
+from accelerate.strategies import exchanging
 
 
 class Wrapper(nn.Module):

@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from accelerate.strategies.moved import Moved
+from accelerate.strategies import Moved
 
 
 def test_pairs_are_found_by_identity_as_long_as_the_old_one_is_held() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.strategies.ownership import find_orphans, find_strangers
+from accelerate.strategies import find_orphans, find_strangers
 
 
 def test_a_parameter_that_no_optimizer_owns_is_named() -> None:

@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.state.topology import Topology
-from accelerate.strategies.axes.tensor import CopiedTensorParallel, TensorParallel
-from accelerate.strategies.ddp import DataParallel
-from accelerate.strategies.deepspeed.strategy import DeepSpeed
-from accelerate.strategies.fsdp.v1 import FullySharded
-from accelerate.strategies.fsdp.v2 import FullyShard
-from accelerate.strategies.request import RunRequest
-from accelerate.strategies.resolve import resolve_strategy
-from accelerate.strategies.single import SingleProcess
-from accelerate.strategies.xla.replicas import XlaReplicas
-from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
+from accelerate.base import ConfigurationError
+from accelerate.plugins import MegatronLMPlugin
+from accelerate.state import Topology
+from accelerate.strategies import DataParallel, RunRequest, SingleProcess, resolve_strategy
+from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
+from accelerate.strategies.deepspeed import DeepSpeed
+from accelerate.strategies.fsdp import FullyShard, FullySharded
+from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
 
 
 def with_engine(**fields: Any) -> RunRequest:

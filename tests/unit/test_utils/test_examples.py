@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.test_utils.examples import clean_lines, compare_against_test, get_function_contents_by_name
+from accelerate.test_utils import clean_lines, compare_against_test, get_function_contents_by_name
 
 BASE = "import x\n\ndef training_function(config):\n    # a comment\n    train()\n\n\ndef main():\n    go()\n"
 BASE += '\n\nif __name__ == "__main__":\n    main()\n'

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.test_utils.training import (
+from accelerate.test_utils import (
     RegressionDataset,
     RegressionModel,
     mocked_dataloaders,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.state import PartialState
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
+from accelerate.tracking import GeneralTracker, Silence, on_main_process
 
 
 class Notebook(GeneralTracker):

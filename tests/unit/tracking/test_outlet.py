@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.tracking import outlet
-from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking import GeneralTracker, outlet
 
 pytestmark = pytest.mark.usefixtures("states", "_short_idleness")
 

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.enums import LoggerType
-from accelerate.base.errors import ConfigurationError
-from accelerate.tracking import registry
-from accelerate.tracking.base import GeneralTracker
-from accelerate.tracking.registry import (
+from accelerate.base import ConfigurationError, LoggerType
+from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     ROWS,
+    GeneralTracker,
+    TensorBoardTracker,
     build_tracker,
     filter_trackers,
     get_available_trackers,
     register_tracker_class,
+    registry,
 )
-from accelerate.tracking.tensorboard import TensorBoardTracker
 
 
 class Notebook(GeneralTracker):

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import MissingPackageError
-from accelerate.base.packages import Package
+from accelerate.base import MissingPackageError, Package
 from accelerate.state import PartialState
-from accelerate.tracking import tensorboard
-from accelerate.tracking.tensorboard import TensorBoardTracker
+from accelerate.tracking import TensorBoardTracker, tensorboard
 
 
 class SummaryWriter:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.tracking.values import Snapshot, flatten, plain, read, take
+from accelerate.tracking import Snapshot, flatten, plain, read, take
 
 
 @pytest.mark.parametrize("build", [torch.ones, np.ones])

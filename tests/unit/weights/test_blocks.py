@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelerate.weights.blocks import find_blocks, has_forward
+from accelerate.weights import find_blocks, has_forward
 
 
 class Layer(nn.Module):

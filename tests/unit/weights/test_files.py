@@ -14,9 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.utils.other import clean_state_dict_for_safetensors, load, save
-from accelerate.weights.files import read_safetensors, read_torch, write_safetensors, write_torch
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.weights import (
+    clean_state_dict_for_safetensors,
+    load,
+    read_safetensors,
+    read_torch,
+    save,
+    write_safetensors,
+    write_torch,
+)
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.weights import gathered
-from accelerate.weights.gathered import GatheredParameters
+from accelerate.weights import GatheredParameters, gathered
 
 
 def test_without_deepspeed_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import CheckpointError
-from accelerate.weights.index import INDEX, make_folder, read_index, read_weight_map, save_offload_index
+from accelerate.base import CheckpointError
+from accelerate.weights import INDEX, make_folder, read_index, read_weight_map, save_offload_index
 
 RAW = {"dtype": "float32", "shape": [2]}
 MAPPED = {"safetensors_file": "model.safetensors", "weight_name": "a"}

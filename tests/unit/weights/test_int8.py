@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import MissingPackageError
-from accelerate.base.packages import Package
-from accelerate.weights.index import save_offload_index
-from accelerate.weights.int8 import quantize_and_offload_8bit
-from accelerate.weights.store import load_offloaded_weights
+from accelerate.base import MissingPackageError, Package
+from accelerate.weights import load_offloaded_weights, quantize_and_offload_8bit, save_offload_index
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.25, 0.125]])
 

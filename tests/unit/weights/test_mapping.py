@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.base.errors import CheckpointError
-from accelerate.weights.mapping import DTYPES, MappedFile
+from accelerate.base import CheckpointError
+from accelerate.weights import DTYPES, MappedFile
 
 
 def test_every_format_comes_back(tmp_path: Path) -> None:

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.utils.modeling import get_non_persistent_buffers, named_module_tensors
-from accelerate.utils.other import get_model_tp_size, get_module_children_bottom_up, model_has_dtensor
-from accelerate.weights.modules import all_tensors
+from accelerate.weights import (
+    all_tensors,
+    get_model_tp_size,
+    get_module_children_bottom_up,
+    get_non_persistent_buffers,
+    model_has_dtensor,
+    named_module_tensors,
+)
 
 
 class Inner(nn.Module):

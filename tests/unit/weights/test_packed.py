@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.weights.packed import is_own_class, keeps_another_shape, quantizes_itself, scales_of
-from accelerate.weights.placement import set_module_tensor_to_device
+from accelerate.weights import (
+    is_own_class,
+    keeps_another_shape,
+    quantizes_itself,
+    scales_of,
+    set_module_tensor_to_device,
+)
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.25, 0.125]])
 

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.utils.modeling import check_device_same, id_tensor_storage, set_module_tensor_to_device
-from accelerate.weights.placement import place_of, read_dtype
+from accelerate.base import ConfigurationError
+from accelerate.weights import (
+    check_device_same,
+    id_tensor_storage,
+    place_of,
+    read_dtype,
+    set_module_tensor_to_device,
+)
 
 
 def build(device: str = "cpu") -> nn.Module:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.base.errors import CheckpointError
-from accelerate.utils.modeling import load_state_dict
-from accelerate.weights.files import write_safetensors
-from accelerate.weights.reading import Weights, open_weights
+from accelerate.base import CheckpointError
+from accelerate.weights import Weights, load_state_dict, open_weights, write_safetensors
 
 CPU = torch.device("cpu")
 STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}

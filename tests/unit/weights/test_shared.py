@@ -10,12 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import shard_files
-from accelerate.weights import shared
-from accelerate.weights.files import load_state_dict, read_safetensors
-from accelerate.weights.reading import open_weights
-from accelerate.weights.shared import drop_shared, missing_names, restore_shared
+from accelerate.weights import (
+    drop_shared,
+    load_state_dict,
+    missing_names,
+    open_weights,
+    read_safetensors,
+    restore_shared,
+    shared,
+)
 
 
 def test_a_tensor_with_several_names_is_kept_once() -> None:

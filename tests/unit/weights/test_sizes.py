@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.enums import CustomDtype
-from accelerate.base.errors import ConfigurationError
-from accelerate.big_modeling.units import find_units
-from accelerate.weights.sizes import (
+from accelerate.base import ConfigurationError, CustomDtype
+from accelerate.big_modeling import find_units
+from accelerate.weights import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,

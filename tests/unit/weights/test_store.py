@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.utils.modeling import load_offloaded_weights
-from accelerate.utils.offload import (
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.weights import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,
     load_offloaded_weight,
+    load_offloaded_weights,
     offload_state_dict,
     offload_weight,
     save_offload_index,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.utils.modeling import (
+from accelerate.weights import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.base.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
-from accelerate.base.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
-from accelerate.base.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
-from accelerate.base.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
-from accelerate.base.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
-from accelerate.base.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
-from accelerate.base.enums import ComputeEnvironment
-from accelerate.base.enums import DistributedType as DistributedType
-from accelerate.base.lazy import attach
+from accelerate.base import (
+    DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS,
+    FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,
+    FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
+    TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES,
+    ComputeEnvironment,
+    DistributedType as DistributedType,
+    attach,
+)
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.commands.config.suggestions import Suggestions, suggest
-from accelerate.settings.config_file import ClusterConfig
-from accelerate.settings.merge import all_options
-from accelerate.settings.prompts import Prompt, prompt_of_this_process
-from accelerate.settings.questions import Questionnaire, as_mapping
-from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections.launch import PARADIGM_OF_TYPE
-from accelerate.settings.sections.sagemaker import SageMakerSection
+from accelerate.settings import (
+    SECTIONS,
+    ClusterConfig,
+    Prompt,
+    Questionnaire,
+    all_options,
+    as_mapping,
+    prompt_of_this_process,
+)
+from accelerate.settings.sections import PARADIGM_OF_TYPE, SageMakerSection
 
 _AVAILABILITY = "accelerate.devices.availability"
 _PACKAGES = "accelerate.base.packages"

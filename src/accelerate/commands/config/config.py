@@ -7,8 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
-from accelerate.base.system import expanded
+from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
 from accelerate.commands.config.cluster import get_cluster_input as get_cluster_input
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
@@ -17,14 +16,19 @@ from accelerate.commands.config.show import show_command_parser
 from accelerate.commands.config.suggestions import Suggestions, suggest
 from accelerate.commands.config.update import update_command_parser
 from accelerate.commands.utils import make_parser, run_command
-from accelerate.settings.config_file import ClusterConfig, SageMakerConfig
-from accelerate.settings.config_file import cache_dir as cache_dir
-from accelerate.settings.config_file import default_config_file as default_config_file
-from accelerate.settings.config_file import default_yaml_config_file as default_yaml_config_file
-from accelerate.settings.config_file import load_config_from_file as load_config_from_file
-from accelerate.settings.file_layer import check, default_place
-from accelerate.settings.merge import all_options
-from accelerate.settings.prompts import Prompt, prompt_of_this_process
+from accelerate.settings import (
+    ClusterConfig,
+    Prompt,
+    SageMakerConfig,
+    all_options,
+    cache_dir as cache_dir,
+    check,
+    default_config_file as default_config_file,
+    default_place,
+    default_yaml_config_file as default_yaml_config_file,
+    load_config_from_file as load_config_from_file,
+    prompt_of_this_process,
+)
 
 WRITE, AGAIN, LEAVE = DECISIONS = ("write", "ask again", "leave")
 description = "Create, update or show the configuration file that every command reads."

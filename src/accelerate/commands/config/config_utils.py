@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.base.enums import ComputeEnvironment as ComputeEnvironment
-from accelerate.base.enums import DistributedType as DistributedType
-from accelerate.base.enums import DynamoBackend as DynamoBackend
-from accelerate.base.enums import FP8BackendType as FP8BackendType
-from accelerate.base.enums import PrecisionType as PrecisionType
-from accelerate.base.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate.base import (
+    ComputeEnvironment as ComputeEnvironment,
+    DistributedType as DistributedType,
+    DynamoBackend as DynamoBackend,
+    FP8BackendType as FP8BackendType,
+    PrecisionType as PrecisionType,
+    SageMakerDistributedType as SageMakerDistributedType,
+)
 from accelerate.commands.menu import BulletMenu as BulletMenu
-from accelerate.settings.flags import OneSpellingFormatter
+from accelerate.settings import OneSpellingFormatter
 
 DYNAMO_BACKENDS = [
     "EAGER",

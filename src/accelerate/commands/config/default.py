@@ -7,16 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.enums import ComputeEnvironment, DistributedType
-from accelerate.base.errors import wrong_value
-from accelerate.base.lazy import attach
-from accelerate.base.system import expanded
+from accelerate.base import ComputeEnvironment, DistributedType, attach, environ, expanded, wrong_value
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.launch.machine import look
-from accelerate.settings.config_file import ClusterConfig, default_config_file
-from accelerate.settings.config_file import default_json_config_file as default_json_config_file
-from accelerate.settings.sections.precision import PRECISIONS
+from accelerate.launch import look
+from accelerate.settings import (
+    ClusterConfig,
+    default_config_file,
+    default_json_config_file as default_json_config_file,
+)
+from accelerate.settings.sections import PRECISIONS
 
 __getattr__, __dir__, _ = attach(
     __name__,

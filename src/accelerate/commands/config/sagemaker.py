@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
-from accelerate.base.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
-from accelerate.base.enums import ComputeEnvironment, SageMakerDistributedType
-from accelerate.base.packages import is_boto3_available as is_boto3_available
-from accelerate.base.packages import require
+from accelerate.base import (
+    SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES,
+    TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES,
+    ComputeEnvironment,
+    SageMakerDistributedType,
+    is_boto3_available as is_boto3_available,
+    require,
+)
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.commands.config.suggestions import USUAL, Suggestions
-from accelerate.settings.config_file import SageMakerConfig
-from accelerate.settings.prompts import Prompt, prompt_of_this_process
-from accelerate.settings.questions import Questionnaire, as_mapping
-from accelerate.settings.sections.dynamo import DynamoSection
-from accelerate.settings.sections.launch import LaunchSection
-from accelerate.settings.sections.precision import PrecisionSection
-from accelerate.settings.sections.sagemaker import SageMakerSection
+from accelerate.settings import Prompt, Questionnaire, SageMakerConfig, as_mapping, prompt_of_this_process
+from accelerate.settings.sections import DynamoSection, LaunchSection, PrecisionSection, SageMakerSection
 
 SECTIONS = (LaunchSection, SageMakerSection, PrecisionSection, DynamoSection)
 ASKED_OF_LAUNCH = ("distributed_type", "num_machines", "debug")

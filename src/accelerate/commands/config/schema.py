@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings.schema import SCHEMA_FILE
+from accelerate.settings import SCHEMA_FILE
 
 description = (
     "Print the path of the JSON Schema of the configuration file, with which editors complete and check it. "

@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import load_config_from_file
+from accelerate.settings import file_layer, load_config_from_file
 
 description = "Show the configuration file that the other commands read."
 

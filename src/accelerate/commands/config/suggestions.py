@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, StateError
-from accelerate.base.slurm import first_host
+from accelerate.base import ConfigurationError, StateError, environ, first_host
 from accelerate.devices import nvidia
-from accelerate.launch.machine import Machine, look
+from accelerate.launch import Machine, look
 from accelerate.settings import file_layer
 
 USUAL: dict[str, Any] = {

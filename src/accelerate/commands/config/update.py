@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accelerate.base.system import expanded
+from accelerate.base import expanded
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings.config_file import default_config_file as default_config_file
-from accelerate.settings.config_file import load_config_from_file as load_config_from_file
-from accelerate.settings.file_layer import default_place
+from accelerate.settings import (
+    default_config_file as default_config_file,
+    default_place,
+    load_config_from_file as load_config_from_file,
+)
 
 description = (
     "Update an existing config file with the latest defaults while maintaining the old configuration."

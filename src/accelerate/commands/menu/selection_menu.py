@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.settings.prompts import TerminalPrompt
+from accelerate.settings import TerminalPrompt
 
 
 class BulletMenu:

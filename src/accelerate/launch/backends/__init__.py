@@ -1,1 +1,5 @@
 """Launchers: each a small class that runs a plan."""
+
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

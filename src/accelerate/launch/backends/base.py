@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.merge import Settings
+from accelerate.settings import Settings
 
 
 class Launcher(ABC):

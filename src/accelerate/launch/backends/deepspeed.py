@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, environ, wrong_value
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.backends.mpi import hosts_of, meeting_environment
 from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.merge import Settings
-from accelerate.settings.sections.deepspeed import DeepSpeedSection
+from accelerate.settings import Settings
+from accelerate.settings.sections import DeepSpeedSection
 
 RUNNER = "deepspeed.launcher.runner"
 NO_SSH = "nossh"

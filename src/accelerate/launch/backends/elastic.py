@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from accelerate.base.environ import current, patch_environment
-from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
+from accelerate.base import ConfigurationError, LaunchError, current, patch_environment, wrong_value
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.backends.ranks import Ranks, started_by_agent
 from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, taken_signals

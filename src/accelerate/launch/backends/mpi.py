@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, environ, wrong_value
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.command import local_command
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.merge import Settings
+from accelerate.settings import Settings
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 INHERITED = ("PYTHONPATH",)

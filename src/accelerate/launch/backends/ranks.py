@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from accelerate.base.text import spell_ranks
+from accelerate.base import spell_ranks
 from accelerate.launch.children import continue_stopped, grace, ignored_for_good, say
 from accelerate.launch.failures import Exits, collect
 from accelerate.launch.first_failure import Kind, find_first

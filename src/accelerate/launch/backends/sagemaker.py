@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError, LaunchError, MissingPackageError, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    LaunchError,
+    MissingPackageError,
+    patch_environment,
+    wrong_value,
+)
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.hyperparameters import _convert_nargs_to_dict
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.settings import env
-from accelerate.settings.merge import Settings
-from accelerate.settings.sections.dynamo import DynamoSection
-from accelerate.settings.sections.precision import PrecisionSection
-from accelerate.settings.sections.sagemaker import SageMakerSection
+from accelerate.settings import Settings, env
+from accelerate.settings.sections import DynamoSection, PrecisionSection, SageMakerSection
 
 ESTIMATOR = "sagemaker.huggingface.HuggingFace"
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}

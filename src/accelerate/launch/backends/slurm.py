@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError, LaunchError, wrong_value
-from accelerate.base.slurm import first_host, per_node, port_of_step
-from accelerate.base.text import whole_number
+from accelerate.base import (
+    ConfigurationError,
+    LaunchError,
+    environ,
+    first_host,
+    per_node,
+    port_of_step,
+    whole_number,
+    wrong_value,
+)
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.command import accelerate_command
@@ -21,7 +27,7 @@ from accelerate.launch.layout import where
 from accelerate.launch.local_store import run_key
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
-from accelerate.settings.merge import ENVIRONMENT, FLAG, Settings
+from accelerate.settings import ENVIRONMENT, FLAG, Settings
 
 ALLOCATION = "SLURM allocation"
 OWN = ("slurm", "submit", "slurm_options", "slurm_script")

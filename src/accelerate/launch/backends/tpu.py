@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError, MissingPackageError, wrong_value
+from accelerate.base import ConfigurationError, MissingPackageError, patch_environment, wrong_value
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.command import accelerate_command, local_command
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.launch.worker import PrepareForLaunch
-from accelerate.settings.merge import FLAG, Settings
-from accelerate.settings.sections.tpu import TpuSection
+from accelerate.settings import FLAG, Settings
+from accelerate.settings.sections import TpuSection
 
 POD_MODULE = "torch_xla.distributed.xla_dist"
 

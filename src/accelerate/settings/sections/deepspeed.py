@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.base import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.settings.option import Section, option
 from accelerate.settings.spelling import unless_empty, unless_empty_lower
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base.constants import TORCH_DYNAMO_MODES
+from accelerate.base import TORCH_DYNAMO_MODES
 from accelerate.settings.option import Section, option
 from accelerate.settings.sections.launch import RESOURCES
 from accelerate.settings.spelling import upper

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base.environ import str_to_bool
-from accelerate.base.errors import shown
+from accelerate.base import shown, str_to_bool
 from accelerate.settings.option import Section, option, true_or_false
 from accelerate.settings.sections.launch import RESOURCES
 from accelerate.settings.spelling import as_bit, upper

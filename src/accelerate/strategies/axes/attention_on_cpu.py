@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 _SEQUENCE_DIM = 2
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from accelerate.base.errors import ConfigurationError, StateError, wrong_value
+from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.strategies.axes.plans import plan_of
-from accelerate.weights.tied import find_tied_parameters, retie_parameters
+from accelerate.weights import find_tied_parameters, retie_parameters
 
 AXIS = "tp"
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import PreparationError
-from accelerate.base.text import listed
+from accelerate.base import PreparationError, listed
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)

@@ -10,10 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from accelerate.strategies.axes.layers import AXIS, split_layers
-from accelerate.strategies.fsdp.parameters import named_parameters
-from accelerate.strategies.fsdp.tensors import DistributedTensors
-from accelerate.strategies.fsdp.units import split_by_dtype
-from accelerate.strategies.fsdp.v2 import keeping_gradients, units_of
+from accelerate.strategies.fsdp import (
+    DistributedTensors,
+    keeping_gradients,
+    named_parameters,
+    split_by_dtype,
+    units_of,
+)
 
 
 class TensorParallel(DistributedTensors):

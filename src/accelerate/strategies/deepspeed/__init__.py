@@ -1,1 +1,5 @@
 """Training by a DeepSpeed engine."""
+
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from accelerate.base import packages
-from accelerate.base.errors import wrong_value
-from accelerate.settings.deepspeed_checks import look_up
+from accelerate.base import packages, wrong_value
+from accelerate.settings import look_up
 
 
 def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> None:

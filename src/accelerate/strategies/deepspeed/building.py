@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base import environ, packages
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError, environ, packages
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.settings.deepspeed_checks import AUTO, problems_of_counts, refuse_config, straighten
-from accelerate.state import process_group
-from accelerate.state.topology import Topology
+from accelerate.plugins import TorchDynamoPlugin
+from accelerate.settings import AUTO, problems_of_counts, refuse_config, straighten
+from accelerate.state import Topology, process_group
 from accelerate.strategies.deepspeed.abilities import check_abilities, computes_in_fp8
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed

@@ -8,14 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.constants import MODEL_NAME
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing.changes import Change, Stage
-from accelerate.checkpointing.files import files_under
-from accelerate.checkpointing.part import Load, Payload
-from accelerate.checkpointing.parts import number
+from accelerate.base import MODEL_NAME, CheckpointError
+from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
-from accelerate.state.topology import Topology
+from accelerate.state import Topology
 
 logger = get_logger(__name__)
 

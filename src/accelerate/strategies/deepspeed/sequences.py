@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.bundle import mark_prepared

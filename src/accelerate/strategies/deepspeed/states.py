@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.base.enums import DistributedType, PrecisionType
-from accelerate.base.errors import ConfigurationError, PreparationError, StateError
-from accelerate.checkpointing.part import Part
+from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
+from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision.base import Precision
+from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared

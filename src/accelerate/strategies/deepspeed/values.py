@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.plugins.deepspeed_config import Filling
-from accelerate.settings.deepspeed_checks import AUTO
+from accelerate.plugins import Filling
+from accelerate.settings import AUTO
 from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 MICRO = "train_micro_batch_size_per_gpu"

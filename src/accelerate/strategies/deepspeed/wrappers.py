@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler

@@ -1,1 +1,5 @@
 """Fully sharded data parallelism."""
+
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError
-from accelerate.base.text import describe
-from accelerate.checkpointing import shard_files
-from accelerate.checkpointing.part import Payload
-from accelerate.ops.transport import current_transport
-from accelerate.weights.files import write_torch
+from accelerate.base import CheckpointError, describe
+from accelerate.checkpointing import Payload, shard_files
+from accelerate.ops import current_transport
+from accelerate.weights import write_torch
 
 
 def together(action: Callable[[], Any]) -> Any:

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError, PreparationError
+from accelerate.base import ConfigurationError, DistributedType, PreparationError
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.fsdp.clipping import clip_values

@@ -15,19 +15,29 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
-from accelerate.base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accelerate.base.errors import CheckpointError, wrong_value
-from accelerate.checkpointing import shard_files, shard_index
-from accelerate.checkpointing.changes import Change, apply_all
-from accelerate.checkpointing.groups import OPTIMIZER, ByOrder, by_name
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.parts import StatePart, fill, number, weights_change
-from accelerate.checkpointing.shard_index import ShardIndex
-from accelerate.checkpointing.sharded import MODEL, ShardOwner, folder_of
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, wrong_value
+from accelerate.checkpointing import (
+    MODEL,
+    OPTIMIZER,
+    ByOrder,
+    Change,
+    Load,
+    ShardIndex,
+    ShardOwner,
+    StatePart,
+    apply_all,
+    by_name,
+    fill,
+    folder_of,
+    number,
+    shard_files,
+    shard_index,
+    weights_change,
+)
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.fsdp.all_ranks import together, write_shards, write_whole
 from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
-from accelerate.weights.files import read_torch
+from accelerate.weights import read_torch
 
 Folder = str | os.PathLike[str]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 
 Groups = tuple[dist.ProcessGroup, ...]
 """The groups of ranks over which a parameter is spread; none for one that is whole on each rank."""

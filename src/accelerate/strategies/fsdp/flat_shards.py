@@ -15,21 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.checkpointing.changes import Change, Stage
-from accelerate.checkpointing.groups import (
+from accelerate.base import ConfigurationError
+from accelerate.checkpointing import (
     GROUPS,
+    MODEL,
     OPTIMIZER,
     STATE,
+    Change,
+    Load,
+    LocalShards,
+    Place,
+    Shape,
+    ShardIndex,
+    Stage,
+    Value,
     group_places,
     loaded_groups,
+    model_targets,
     optimizer_change,
     refuse_strangers,
+    shards_of_range,
+    whole,
 )
-from accelerate.checkpointing.local_shards import LocalShards, Shape, Value, shards_of_range, whole
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.shard_index import Place, ShardIndex
-from accelerate.checkpointing.sharded import MODEL, model_targets
 from accelerate.strategies.fsdp.parameters import clean_name
 
 

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel as FSDP,
+    StateDictType,
+)
 
-from accelerate.checkpointing.fit import check_shapes
+from accelerate.checkpointing import check_shapes
 from accelerate.strategies.fsdp.flat_shards import whole_shapes
 
 Names = Sequence[Sequence[str]]

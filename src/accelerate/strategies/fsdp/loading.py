@@ -8,11 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from accelerate.base import environ
-from accelerate.base.errors import PreparationError, as_builtin
-from accelerate.base.text import listed
-from accelerate.ops.transport import current_transport
-from accelerate.plugins.fsdp import EFFICIENT_LOADING
+from accelerate.base import PreparationError, as_builtin, environ, listed
+from accelerate.ops import current_transport
+from accelerate.plugins import EFFICIENT_LOADING
 
 MAIN = 0
 """The rank that has read the weights."""

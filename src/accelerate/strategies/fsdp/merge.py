@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from accelerate.base.constants import (
+from accelerate.base import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
+    advance,
+    expect,
+    progress_bar,
+    wrong_value,
 )
-from accelerate.base.errors import wrong_value
-from accelerate.base.progress import advance, expect, progress_bar
-from accelerate.checkpointing import shard_files, shard_index
-from accelerate.checkpointing.local_shards import whole
-from accelerate.checkpointing.shard_index import Place, ShardIndex
-from accelerate.weights.files import write_whole_tensors
+from accelerate.checkpointing import Place, ShardIndex, shard_files, shard_index, whole
+from accelerate.weights import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.base.errors import ConfigurationError, PreparationError, wrong_value
-from accelerate.base.text import listed
+from accelerate.base import ConfigurationError, PreparationError, listed, wrong_value
 
 Value = TypeVar("Value")
 

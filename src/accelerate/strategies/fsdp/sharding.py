@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from accelerate.base.text import listed
+from accelerate.base import listed
 from accelerate.logging import get_logger
-from accelerate.plugins.fsdp_wrapping import bind_policy, find_units, read_policy
+from accelerate.plugins import bind_policy, find_units, read_policy
 from accelerate.strategies.fsdp.loading import Weights, fsdp2_load_full_state_dict
 from accelerate.strategies.fsdp.parameters import (
     check_ignored,
@@ -59,7 +59,7 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes.layers import split_layers
+    from accelerate.strategies.axes import split_layers
 
     if issubclass(type(model), FSDPModule):  # the class that torch gave it
         return model

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import PreparationError
-from accelerate.base.text import listed
+from accelerate.base import PreparationError, listed
 from accelerate.logging import get_logger
-from accelerate.plugins.fsdp_wrapping import bind_policy, find_units, read_policy
+from accelerate.plugins import bind_policy, find_units, read_policy
 
 logger = get_logger(__name__)
 

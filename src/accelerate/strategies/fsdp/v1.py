@@ -16,15 +16,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.base.text import listed
-from accelerate.checkpointing.sharded import ShardOwner
+from accelerate.base import ConfigurationError, listed
+from accelerate.checkpointing import ShardOwner
 from accelerate.nested import recursively_apply
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.strategies.megatron import library
 
 _FILLERS = {"labels": -100}

@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing.changes import Change, Stage
-from accelerate.checkpointing.files import files_under
-from accelerate.checkpointing.part import Load, Payload
-from accelerate.state.topology import Topology
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
+from accelerate.state import Topology
 
 FOLDER = "megatron"
 """The folder of Megatron-LM's files in a checkpoint."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base.errors import wrong_value
-from accelerate.data_loader.base import kept_settings
+from accelerate.base import wrong_value
+from accelerate.data_loader import kept_settings
 from accelerate.state import AcceleratorState
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.datasets import build_datasets

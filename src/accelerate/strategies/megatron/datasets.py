@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.strategies.megatron import library
 
 

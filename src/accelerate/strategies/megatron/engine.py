@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.errors import CheckpointError, wrong_value
+from accelerate.base import CheckpointError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.batches import Batch, Shape, iterators, share
 from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
-from accelerate.strategies.megatron.steps.base import AbstractTrainStep
-from accelerate.strategies.megatron.steps.bert import BertTrainStep
-from accelerate.strategies.megatron.steps.gpt import GPTTrainStep
-from accelerate.strategies.megatron.steps.t5 import T5TrainStep
+from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate.base.errors import StateError
+from accelerate.base import StateError
 from accelerate.logging import get_logger
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.models import build_model

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import wrong_value
+from accelerate.base import wrong_value
 from accelerate.strategies.megatron import library
 
 

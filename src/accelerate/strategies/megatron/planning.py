@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.base import environ
-from accelerate.base.errors import ConfigurationError
-from accelerate.plugins.megatron import MegatronLMPlugin, optimizer_kind
-from accelerate.plugins.megatron_checks import find_wrong_network, find_wrong_sizes, find_wrong_values
+from accelerate.base import ConfigurationError, environ
+from accelerate.plugins import (
+    MegatronLMPlugin,
+    find_wrong_network,
+    find_wrong_sizes,
+    find_wrong_values,
+    optimizer_kind,
+)
 from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import MegatronLMDummyDataLoader, refuse_batch_sampler

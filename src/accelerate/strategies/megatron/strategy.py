@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError, PreparationError, wrong_value
-from accelerate.checkpointing.part import Part
+from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
+from accelerate.checkpointing import Part
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision.base import Precision
+from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Prepared, Preparer, Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared

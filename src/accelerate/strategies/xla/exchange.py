@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate.devices.xla import mark_step
+from accelerate.devices import mark_step
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 

@@ -12,13 +12,12 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accelerate.base.enums import DistributedType
+from accelerate.base import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.request import Context
 from accelerate.strategies.xla.exchange import Exchange, XlaOptimizer
-from accelerate.weights.shared import addressable
-from accelerate.weights.tied import find_tied_parameters, retie_parameters
+from accelerate.weights import addressable, find_tied_parameters, retie_parameters
 
 
 class XlaReplicas(Strategy):

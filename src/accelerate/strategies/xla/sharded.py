@@ -13,8 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.devices.xla import row_axes, share_rows, use_mesh
+from accelerate.base import ConfigurationError
+from accelerate.devices import row_axes, share_rows, use_mesh
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.request import Context
 from accelerate.strategies.xla.replicas import XlaReplicas

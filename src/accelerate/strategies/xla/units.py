@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError
 
 
 def refuse_unknown(plugin: Any) -> None:

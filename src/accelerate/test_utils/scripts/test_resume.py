@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate.accelerator import Accelerator
-from accelerate.base.enums import DistributedType
-from accelerate.ops.collectives import broadcast_object_list
-from accelerate.plugins.training import DataLoaderConfiguration
+from accelerate.base import DistributedType
+from accelerate.ops import broadcast_object_list
+from accelerate.plugins import DataLoaderConfiguration
 from accelerate.rng import set_seed
 
 SAMPLES = 37

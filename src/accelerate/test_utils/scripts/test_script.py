@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.base.enums import DistributedType
-from accelerate.ops.collectives import broadcast, gather, gather_object
+from accelerate.base import DistributedType
+from accelerate.ops import broadcast, gather, gather_object
 from accelerate.rng import set_seed, synchronize_rng_states
 
 SAMPLES = 22

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accelerate.ops.collectives import gather
+from accelerate.ops import gather
 from accelerate.state import AcceleratorState, PartialState
 
 

@@ -7,10 +7,8 @@ import unittest
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accelerate.base import packages
-from accelerate.base.environ import parse_flag_from_env
-from accelerate.base.versions import is_torch_version
-from accelerate.devices.hardware_table import CPU, detect, named
+from accelerate.base import is_torch_version, packages, parse_flag_from_env
+from accelerate.devices import CPU, detect, named
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 Mark = Callable[[Test], Test]

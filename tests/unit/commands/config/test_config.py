@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands import config
 from accelerate.commands.config.config import main
 from accelerate.commands.config.default import write_basic_config
-from accelerate.devices.hardware_table import CPU, CUDA
-from accelerate.launch.machine import Machine
-from accelerate.settings.config_file import ClusterConfig
+from accelerate.devices import CPU, CUDA
+from accelerate.launch import Machine
+from accelerate.settings import ClusterConfig
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

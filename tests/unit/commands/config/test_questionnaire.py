@@ -27,13 +27,17 @@ from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.sagemaker import get_sagemaker_input
 from accelerate.commands.config.suggestions import suggest
-from accelerate.devices.hardware_table import CPU, CUDA
-from accelerate.launch.machine import Machine
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.settings.merge import merge_layers
-from accelerate.settings.schema import SCHEMA_FILE
-from accelerate.settings.sections.launch import EXCLUSIVE, PARADIGM_OF_TYPE
+from accelerate.devices import CPU, CUDA
+from accelerate.launch import Machine
+from accelerate.settings import (
+    SCHEMA_FILE,
+    ClusterConfig,
+    SageMakerConfig,
+    file_layer,
+    load_config_from_file,
+    merge_layers,
+)
+from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.config"]
 DOWN, ENTER = "\x1b[B", "\r"

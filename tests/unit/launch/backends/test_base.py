@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.launch.backends.base import LAUNCHERS, Launcher, launcher_for
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch import LaunchPlan, Target
+from accelerate.launch.backends import LAUNCHERS, Launcher, launcher_for
 
 TARGET = Target("script", "a.py")
 

@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
-from accelerate.launch.backends import deepspeed
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.backends.deepspeed import FILE_VARIABLE, python_path, variable_file
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.base import ConfigurationError, patch_environment
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
+from accelerate.launch.backends import FILE_VARIABLE, deepspeed, launcher_for, python_path, variable_file
+from accelerate.settings import FLAG, Layer, merge_layers
 
 RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
 SHARE = ["--num_nodes", "2", "--num_gpus", "4"]

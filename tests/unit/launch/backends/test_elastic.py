@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
-from accelerate.base.errors import LaunchError
-from accelerate.launch.backends import elastic
-from accelerate.launch.backends.elastic import ATTEMPTS, ElasticLauncher
-from accelerate.launch.backends.ranks import Ranks
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.base import LaunchError
+from accelerate.launch import LaunchPlan, Target
+from accelerate.launch.backends import ATTEMPTS, ElasticLauncher, Ranks, elastic
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
 TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINUSE")

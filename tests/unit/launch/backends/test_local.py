@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.launch.backends.local import LocalLauncher
-from accelerate.launch.children import FORWARDED, exit_code
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.base import ConfigurationError
+from accelerate.launch import FORWARDED, LaunchPlan, Target, exit_code
+from accelerate.launch.backends import LocalLauncher
 
 
 def run(code: str, **environment: str) -> int:

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.backends.mpi import dialect_of, hosts_of
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.base import ConfigurationError, patch_environment
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
+from accelerate.launch.backends import dialect_of, hosts_of, launcher_for
+from accelerate.settings import FLAG, Layer, merge_layers
 
 VERSIONS = {
     "Open MPI": "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",

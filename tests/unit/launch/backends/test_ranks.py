@@ -14,10 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accelerate.launch.backends.ranks import Ranks
-from accelerate.launch.children import GRACE_VARIABLE
-from accelerate.launch.failures import Failure
-from accelerate.launch.pending_signals import REQUESTS
+from accelerate.launch import GRACE_VARIABLE, REQUESTS, Failure
+from accelerate.launch.backends import Ranks
 
 SLEEP = "import time; time.sleep(60)"
 IGNORES = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); " + SLEEP

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import clear_environment, current
-from accelerate.base.errors import ConfigurationError, LaunchError, MissingPackageError
+from accelerate.base import ConfigurationError, LaunchError, MissingPackageError, clear_environment, current
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import explain, namespace, namespace_launchers
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.backends.sagemaker import SageMakerDetails
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings import file_layer
-from accelerate.settings.config_file import load_config_from_file
-from accelerate.settings.merge import FLAG, Layer, Settings, merge_layers
+from accelerate.launch import (
+    LaunchPlan,
+    Machine,
+    Target,
+    explain,
+    namespace,
+    namespace_launchers,
+    resolve_plan,
+)
+from accelerate.launch.backends import SageMakerDetails, launcher_for
+from accelerate.settings import FLAG, Layer, Settings, file_layer, load_config_from_file, merge_layers
 
 JOB = """
 compute_environment: AMAZON_SAGEMAKER

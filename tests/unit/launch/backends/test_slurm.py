@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import current, patch_environment
-from accelerate.base.errors import ConfigurationError, LaunchError
+from accelerate.base import ConfigurationError, LaunchError, current, patch_environment
 from accelerate.commands.launch import launch_command_parser, read_settings
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings import flags
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
+from accelerate.launch.backends import launcher_for
+from accelerate.settings import FLAG, Layer, flags, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "a b"))
 ALLOCATION = {

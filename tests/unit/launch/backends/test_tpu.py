@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.environ import current
-from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError, MissingPackageError, current
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import namespace, namespace_launchers
-from accelerate.launch.backends.base import launcher_for
-from accelerate.launch.backends.tpu import TpuDetails, precision_variables
-from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
-from accelerate.launch.resolve import resolve_plan
-from accelerate.settings.merge import FLAG, Layer, merge_layers
+from accelerate.launch import LaunchPlan, Machine, Target, namespace, namespace_launchers, resolve_plan
+from accelerate.launch.backends import TpuDetails, launcher_for, precision_variables
+from accelerate.settings import FLAG, Layer, merge_layers
 
 SCRIPT = """
 import os, sys

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.state import PartialState
-from accelerate.strategies.axes.context import drop_masks
+from accelerate.strategies.axes import drop_masks
 
 
 class Attention(nn.Module):

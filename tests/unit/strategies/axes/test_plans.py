@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.axes.plans import plan_of
+from accelerate.strategies.axes import plan_of
 
 pytestmark = pytest.mark.usefixtures("states")
 

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError, MissingPackageError
 from accelerate.strategies.deepspeed import abilities
 
 CPU = torch.device("cpu")

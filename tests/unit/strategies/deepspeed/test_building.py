@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from accelerate import DeepSpeedPlugin
-from accelerate.base.environ import patch_environment
-from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.state.topology import Topology
-from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.values import Given
+from accelerate.base import ConfigurationError, PreparationError, patch_environment
+from accelerate.state import Topology
+from accelerate.strategies.deepspeed import Given, building
 
 
 def parameters():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.strategies.deepspeed.checking import problems_of
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed import DummyOptim, DummyScheduler, problems_of
 
 MODEL = torch.nn.Linear(1, 1)
 OWN = torch.optim.SGD(MODEL.parameters(), lr=0.1)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import CheckpointError
-from accelerate.checkpointing.part import Load
-from accelerate.state.topology import Topology
-from accelerate.strategies.deepspeed.checkpoints import EnginePart, leave
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import Load
+from accelerate.state import Topology
+from accelerate.strategies.deepspeed import EnginePart, leave
 
 
 class Engine:

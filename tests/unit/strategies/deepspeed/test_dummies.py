@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies import Kind, kind_of
+from accelerate.strategies.deepspeed import DummyOptim, DummyScheduler
 
 
 def test_they_keep_what_they_are_given():

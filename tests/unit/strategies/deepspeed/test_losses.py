@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.strategies.deepspeed.losses import leaves_of
+from accelerate.strategies.deepspeed import leaves_of
 
 
 def test_leaves_are_found_and_those_of_other_models_are_not():

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accelerate.strategies.deepspeed import map_pytorch_optim_to_deepspeed
 
 
 class Twin:

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.deepspeed import sequences
 

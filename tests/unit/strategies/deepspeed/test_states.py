@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.strategies.deepspeed.states import copy_tied, gathered
+from accelerate.strategies.deepspeed import copy_tied, gathered
 
 
 def test_parts_of_one_buffer_are_copied_apart_and_tied_names_stay_tied():

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.base.enums import DistributedType
-from accelerate.base.errors import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, DistributedType, PreparationError, StateError
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DummyOptim, DummyScheduler
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from accelerate.strategies.deepspeed.values import Given, batch_sizes_of, filling_of
+from accelerate.base import ConfigurationError
+from accelerate.strategies.deepspeed import DummyOptim, DummyScheduler, Given, batch_sizes_of, filling_of
 
 MODEL = torch.nn.Linear(1, 1)
 

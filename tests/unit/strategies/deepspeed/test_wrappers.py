@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.deepspeed.wrappers import (
+from accelerate.base import ConfigurationError
+from accelerate.strategies.deepspeed import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,

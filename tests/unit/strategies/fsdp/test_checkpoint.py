@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.fsdp_utils import (
     _get_model_state_dict,

@@ -6,15 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.fsdp.clipping import (
-    clip_values,
-    groups_of,
-    listed,
-    local_parts,
-    measure,
-    scale_down,
-)
+from accelerate.base import ConfigurationError
+from accelerate.strategies.fsdp import clip_values, groups_of, listed, local_parts, measure, scale_down
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.fsdp.loading import (
+from accelerate.strategies.fsdp import (
     Weights,
     disable_fsdp_ram_efficient_loading,
     empty_model,

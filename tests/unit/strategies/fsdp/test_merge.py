@@ -11,10 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
+from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.commands.merge import main
-from accelerate.strategies.fsdp import merge
-from accelerate.strategies.fsdp.merge import SAFETENSORS, merge_fsdp_weights
+from accelerate.strategies.fsdp import SAFETENSORS, merge, merge_fsdp_weights
 
 WEIGHTS = {
     "layers.0.weight": torch.arange(64.0).reshape(8, 8),

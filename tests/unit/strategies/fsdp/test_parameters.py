@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import PreparationError
-from accelerate.strategies.fsdp.parameters import (
+from accelerate.base import PreparationError
+from accelerate.strategies.fsdp import (
     ParameterRemapper,
     fsdp2_canonicalize_names,
     fsdp2_switch_optimizer_parameters,

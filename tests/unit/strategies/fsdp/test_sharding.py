@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
-from accelerate.strategies.fsdp.sharding import (
+from accelerate.strategies.fsdp import (
     fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy,
     keep_master_weights,

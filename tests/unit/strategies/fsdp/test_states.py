@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelerate.strategies.fsdp.states import WholeOptimizer, gather_state, own_part
+from accelerate.strategies.fsdp import WholeOptimizer, gather_state, own_part
 
 
 def stepped() -> torch.optim.Optimizer:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.fsdp.units import choose_units, holdings, split_by_dtype
+from accelerate.strategies.fsdp import choose_units, holdings, split_by_dtype
 
 pytestmark = pytest.mark.usefixtures("states")
 

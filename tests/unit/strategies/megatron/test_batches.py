@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.megatron.batches import Shape, iterators, share
+from accelerate.base import ConfigurationError
+from accelerate.strategies.megatron import Shape, iterators, share
 
 from .conftest import Fake
 

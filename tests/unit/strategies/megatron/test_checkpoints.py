@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError
+from accelerate.base import CheckpointError
 
 from .conftest import Fake, Start
 
@@ -93,7 +93,7 @@ def test_what_a_save_replaces_while_it_is_read_is_an_error(
 def test_checkpoints_of_other_runs_are_refused(start: Start, tmp_path: Path) -> None:
     accelerator, *_ = start()
     part = accelerator._runtime.strategy.engine_part(0, accelerator._models[0])
-    from accelerate.checkpointing.part import Load
+    from accelerate.checkpointing import Load
 
     with pytest.raises(CheckpointError, match="holds no megatron"):
         part.read(Load(tmp_path))

@@ -11,16 +11,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.megatron.data import (
+from accelerate.base import ConfigurationError
+from accelerate.strategies.megatron import (
     MegatronBatches,
+    MegatronLMDummyDataLoader,
     RankGrid,
+    build_datasets,
+    prepare_data_loader,
     refuse_batch_sampler,
     with_batches_of,
 )
-from accelerate.strategies.megatron.datasets import build_datasets
 from accelerate.utils import MegatronLMPlugin
-from accelerate.utils.megatron_lm import MegatronLMDummyDataLoader, prepare_data_loader
 
 from .conftest import Fake, Start, samples
 
@@ -62,7 +63,7 @@ def test_ranks_that_read_nothing() -> None:
 
 
 def test_the_grid_tells_who_shares_a_batch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.data_loader.plan import data_groups
+    from accelerate.data_loader import data_groups
 
     fake.sizes.update(tensor=2, pipeline=2, data=3)
     groups: Any = sys.modules["megatron.core.parallel_state"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.megatron.datasets import build_datasets
+from accelerate.base import ConfigurationError
+from accelerate.strategies.megatron import build_datasets
 
 from .conftest import Fake
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import CheckpointError, ConfigurationError
-from accelerate.utils.megatron_lm import GPTTrainStep
+from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.strategies.megatron.steps import GPTTrainStep
 
 from .conftest import LENGTH, VOCABULARY, Fake, Start
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base.errors import StateError
-from accelerate.strategies.megatron import initialize as starting
-from accelerate.strategies.megatron import library
+from accelerate.base import StateError
+from accelerate.strategies.megatron import (
+    initialize as starting,
+    library,
+    prepare_model_optimizer_scheduler,
+    prepare_scheduler,
+)
 from accelerate.utils import MegatronLMPlugin
-from accelerate.utils.megatron_lm import initialize, prepare_model_optimizer_scheduler, prepare_scheduler
+from accelerate.utils.megatron_lm import initialize
 
 from .conftest import AttnBackend, Fake, Start
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.errors import ConfigurationError
-from accelerate.utils.megatron_lm import model_provider_func
+from accelerate.base import ConfigurationError
+from accelerate.strategies.megatron import model_provider_func
 
 from .conftest import Fake
 

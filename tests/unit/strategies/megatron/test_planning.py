@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.strategies.bundle import Bundle
-from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.planning import plan
+from accelerate.strategies import Bundle
+from accelerate.strategies.megatron import library, plan
 from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
 
 from .conftest import LENGTH, Fake, Model, samples

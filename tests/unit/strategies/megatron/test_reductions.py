@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.strategies.megatron.reductions import (
+from accelerate.strategies.megatron import (
     avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups,
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import PartialState
-from accelerate.strategies.megatron.reports import Losses, combine, means, perplexity, share_outputs
+from accelerate.strategies.megatron import Losses, combine, means, perplexity, share_outputs
 
 from .conftest import Fake
 

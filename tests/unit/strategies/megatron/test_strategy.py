@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base.errors import ConfigurationError, PreparationError
-from accelerate.state.topology import Topology
-from accelerate.strategies.request import RunRequest
-from accelerate.strategies.resolve import resolve_strategy
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.state import Topology
+from accelerate.strategies import RunRequest, resolve_strategy
 from accelerate.utils import (
     DistributedType,
     MegatronEngine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accelerate import Accelerator
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.utils import MegatronLMDummyScheduler
 
 from .conftest import Fake, Start

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.state.topology import Topology
-from accelerate.strategies.request import Context
+from accelerate.state import Topology
+from accelerate.strategies import Context
 
 
 class FakeXla:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from accelerate.state import GradientState
-from accelerate.strategies.request import Context
-from accelerate.strategies.xla.exchange import Exchange, XlaOptimizer
+from accelerate.strategies import Context
+from accelerate.strategies.xla import Exchange, XlaOptimizer
 
 
 def parameter() -> torch.nn.Parameter:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.base.errors import PreparationError
+from accelerate.base import PreparationError
 from accelerate.state import GradientState
-from accelerate.strategies.request import Context
-from accelerate.strategies.xla.exchange import XlaOptimizer
-from accelerate.strategies.xla.replicas import XlaReplicas
+from accelerate.strategies import Context
+from accelerate.strategies.xla import XlaOptimizer, XlaReplicas
 
 
 class Tied(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.request import Context
-from accelerate.strategies.xla.sharded import XlaFullyShard, XlaFullySharded
+from accelerate.base import ConfigurationError
+from accelerate.strategies import Context
+from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded
 
 UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
 

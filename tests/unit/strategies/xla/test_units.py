@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.base.errors import ConfigurationError
-from accelerate.strategies.xla.units import find_units, policy_of, refuse_unknown
+from accelerate.base import ConfigurationError
+from accelerate.strategies.xla import find_units, policy_of, refuse_unknown
 
 
 def model() -> nn.Module:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.base.packages import Package
-from accelerate.devices.hardware_table import CPU, CUDA
+from accelerate.base import Package
+from accelerate.devices import CPU, CUDA
 from accelerate.test_utils import testing
 from accelerate.test_utils.testing import requirements
 

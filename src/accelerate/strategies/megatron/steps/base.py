@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base.packages import is_transformers_available
+from accelerate.base import is_transformers_available
 from accelerate.strategies.megatron import library
 
 IGNORED = -100

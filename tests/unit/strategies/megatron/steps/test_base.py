@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from accelerate.strategies.megatron.steps import base
-from accelerate.strategies.megatron.steps.base import Output, output_class, sum_over_tokens
+from accelerate.strategies.megatron.steps import Output, base, output_class, sum_over_tokens
 
 
 def test_sums_and_numbers() -> None:

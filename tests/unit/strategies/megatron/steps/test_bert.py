@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accelerate.strategies.megatron.steps.bert import BertTrainStep
+from accelerate.strategies.megatron.steps import BertTrainStep
 
 from .conftest import accelerator, arguments
 

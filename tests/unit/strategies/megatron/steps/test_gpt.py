@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accelerate.strategies.megatron.steps.gpt import GPTTrainStep, begin_of_documents, hide_later
+from accelerate.strategies.megatron.steps import GPTTrainStep, begin_of_documents, hide_later
 
 from .conftest import accelerator, arguments
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accelerate.strategies.megatron.steps.t5 import T5TrainStep
+from accelerate.strategies.megatron.steps import T5TrainStep
 
 from .conftest import accelerator, arguments
 

@@ -1,0 +1,156 @@
+from accelerate.base import (
+    MODEL_NAME as MODEL_NAME,
+    OPTIMIZER_NAME as OPTIMIZER_NAME,
+    RNG_STATE_NAME as RNG_STATE_NAME,
+    SAFE_MODEL_NAME as SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
+    SAMPLER_NAME as SAMPLER_NAME,
+    SCALER_NAME as SCALER_NAME,
+    SCHEDULER_NAME as SCHEDULER_NAME,
+    WEIGHTS_NAME as WEIGHTS_NAME,
+    get_pretty_name as get_pretty_name,
+    is_torch_version as is_torch_version,
+)
+from accelerate.checkpointing.background import Background as Background
+from accelerate.checkpointing.changes import (
+    Change as Change,
+    Stage as Stage,
+    apply_all as apply_all,
+    nothing as nothing,
+)
+from accelerate.checkpointing.consensus import (
+    CollectiveConsensus as CollectiveConsensus,
+    Consensus as Consensus,
+    StoreConsensus as StoreConsensus,
+    open_consensus as open_consensus,
+)
+from accelerate.checkpointing.fields import (
+    LARGEST as LARGEST,
+    check_fields as check_fields,
+    refuse_name as refuse_name,
+)
+from accelerate.checkpointing.files import (
+    FileRecord as FileRecord,
+    files_under as files_under,
+    measure as measure,
+    seal as seal,
+)
+from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
+from accelerate.checkpointing.folder import (
+    Workplace as Workplace,
+    plan_workplace as plan_workplace,
+    recover as recover,
+    remove as remove,
+)
+from accelerate.checkpointing.groups import (
+    GROUPS as GROUPS,
+    OPTIMIZER as OPTIMIZER,
+    STATE as STATE,
+    ByOrder as ByOrder,
+    by_name as by_name,
+    group_places as group_places,
+    loaded_groups as loaded_groups,
+    optimizer_change as optimizer_change,
+    refuse_strangers as refuse_strangers,
+)
+from accelerate.checkpointing.kept import (
+    inner_optimizers as inner_optimizers,
+    keep_object as keep_object,
+    keep_optimizer as keep_optimizer,
+    keep_weights as keep_weights,
+)
+from accelerate.checkpointing.loading import (
+    Source as Source,
+    WorldSizePolicy as WorldSizePolicy,
+    deal as deal,
+    nothing_to_load as nothing_to_load,
+)
+from accelerate.checkpointing.local_shards import (
+    LocalShards as LocalShards,
+    Shape as Shape,
+    Shard as Shard,
+    Value as Value,
+    boxes as boxes,
+    rejoin as rejoin,
+    shards_of_range as shards_of_range,
+    spread as spread,
+    whole as whole,
+)
+from accelerate.checkpointing.manifest import Manifest as Manifest
+from accelerate.checkpointing.metadata import read_metadata as read_metadata
+from accelerate.checkpointing.part import Load as Load, Part as Part, Payload as Payload
+from accelerate.checkpointing.parts import (
+    GeneratorsPart as GeneratorsPart,
+    LoaderPart as LoaderPart,
+    ModelPart as ModelPart,
+    StatePart as StatePart,
+    StreamPart as StreamPart,
+    custom_part as custom_part,
+    fill as fill,
+    number as number,
+    state_parts as state_parts,
+    weights_change as weights_change,
+)
+from accelerate.checkpointing.progress import Progress as Progress, read_progress as read_progress
+from accelerate.checkpointing.report import (
+    LOADED as LOADED,
+    loaded_lines as loaded_lines,
+    saved_lines as saved_lines,
+)
+from accelerate.checkpointing.saving import (
+    Request as Request,
+    Site as Site,
+    abandon as abandon,
+    open_site as open_site,
+)
+from accelerate.checkpointing.search import checkpoints_below as checkpoints_below
+from accelerate.checkpointing.session import Session as Session
+from accelerate.checkpointing.shard_index import (
+    Entry as Entry,
+    Place as Place,
+    ShardIndex as ShardIndex,
+    pack as pack,
+)
+from accelerate.checkpointing.sharded import (
+    MODEL as MODEL,
+    EitherPart as EitherPart,
+    ModuleShards as ModuleShards,
+    OptimizerShards as OptimizerShards,
+    ShardOwner as ShardOwner,
+    ShardsPart as ShardsPart,
+    folder_of as folder_of,
+    model_targets as model_targets,
+    read_shards as read_shards,
+)
+from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
+from accelerate.checkpointing.staging import StagingArea as StagingArea
+from accelerate.checkpointing.state import (
+    load_accelerator_state as load_accelerator_state,
+    load_custom_state as load_custom_state,
+    read_device as read_device,
+    save_accelerator_state as save_accelerator_state,
+    save_custom_state as save_custom_state,
+)
+from accelerate.checkpointing.temporary import (
+    DOOMED as DOOMED,
+    OLD as OLD,
+    SAVING as SAVING,
+    claim as claim,
+    dispose as dispose,
+    find as find,
+    release as release,
+    sweep as sweep,
+)
+from accelerate.devices import (
+    is_cuda_available as is_cuda_available,
+    is_hpu_available as is_hpu_available,
+    is_mlu_available as is_mlu_available,
+    is_musa_available as is_musa_available,
+    is_neuron_available as is_neuron_available,
+    is_sdaa_available as is_sdaa_available,
+    is_torch_xla_available as is_torch_xla_available,
+    is_xpu_available as is_xpu_available,
+)
+from accelerate.logging import get_logger as get_logger
+from accelerate.state import PartialState as PartialState
+from accelerate.weights import load as load, save as save

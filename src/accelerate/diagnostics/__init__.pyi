@@ -1,0 +1,67 @@
+from accelerate.diagnostics.agreement import Agreement as Agreement, agreement_of_run as agreement_of_run
+from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, End as End, Note as Note
+from accelerate.diagnostics.batch_size import (
+    find_executable_batch_size as find_executable_batch_size,
+    should_reduce_batch_size as should_reduce_batch_size,
+)
+from accelerate.diagnostics.digest import (
+    CAUSES as CAUSES,
+    MOST_LINES as MOST_LINES,
+    find_cause as find_cause,
+    is_telling as is_telling,
+    render as render,
+    write_report as write_report,
+)
+from accelerate.diagnostics.hang_channel import (
+    HangChannel as HangChannel,
+    Identity as Identity,
+    Report as Report,
+)
+from accelerate.diagnostics.hang_outlet import Outlet as Outlet
+from accelerate.diagnostics.hang_report import (
+    COLLECTIVE as COLLECTIVE,
+    DATA as DATA,
+    DEVICE as DEVICE,
+    ELSEWHERE as ELSEWHERE,
+    ENDED as ENDED,
+    SILENT as SILENT,
+    TORCH as TORCH,
+    RankState as RankState,
+    compose as compose,
+    fold as fold,
+    is_hang as is_hang,
+    odd_groups as odd_groups,
+)
+from accelerate.diagnostics.loader_watch import LoaderWatch as LoaderWatch
+from accelerate.diagnostics.memory import (
+    CLEAR_REFS as CLEAR_REFS,
+    MIB as MIB,
+    DeviceMeter as DeviceMeter,
+    HostMeter as HostMeter,
+    PeakMemory as PeakMemory,
+    meter_of as meter_of,
+    snapshot_on_exhaustion as snapshot_on_exhaustion,
+)
+from accelerate.diagnostics.observation import Observation as Observation
+from accelerate.diagnostics.peers import Peers as Peers, own_identity as own_identity
+from accelerate.diagnostics.siblings import Siblings as Siblings
+from accelerate.diagnostics.signals import SECONDS_ALIKE as SECONDS_ALIKE, SignalNotes as SignalNotes
+from accelerate.diagnostics.stop import (
+    ALLOCATION_ENDS as ALLOCATION_ENDS,
+    SAVE_FILE as SAVE_FILE,
+    SIGNALS as SIGNALS,
+    STOP_FILE as STOP_FILE,
+    TIME_IS_UP as TIME_IS_UP,
+    TRIGGERS as TRIGGERS,
+    Deadline as Deadline,
+    SaveFile as SaveFile,
+    Seldom as Seldom,
+    StopFile as StopFile,
+    Trigger as Trigger,
+    asked as asked,
+    find_sources as find_sources,
+    process_age as process_age,
+    rounds_between as rounds_between,
+)
+from accelerate.diagnostics.watchdog import Limits as Limits, Watchdog as Watchdog
+from accelerate.diagnostics.watching import read_limits as read_limits

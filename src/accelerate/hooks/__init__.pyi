@@ -1,0 +1,50 @@
+from accelerate.base import recursive_getattr as recursive_getattr
+from accelerate.devices import (
+    clear_device_cache as clear_device_cache,
+    is_mlu_available as is_mlu_available,
+    is_musa_available as is_musa_available,
+    is_npu_available as is_npu_available,
+)
+from accelerate.hooks.align import AlignDevicesHook as AlignDevicesHook, all_there as all_there
+from accelerate.hooks.attach import (
+    attach_align_device_hook as attach_align_device_hook,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    attach_execution_device_hook as attach_execution_device_hook,
+)
+from accelerate.hooks.base import (
+    ModelHook as ModelHook,
+    SequentialHook as SequentialHook,
+    add_hook_to_module as add_hook_to_module,
+    hooks_of as hooks_of,
+    remove_hook_from_module as remove_hook_from_module,
+    remove_hook_from_submodules as remove_hook_from_submodules,
+)
+from accelerate.hooks.casting import LayerwiseCastingHook as LayerwiseCastingHook
+from accelerate.hooks.offload import (
+    CpuOffload as CpuOffload,
+    UserCpuOffloadHook as UserCpuOffloadHook,
+    offload_with_hook as offload_with_hook,
+)
+from accelerate.hooks.offloaded import (
+    align_module_device as align_module_device,
+    get_state_dict_from_offload as get_state_dict_from_offload,
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+    has_offloaded_params as has_offloaded_params,
+    is_any_offloaded as is_any_offloaded,
+)
+from accelerate.hooks.prefetch import (
+    NOTHING_AHEAD as NOTHING_AHEAD,
+    Lane as Lane,
+    Prefetcher as Prefetcher,
+    StreamLane as StreamLane,
+    lane_to as lane_to,
+)
+from accelerate.hooks.slots import Slot as Slot, find_slots as find_slots
+from accelerate.nested import find_device as find_device, send_to_device as send_to_device
+from accelerate.state import PartialState as PartialState
+from accelerate.weights import (
+    PrefixedDataset as PrefixedDataset,
+    get_non_persistent_buffers as get_non_persistent_buffers,
+    named_module_tensors as named_module_tensors,
+    set_module_tensor_to_device as set_module_tensor_to_device,
+)

@@ -1,0 +1,71 @@
+from accelerate.plugins.checks import at_least as at_least, member as member, one_of as one_of
+from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, renamed as renamed
+from accelerate.plugins.deepspeed import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from accelerate.plugins.deepspeed_config import (
+    Filling as Filling,
+    HfDeepSpeedConfig as HfDeepSpeedConfig,
+    leaves as leaves,
+    same_value as same_value,
+    without_auto as without_auto,
+)
+from accelerate.plugins.deepspeed_models import (
+    config_to_build as config_to_build,
+    leave_whole as leave_whole,
+    show_to_transformers as show_to_transformers,
+)
+from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.plugins.fp8 import (
+    AORecipeKwargs as AORecipeKwargs,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    TERecipeKwargs as TERecipeKwargs,
+)
+from accelerate.plugins.fsdp import (
+    EFFICIENT_LOADING as EFFICIENT_LOADING,
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
+from accelerate.plugins.fsdp_wrapping import (
+    bind_policy as bind_policy,
+    find_units as find_units,
+    get_module_class_from_name as get_module_class_from_name,
+    read_policy as read_policy,
+)
+from accelerate.plugins.handlers import (
+    AutocastKwargs as AutocastKwargs,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    GradScalerKwargs as GradScalerKwargs,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    KwargsHandler as KwargsHandler,
+)
+from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin, optimizer_kind as optimizer_kind
+from accelerate.plugins.megatron_checks import (
+    find_wrong_network as find_wrong_network,
+    find_wrong_sizes as find_wrong_sizes,
+    find_wrong_values as find_wrong_values,
+    read_backend as read_backend,
+)
+from accelerate.plugins.megatron_models import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+    parse_bert_config as parse_bert_config,
+    parse_glm4_moe_config as parse_glm4_moe_config,
+    parse_gpt2_config as parse_gpt2_config,
+    parse_llama_config as parse_llama_config,
+    parse_t5_config as parse_t5_config,
+)
+from accelerate.plugins.parallel import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
+from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
+from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.plugins.training import (
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    ProjectConfiguration as ProjectConfiguration,
+)

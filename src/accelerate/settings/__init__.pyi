@@ -1,0 +1,92 @@
+from accelerate.settings.coloring import (
+    BOLD as BOLD,
+    CYAN as CYAN,
+    YELLOW as YELLOW,
+    colored as colored,
+    wants_color as wants_color,
+)
+from accelerate.settings.complaints import (
+    nearest as nearest,
+    unknown_command as unknown_command,
+    unknown_flag as unknown_flag,
+    wrong_choice as wrong_choice,
+)
+from accelerate.settings.config_file import (
+    BaseConfig as BaseConfig,
+    ClusterConfig as ClusterConfig,
+    SageMakerConfig as SageMakerConfig,
+    load_config_from_file as load_config_from_file,
+)
+from accelerate.settings.deepspeed_checks import (
+    AUTO as AUTO,
+    KEYS as KEYS,
+    STAGE as STAGE,
+    USUAL as USUAL,
+    likely_typos as likely_typos,
+    look_up as look_up,
+    problems_of_counts as problems_of_counts,
+    read_config as read_config,
+    refuse_config as refuse_config,
+    straighten as straighten,
+)
+from accelerate.settings.file_layer import (
+    cache_dir as cache_dir,
+    check as check,
+    default_config_file as default_config_file,
+    default_json_config_file as default_json_config_file,
+    default_place as default_place,
+    default_yaml_config_file as default_yaml_config_file,
+    existing_file as existing_file,
+    hf_cache_home as hf_cache_home,
+    read_mapping as read_mapping,
+    write_file as write_file,
+)
+from accelerate.settings.flags import (
+    CustomArgumentGroup as CustomArgumentGroup,
+    CustomArgumentParser as CustomArgumentParser,
+    CustomHelpFormatter as CustomHelpFormatter,
+    OneSpellingFormatter as OneSpellingFormatter,
+    add_sections as add_sections,
+    clean_option as clean_option,
+    options_to_group as options_to_group,
+)
+from accelerate.settings.merge import (
+    BUILT_IN as BUILT_IN,
+    ENVIRONMENT as ENVIRONMENT,
+    FLAG as FLAG,
+    Layer as Layer,
+    Settings as Settings,
+    all_options as all_options,
+    merge_layers as merge_layers,
+)
+from accelerate.settings.migrations import (
+    ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
+    ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
+    STRATEGY_NOTES as STRATEGY_NOTES,
+    ConversionStatus as ConversionStatus,
+    convert_config_to_fsdp2 as convert_config_to_fsdp2,
+    fsdp2_notes as fsdp2_notes,
+    migrate as migrate,
+    retired_variables as retired_variables,
+)
+from accelerate.settings.option import Option as Option, Section as Section, refuse_all as refuse_all
+from accelerate.settings.parsing import parse_json as parse_json
+from accelerate.settings.prompts import (
+    Check as Check,
+    LinePrompt as LinePrompt,
+    Prompt as Prompt,
+    TerminalPrompt as TerminalPrompt,
+    prompt_of_this_process as prompt_of_this_process,
+)
+from accelerate.settings.questions import (
+    ADVANCED as ADVANCED,
+    Questionnaire as Questionnaire,
+    as_mapping as as_mapping,
+)
+from accelerate.settings.schema import (
+    SCHEMA_FILE as SCHEMA_FILE,
+    as_text as as_text,
+    make_schema as make_schema,
+)
+from accelerate.settings.section_list import SECTIONS as SECTIONS
+from accelerate.settings.variables import decode as decode, find as find, read as read

@@ -1,0 +1,61 @@
+from accelerate.strategies.fsdp.checkpoint import (
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
+)
+from accelerate.strategies.fsdp.clipping import (
+    clip_values as clip_values,
+    groups_of as groups_of,
+    listed as listed,
+    local_parts as local_parts,
+    measure as measure,
+    scale_down as scale_down,
+)
+from accelerate.strategies.fsdp.loading import (
+    Weights as Weights,
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    empty_model as empty_model,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    ensure_weights_retied as ensure_weights_retied,
+    fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
+    send_from_main as send_from_main,
+)
+from accelerate.strategies.fsdp.merge import (
+    SAFETENSORS as SAFETENSORS,
+    merge_fsdp_weights as merge_fsdp_weights,
+)
+from accelerate.strategies.fsdp.parameters import (
+    ParameterRemapper as ParameterRemapper,
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+    get_parameters_from_modules as get_parameters_from_modules,
+    named_parameters as named_parameters,
+    names_by_group as names_by_group,
+)
+from accelerate.strategies.fsdp.sharding import (
+    fsdp2_apply_ac as fsdp2_apply_ac,
+    fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
+    fsdp2_prepare_model as fsdp2_prepare_model,
+    keep_master_weights as keep_master_weights,
+    offload_policy as offload_policy,
+    outermost_wrappers as outermost_wrappers,
+    recompute as recompute,
+)
+from accelerate.strategies.fsdp.states import (
+    WholeOptimizer as WholeOptimizer,
+    gather_state as gather_state,
+    own_part as own_part,
+)
+from accelerate.strategies.fsdp.tensors import DistributedTensors as DistributedTensors
+from accelerate.strategies.fsdp.units import (
+    choose_units as choose_units,
+    holdings as holdings,
+    split_by_dtype as split_by_dtype,
+)
+from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded
+from accelerate.strategies.fsdp.v2 import (
+    FullyShard as FullyShard,
+    keeping_gradients as keeping_gradients,
+    units_of as units_of,
+)

@@ -1,0 +1,47 @@
+from accelerate.base import (
+    LoggerType as LoggerType,
+    compare_versions as compare_versions,
+    is_aim_available as is_aim_available,
+    is_clearml_available as is_clearml_available,
+    is_comet_ml_available as is_comet_ml_available,
+    is_dvclive_available as is_dvclive_available,
+    is_mlflow_available as is_mlflow_available,
+    is_swanlab_available as is_swanlab_available,
+    is_tensorboard_available as is_tensorboard_available,
+    is_trackio_available as is_trackio_available,
+    is_wandb_available as is_wandb_available,
+    str_to_bool as str_to_bool,
+)
+from accelerate.logging import get_logger as get_logger
+from accelerate.nested import listify as listify
+from accelerate.state import PartialState as PartialState
+from accelerate.tracking.aim import AimTracker as AimTracker
+from accelerate.tracking.base import (
+    GeneralTracker as GeneralTracker,
+    Silence as Silence,
+    on_main_process as on_main_process,
+)
+from accelerate.tracking.clearml import ClearMLTracker as ClearMLTracker
+from accelerate.tracking.comet import CometMLTracker as CometMLTracker
+from accelerate.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
+from accelerate.tracking.mlflow import MLflowTracker as MLflowTracker
+from accelerate.tracking.outlet import Outlets as Outlets, Record as Record
+from accelerate.tracking.registry import (
+    LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
+    ROWS as ROWS,
+    build_tracker as build_tracker,
+    filter_trackers as filter_trackers,
+    get_available_trackers as get_available_trackers,
+    register_tracker_class as register_tracker_class,
+)
+from accelerate.tracking.swanlab import SwanLabTracker as SwanLabTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
+from accelerate.tracking.trackio import TrackioTracker as TrackioTracker
+from accelerate.tracking.values import (
+    Snapshot as Snapshot,
+    flatten as flatten,
+    plain as plain,
+    read as read,
+    take as take,
+)
+from accelerate.tracking.wandb import WandBTracker as WandBTracker
