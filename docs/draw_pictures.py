@@ -302,7 +302,7 @@ STEP = (
     (
         "for batch in loader:",
         "b",
-        "The sampler gives this rank its indices, X
+        "The sampler gives this rank its indices, the batch moves to",
         "the device, GradientState records whether it is the last one.",
     ),
     (
