@@ -9,7 +9,7 @@ LOADERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "job
 UNPICKLING = {
     "checkpointing/shard_index.py": "metadata of a folder of shards that the user trusts",
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
-    "checkpointing/shard_reader.py": "names the exception class alone",
+    "checkpointing/shard_files.py": "names the exception class alone",
     "data_loader/dispatch_messages.py": "what rank 0 sends through a collective or shared memory",
     "data_loader/dispatch_packing.py": "errors and specs in such messages",
     "diagnostics/flight.py": "what torch's flight recorder returns inside this process",

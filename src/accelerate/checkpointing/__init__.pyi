@@ -67,6 +67,7 @@ from accelerate.checkpointing.loading import (
 )
 from accelerate.checkpointing.local_shards import (
     LocalShards as LocalShards,
+    Place as Place,
     Shape as Shape,
     Shard as Shard,
     Value as Value,
@@ -105,12 +106,7 @@ from accelerate.checkpointing.saving import (
 )
 from accelerate.checkpointing.search import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.session import Session as Session
-from accelerate.checkpointing.shard_index import (
-    Entry as Entry,
-    Place as Place,
-    ShardIndex as ShardIndex,
-    pack as pack,
-)
+from accelerate.checkpointing.shard_index import ShardIndex as ShardIndex
 from accelerate.checkpointing.sharded import (
     MODEL as MODEL,
     EitherPart as EitherPart,

@@ -10,9 +10,9 @@ from accelerate.base import CheckpointError, listed
 from accelerate.checkpointing.changes import Change
 from accelerate.checkpointing.fit import check_form, check_optimizer
 from accelerate.checkpointing.kept import inner_optimizers, keep_optimizer
-from accelerate.checkpointing.local_shards import LocalShards
+from accelerate.checkpointing.local_shards import LocalShards, Place
 from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.shard_index import Place, ShardIndex
+from accelerate.checkpointing.shard_index import ShardIndex
 
 OPTIMIZER = "optimizer"
 STATE = "state"

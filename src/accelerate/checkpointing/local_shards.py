@@ -12,8 +12,13 @@ from torch import Tensor
 
 from accelerate.ops import is_dtensor
 
-if TYPE_CHECKING:  # it takes half a second to import
+if TYPE_CHECKING:  # they take half a second to import
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
+
+Place = tuple[Any, ...]
+"""The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -35,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """What this process has of one tensor.
+    """What this process has of one tensor; DCP's planners take it by the protocol that DTensor has.
 
     Attributes:
         shape: of the whole tensor.
@@ -61,6 +66,44 @@ class LocalShards:
             for shard in self.shards
         )
         return LocalShards(self.shape, kind, shards, self.owned)
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        return [
+            write_item(key, self.shape, self.dtype, shard.offsets, shard.tensor.shape)
+            for shard in self.shards
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+            for shard in self.shards
+            if shard.tensor.numel()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.tensor for shard in self.shards if shard.offsets == tuple(index.offset or ()))
+
+
+def write_item(
+    key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> WriteItem:
+    """Return what DCP plans for one box of a tensor.
+
+    Args:
+        key: of the tensor.
+        shape: of the whole tensor.
+        dtype: its number format.
+        offsets: where the box begins.
+        sizes: of the box.
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
-from accelerate.checkpointing import shard_files, shard_index
+from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import refuse_dtype, refuse_names
 from accelerate.checkpointing.groups import (
@@ -23,10 +23,10 @@ from accelerate.checkpointing.groups import (
     optimizer_change,
     refuse_strangers,
 )
-from accelerate.checkpointing.local_shards import LocalShards, rejoin, spread, whole
+from accelerate.checkpointing.local_shards import LocalShards, Place, rejoin, spread, whole
 from accelerate.checkpointing.part import Load, Part, Payload
 from accelerate.checkpointing.parts import extra_changes, fill
-from accelerate.checkpointing.shard_index import Place, ShardIndex
+from accelerate.checkpointing.shard_index import ShardIndex
 
 MODEL = "model"
 FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
@@ -87,6 +87,8 @@ class ShardsPart:
     everywhere: bool = True
 
     def collect(self) -> list[Payload]:
+        from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
+
         return [shard_files.payload(self.folder, self.rank, self.content)]
 
     def read(self, options: Load) -> Change:
@@ -135,6 +137,8 @@ def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
     Raises:
         CheckpointError: a file is missing or broken, or the shards are of something else.
     """
+    from accelerate.checkpointing import shard_files
+
     trusted = options.reading.get("weights_only") is False
     found = shard_index.read(options.folder / folder, owner.root, trusted=trusted)
     values = shard_files.read(found, owner.targets(found, options), options.reading)
