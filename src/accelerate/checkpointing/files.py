@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from accelerate.base import advance
+from accelerate.base import advance, sync_file
 
 ALGORITHM = "xxh3_64"
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems answer that have no such thing
@@ -47,11 +47,7 @@ def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:
     Raises:
         OSError: the disk failed.
     """
-    descriptor = os.open(folder / name, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(folder / name)
     size, checksum = measure(folder / name)
     return FileRecord(name, size, checksum, rank)
 

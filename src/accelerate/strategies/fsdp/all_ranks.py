@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import CheckpointError, describe
+from accelerate.base import CheckpointError, describe, replace_files
 from accelerate.checkpointing import Payload, shard_files
 from accelerate.ops import current_transport
 from accelerate.weights import write_torch
@@ -53,12 +53,8 @@ def write_whole(path: Path, content: Any) -> None:
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            write_torch(content, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replace_files([path]) as (temporary,):
+            write_torch(content, temporary)
 
     together(write if current_transport().rank == 0 else lambda: None)
 

@@ -22,6 +22,7 @@ from accelerate.base import (
     advance,
     expect,
     progress_bar,
+    replace_files,
     wrong_value,
 )
 from accelerate.checkpointing import Place, ShardIndex, shard_files, shard_index, whole
@@ -126,16 +127,10 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
     expect(sum(piece.nbytes for piece in pieces))
     target.mkdir(parents=True, exist_ok=True)
     names = [_file_name(form, number, len(groups)) for number in range(1, len(groups) + 1)]
-    unfinished = [target / f".{name}.part" for name in names]
-    try:
-        for group, path in zip(groups, unfinished, strict=True):
+    with replace_files([target / name for name in names]) as temporary:
+        for group, path in zip(groups, temporary, strict=True):
             form.save(_load(found, group), path)
             advance(sum(piece.nbytes for piece in group))
-        for path, name in zip(unfinished, names, strict=True):
-            os.replace(path, target / name)
-    finally:
-        for path in unfinished:
-            path.unlink(missing_ok=True)
     if len(groups) > 1:
         _write_index(target / form.index, dict(zip(names, groups, strict=True)))
 
@@ -196,4 +191,5 @@ def _write_index(path: Path, files: Mapping[str, list[Piece]]) -> None:
     total = sum(piece.nbytes for group in files.values() for piece in group)
     places = {piece.name: name for name, group in files.items() for piece in group}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with replace_files([path]) as (temporary,):
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
