@@ -84,12 +84,12 @@ class Persistence:
         """
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
-        session.wait()
+        session.background.wait()
         request = self._request(output_dir)
         logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
-        site = session.open_site(request)
+        site = saving.open_site(request, session.consensus)
         try:
             write = session.prepare_write(
                 site,
@@ -112,7 +112,7 @@ class Persistence:
         Raises:
             CheckpointError: it has failed; once, on all ranks.
         """
-        self._runtime.checkpoints.wait()
+        self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
     def load_state(
@@ -144,7 +144,7 @@ class Persistence:
         """
         runtime = self._runtime
         loading.check_policy(world_size_policy)
-        runtime.checkpoints.wait()
+        runtime.checkpoints.background.wait()
         options = dict(load_model_func_kwargs)
         device = read_device(options.pop("map_location", None))
         skipped: list[str] = []
@@ -312,15 +312,17 @@ class Persistence:
         )
 
     def _candidates(self, input_dir: Folder | None) -> Iterator[Source]:
-        project = self._runtime.request.project
+        runtime, project = self._runtime, self._runtime.request.project
+        session = runtime.checkpoints
+        run = session.consensus, runtime.state.topology, session.patience
         if input_dir is not None:
-            return self._runtime.checkpoints.candidates(Path(input_dir).expanduser(), None)
+            return loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         if not project.automatic_checkpoint_naming:
             raise ConfigurationError(
                 "load_state() has no folder to load from. Pass input_dir, or number checkpoints: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        return self._runtime.checkpoints.candidates(None, _numbered_folder(project))
+        return loading.open_newest(_numbered_folder(project), *run)
 
     def _read(self, source: Source, options: Load, policy: str) -> tuple[list[Change], Progress]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""

@@ -11,7 +11,7 @@ import torch
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing.files import checksum_of
+from accelerate.checkpointing.manifest import checksum_of
 
 _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
 _FILE_NAMES = {"python": _PYTHON, "numpy": _NUMPY, "torch": _TORCH}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing.changes import Apply
+from accelerate.checkpointing.part import Apply
 from accelerate.data_loader import position
 
 LARGEST = 64 * 2**20

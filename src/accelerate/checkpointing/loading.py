@@ -1,4 +1,4 @@
-"""Load a list of parts: choose a complete checkpoint, verify it, read it."""
+"""Load a list of parts: choose a complete checkpoint, verify it, read it and how far its run was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.parts import GeneratorsPart
 from accelerate.logging import get_logger
+from accelerate.state import Topology
 
 logger = get_logger(__name__)
 
@@ -54,7 +56,7 @@ class Source:
     Args:
         folder: the checkpoint.
         consensus: between the ranks.
-        place: of this process; decides which files it compares.
+        topology: decides which files this process compares.
         fault: what is known to be wrong with it; nothing is compared then.
         was_complete: whether it was seen as complete just before.
         is_last: whether it is not read again when it was replaced.
@@ -69,7 +71,7 @@ class Source:
         self,
         folder: Path,
         consensus: Consensus,
-        place: Place,
+        topology: Topology,
         fault: str = "",
         *,
         was_complete: bool = False,
@@ -87,7 +89,7 @@ class Source:
         if fault:
             return
         try:
-            self._begin(place)
+            self._begin(topology)
         except CheckpointError as error:
             self._fault = str(error)
             self._is_gone = was_complete
@@ -150,7 +152,7 @@ class Source:
         save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
         return ("", save) if save else (f"{socket.gethostname()}:{self.folder}", self._stamp)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, topology: Topology) -> None:
         if not self.folder.is_dir():
             folder.recover(folder.place_of(self.folder))
         if not self.folder.is_dir():
@@ -163,7 +165,7 @@ class Source:
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
         self.manifest = read = manifest.read(self.folder)
-        names = deal(read, place.local_size)[place.local_rank]
+        names = deal(read, topology.local_size)[topology.local_rank]
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
@@ -194,21 +196,15 @@ def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     return "", False
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process is among those of its machine, which share the work."""
-
-    local_rank: int
-    local_size: int
-
-
-def open_checkpoint(path: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
+def open_checkpoint(
+    path: Path, consensus: Consensus, topology: Topology, patience: float
+) -> Iterator[Source]:
     """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
         path: the checkpoint.
         consensus: between the ranks.
-        place: of this process.
+        topology: of the run.
         patience: seconds that the ranks have to come together.
 
     Raises:
@@ -216,13 +212,13 @@ def open_checkpoint(path: Path, consensus: Consensus, place: Place, patience: fl
     """
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
-        source = Source(path, consensus, place, is_last=not left)
+        source = Source(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:
             return
 
 
-def open_newest(parent: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
+def open_newest(parent: Path, consensus: Consensus, topology: Topology, patience: float) -> Iterator[Source]:
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
 
     It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
@@ -230,14 +226,14 @@ def open_newest(parent: Path, consensus: Consensus, place: Place, patience: floa
     Args:
         parent: the folder of the numbered checkpoints.
         consensus: between the ranks.
-        place: of this process.
+        topology: of the run.
         patience: seconds that the ranks have to come together.
 
     Raises:
         StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
-        for source in _open_numbered(parent, consensus, place, patience, is_last=not left):
+        for source in _open_numbered(parent, consensus, topology, patience, is_last=not left):
             yield source
             if source.was_replaced:
                 break
@@ -246,14 +242,14 @@ def open_newest(parent: Path, consensus: Consensus, place: Place, patience: floa
 
 
 def _open_numbered(
-    parent: Path, consensus: Consensus, place: Place, patience: float, is_last: bool
+    parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
 ) -> Iterator[Source]:
     found = {each.number: each for each in _survey(parent)}
     said = consensus.decide(CALL, sorted(found), list, patience)
     for number in sorted({number for numbers in said for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
-        yield Source(path, consensus, place, fault, was_complete=not fault, is_last=is_last)
+        yield Source(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 
 def _survey(parent: Path) -> list[retention.Found]:
@@ -364,3 +360,45 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
         )
     error = CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")
     return as_builtin(error, FileNotFoundError)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run takes over that goes on from a checkpoint.
+
+    Attributes:
+        step: `Accelerator.step`; None where nothing tells.
+        sync_gradients: whether the last round was one that steps; None where nothing tells.
+        updates: of each optimizer.
+        gradient_order: of each model, as its strategy gave it.
+    """
+
+    step: int | None = None
+    sync_gradients: bool | None = None
+    updates: list[int] = field(default_factory=list)
+    gradient_order: list[list[int]] = field(default_factory=list)
+
+
+def read_progress(source: Source, options: Load) -> Progress:
+    """Read how far a run was; nothing is changed.
+
+    Args:
+        source: the checkpoint.
+        options: how it is read.
+    """
+    if source.manifest is None:
+        return _of_other_software(options)
+    run = source.manifest.run
+    return Progress(
+        source.manifest.step,
+        run.get("sync_gradients", True),
+        run.get("updates", []),
+        run.get("gradient_order", []),
+    )
+
+
+def _of_other_software(options: Load) -> Progress:
+    name = GeneratorsPart(0).name
+    states = options.read(name) if options.has(name) else {}
+    step = states.get("step") if isinstance(states, Mapping) else None
+    return Progress(step if type(step) is int else None)

@@ -23,7 +23,6 @@ from accelerate.base import (
     CheckpointError,
 )
 from accelerate.checkpointing import generators
-from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import (
     check_dtypes,
     check_optimizer,
@@ -40,7 +39,7 @@ from accelerate.checkpointing.kept import (
     keep_optimizer,
     keep_weights,
 )
-from accelerate.checkpointing.part import Load, Payload, Stateful
+from accelerate.checkpointing.part import Change, Load, Payload, Stage, Stateful, nothing
 from accelerate.data_loader import position
 from accelerate.logging import get_logger
 from accelerate.weights import (

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.base import CheckpointError, replace_files, wrong_value
-from accelerate.checkpointing.changes import apply_all
-from accelerate.checkpointing.part import Load, Part
+from accelerate.checkpointing.part import Load, Part, apply_all
 from accelerate.checkpointing.parts import (
     GeneratorsPart,
     LoaderPart,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.checkpointing.files import checksum_of
+from accelerate.checkpointing.manifest import checksum_of
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

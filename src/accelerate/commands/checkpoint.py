@@ -280,13 +280,13 @@ def _parent(folder: Path) -> Path:
 
 def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, str]]:
     """Return all checkpoints below a folder, each with its manifest and with what is wrong."""
-    from accelerate.checkpointing import retention, search
+    from accelerate.checkpointing import retention
 
     top = Path(os.path.abspath(folder))
     if not os.path.isdir(top):
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
     with progress_bar("Verifying"):
-        found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]
+        found = [(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return found

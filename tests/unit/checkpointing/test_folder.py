@@ -20,7 +20,6 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     Manifest,
     Workplace,
-    exchange,
     folder,
     manifest,
     plan_workplace,
@@ -160,7 +159,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(exchange, "swap", unable_to_swap)
+        monkeypatch.setattr(folder, "swap", unable_to_swap)
     calls = calls_of_a_save(faults, tmp_path / "count")
     assert calls >= 7
     for n in range(1, calls + 1):
@@ -252,7 +251,7 @@ def test_there_is_a_whole_checkpoint_at_every_moment(tmp_path: Path, monkeypatch
         return look
 
     save(target, "old")
-    for owner, name in ((os, "rename"), (exchange, "swap")):
+    for owner, name in ((os, "rename"), (folder, "swap")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     save(target, "new")
     assert seen[0] == "old"
@@ -285,14 +284,14 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
 def test_one_that_comes_back_has_another_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "checkpoint"
     save(target, "old")
-    stamp, sync = manifest.stamp(target), exchange.sync_folder
+    stamp, sync = manifest.stamp(target), folder.sync_folder
 
     def fail(path: Path) -> None:
         if path == tmp_path:
             raise OSError(5, "Input/output error")
         sync(path)
 
-    monkeypatch.setattr(exchange, "sync_folder", fail)
+    monkeypatch.setattr(folder, "sync_folder", fail)
     with pytest.raises(OSError, match="Input/output error"):
         save(target, "new")
     assert content(target) == "old"
@@ -321,7 +320,7 @@ def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
     save(target, "old", "scheduler.bin")
     (target / "mine.txt").write_text("mine")
     monkeypatch.setattr(os, "rename", rename_but_not(target))
-    monkeypatch.setattr(exchange, "swap", unable_to_swap)
+    monkeypatch.setattr(folder, "swap", unable_to_swap)
     for text in ("new", "newer"):
         save(target, text)
         assert content(target) == text
@@ -343,8 +342,7 @@ exec "$2" -c "$3"
 IN_LAYERS = """
 from pathlib import Path
 from accelerate.checkpointing import folder, manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing import Manifest, seal
 import os, sys
 target = Path("merged/checkpoint")
 try:

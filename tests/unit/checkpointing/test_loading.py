@@ -26,9 +26,9 @@ from accelerate.checkpointing import (
     retention,
     seal,
 )
-from accelerate.checkpointing.loading import Place
+from accelerate.state import Topology
 
-ALONE = Place(0, 1)
+ALONE = Topology()
 
 
 def make(folder: Path, world_size: int = 1, **names: str) -> Path:
