@@ -19,8 +19,8 @@ from accelerate.checkpointing.consensus import (
 )
 from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
 from accelerate.checkpointing.folder import (
-    Workplace as Workplace,
-    plan_workplace as plan_workplace,
+    StagingFolder as StagingFolder,
+    plan_staging_folder as plan_staging_folder,
     recover as recover,
     remove as remove,
 )
@@ -31,10 +31,10 @@ from accelerate.checkpointing.kept import (
     keep_weights as keep_weights,
 )
 from accelerate.checkpointing.loading import (
+    Candidate as Candidate,
     Progress as Progress,
-    Source as Source,
     WorldSizePolicy as WorldSizePolicy,
-    deal as deal,
+    divide_files as divide_files,
     nothing_to_load as nothing_to_load,
     read_progress as read_progress,
 )
@@ -108,15 +108,15 @@ from accelerate.checkpointing.sharded import (
     ModuleShards as ModuleShards,
     OptimizerShards as OptimizerShards,
     ShardOwner as ShardOwner,
-    ShardsPart as ShardsPart,
     by_name as by_name,
     folder_of as folder_of,
     group_places as group_places,
     loaded_groups as loaded_groups,
+    memory_for as memory_for,
     model_targets as model_targets,
     optimizer_change as optimizer_change,
     read_shards as read_shards,
-    refuse_strangers as refuse_strangers,
+    refuse_other_optimizer as refuse_other_optimizer,
 )
 from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
 from accelerate.checkpointing.state import (

@@ -27,7 +27,7 @@ from typing import cast
 from accelerate.base import CheckpointError, sync_folder
 from accelerate.checkpointing import manifest, temporary
 from accelerate.checkpointing.manifest import files_under
-from accelerate.checkpointing.temporary import Hidden
+from accelerate.checkpointing.temporary import HiddenFolder
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -55,13 +55,13 @@ _OWN_PATTERNS = (
 
 
 @dataclass(frozen=True)
-class Workplace:
+class StagingFolder:
     """Where a checkpoint is written until it is whole.
 
     Attributes:
         target: the folder that it becomes.
         folder: the folder it is written in.
-        inside: whether `folder` lies in the target, which cannot be renamed: a mount, one that holds a mount,
+        inside: whether `folder` is in the target, which cannot be renamed: a mount, one that holds a mount,
             or the folder that the process works in.
     """
 
@@ -145,23 +145,19 @@ class Workplace:
 
 
 def place_of(target: Path) -> Path:
-    """Return where a checkpoint lies: absolute, and behind the link where the name is one."""
+    """Return the path of a checkpoint: absolute, and behind the link where the name is one."""
     path = Path(os.path.abspath(target))
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def plan_workplace(target: Path) -> Workplace:
-    """Choose where a checkpoint is written; nothing is made yet.
-
-    Args:
-        target: the folder that it becomes.
-    """
+def plan_staging_folder(target: Path) -> StagingFolder:
+    """Choose where a checkpoint is written; nothing is made yet."""
     target = place_of(target)
     inside = target.is_dir() and (
         _holds_mount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
     )
     parent = target if inside else target.parent
-    return Workplace(target, temporary.claim(target.name, parent, temporary.SAVING), inside)
+    return StagingFolder(target, temporary.claim(target.name, parent, temporary.SAVING), inside)
 
 
 def remove(folder: Path) -> None:
@@ -180,11 +176,7 @@ def remove(folder: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Bring back what an interrupted save had moved aside, if there is anything.
-
-    Args:
-        target: the checkpoint.
-    """
+    """Bring back what an interrupted save had moved aside, if there is anything."""
     for aside in temporary.find(target, temporary.OLD):
         if aside.is_in_use:
             _await(aside.path, there=False)
@@ -212,7 +204,7 @@ def is_changing(target: Path) -> bool:
     return any(each.is_in_use for each in temporary.find(target, temporary.OLD))
 
 
-def _writers(target: Path) -> list[Hidden]:
+def _writers(target: Path) -> list[HiddenFolder]:
     """Return the folders by which other processes write a checkpoint of a name at this moment."""
     found = [
         *temporary.find(target.parent, temporary.SAVING),
@@ -316,7 +308,7 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
 def _swaps(folder: Path, target: Path, aside: Path) -> bool:
     """Try to let the new folder and the old one have each other's names.
 
-    The new one takes the name `aside` first: whatever lies there when a process ends is not needed as long
+    The new one takes the name `aside` first: what is there when a process ends is not needed as long
     as there is a folder of the name `target`.
     """
     os.rename(folder, aside)

@@ -73,9 +73,6 @@ def _check_device(name: str, current: Any, state: Any) -> None:
 def restore(states: Any) -> None:
     """Set the generators of this process.
 
-    Args:
-        states: content of the file.
-
     Raises:
         CheckpointError: one that this process has is not among them.
     """

@@ -47,11 +47,11 @@ WorldSizePolicy = Literal["strict", "reseed", "ignore"]
 WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
 
 
-class Source:
+class Candidate:
     """A checkpoint that is about to be read; its files are compared with their checksums meanwhile.
 
     Another run may save under the same name while it is read. Then files of two checkpoints may have been
-    read, which `settle` notices on all ranks.
+    read, which `agree` notices on all ranks.
 
     Args:
         folder: the checkpoint.
@@ -64,7 +64,7 @@ class Source:
     Attributes:
         folder: the checkpoint.
         manifest: what it holds; None for one that other software wrote, or that is damaged.
-        was_replaced: whether it is to be read again, as all ranks have settled.
+        was_replaced: whether it is to be read again, as all ranks have agreed.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Source:
         if self._is_other():
             raise CheckpointError(REPLACED)
 
-    def settle(self, failure: str = "", *, was_read: bool = True) -> None:
+    def agree(self, failure: str = "", *, was_read: bool = True) -> None:
         """Wait until all ranks have compared, or read, their files; called on all ranks.
 
         Args:
@@ -138,8 +138,8 @@ class Source:
             "place": place,
             "save": save,
         }
-        said = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
-        problems, again = _judge(said)
+        answers = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
+        problems, again = _judge(answers)
         self.was_replaced = again and not self._is_last
         if problems:
             raise CheckpointError(problems)
@@ -165,7 +165,7 @@ class Source:
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
         self.manifest = read = manifest.read(self.folder)
-        names = deal(read, topology.local_size)[topology.local_rank]
+        names = divide_files(read, topology.local_size)[topology.local_rank]
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
@@ -174,18 +174,14 @@ class Source:
         pool.shutdown(wait=False)
 
 
-def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Return what is wrong with a checkpoint, and whether it may be right when it is read again.
-
-    Args:
-        said: by each rank.
-    """
-    if any(each["replaced"] for each in said):
+def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Return what is wrong with a checkpoint, and whether it may be right when it is read again."""
+    if any(each["replaced"] for each in answers):
         return f"{REPLACED}: load it when no other run saves to this name", True
-    if problems := "; ".join(dict.fromkeys(line for each in said for line in each["problems"])):
+    if problems := "; ".join(dict.fromkeys(line for each in answers for line in each["problems"])):
         return problems, False
     first: dict[str, tuple[int, str]] = {}
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(answers):
         other, save = first.setdefault(each["place"], (rank, each["save"]))
         if save != each["save"]:
             return (
@@ -198,7 +194,7 @@ def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 
 def open_checkpoint(
     path: Path, consensus: Consensus, topology: Topology, patience: float
-) -> Iterator[Source]:
+) -> Iterator[Candidate]:
     """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
@@ -212,13 +208,15 @@ def open_checkpoint(
     """
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
-        source = Source(path, consensus, topology, is_last=not left)
+        source = Candidate(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:
             return
 
 
-def open_newest(parent: Path, consensus: Consensus, topology: Topology, patience: float) -> Iterator[Source]:
+def open_newest(
+    parent: Path, consensus: Consensus, topology: Topology, patience: float
+) -> Iterator[Candidate]:
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
 
     It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
@@ -243,16 +241,16 @@ def open_newest(parent: Path, consensus: Consensus, topology: Topology, patience
 
 def _open_numbered(
     parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
-) -> Iterator[Source]:
+) -> Iterator[Candidate]:
     found = {each.number: each for each in _survey(parent)}
-    said = consensus.decide(CALL, sorted(found), list, patience)
-    for number in sorted({number for numbers in said for number in numbers}, reverse=True):
+    answers = consensus.decide(CALL, sorted(found), list, patience)
+    for number in sorted({number for numbers in answers for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
-        yield Source(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
+        yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 
-def _survey(parent: Path) -> list[retention.Found]:
+def _survey(parent: Path) -> list[retention.NumberedCheckpoint]:
     """Look for checkpoints; a rank that cannot look has none, so that the others need not wait for it."""
     try:
         return retention.survey(parent)
@@ -276,13 +274,8 @@ def check_policy(policy: str) -> None:
         )
 
 
-def announce(source: Source, size: int, policy: str) -> None:
+def announce(source: Candidate, size: int, policy: str) -> None:
     """Say what is unusual about a checkpoint, or refuse it: nobody can verify it, or others have saved it.
-
-    Args:
-        source: the checkpoint.
-        size: number of processes now.
-        policy: "strict" refuses.
 
     Raises:
         CheckpointError: by the policy "strict".
@@ -328,7 +321,7 @@ def announce_surplus(load: Load) -> None:
         )
 
 
-def deal(read: Manifest, processes: int) -> list[list[str]]:
+def divide_files(read: Manifest, processes: int) -> list[list[str]]:
     """Divide the files of a checkpoint so that each process gets about the same number of bytes."""
     shares: list[list[str]] = [[] for _ in range(processes)]
     sizes = [0] * processes
@@ -346,16 +339,16 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
         folder: what the user named; None for the newest numbered checkpoint.
         faults: what is wrong with those that there are.
     """
-    said = "; ".join(faults)
-    if folder is not None and said.endswith(NO_FOLDER):
+    reasons = "; ".join(faults)
+    if folder is not None and reasons.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")
     if folder is not None:
-        error = CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {said}")
-        is_missing = any(mark in said for mark in (" is missing", " holds no "))
+        error = CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {reasons}")
+        is_missing = any(mark in reasons for mark in (" is missing", " holds no "))
         return as_builtin(error, FileNotFoundError) if is_missing else error
     if faults:
         return CheckpointError(
-            f"There is no complete checkpoint to load, and nothing was changed. {said}. One that other "
+            f"There is no complete checkpoint to load, and nothing was changed. {reasons}. One that other "
             "software wrote is loaded by its name: load_state(folder)."
         )
     error = CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")
@@ -379,13 +372,8 @@ class Progress:
     gradient_order: list[list[int]] = field(default_factory=list)
 
 
-def read_progress(source: Source, options: Load) -> Progress:
-    """Read how far a run was; nothing is changed.
-
-    Args:
-        source: the checkpoint.
-        options: how it is read.
-    """
+def read_progress(source: Candidate, options: Load) -> Progress:
+    """Read how far a run was; nothing is changed."""
     if source.manifest is None:
         return _of_other_software(options)
     run = source.manifest.run

@@ -45,7 +45,7 @@ class LocalShards:
     Attributes:
         shape: of the whole tensor.
         dtype: its number format.
-        shards: boxes that lie here.
+        shards: boxes on this rank.
         owned: whether this process saves them; where several have the same ones, one of them does.
     """
 
@@ -89,15 +89,7 @@ class LocalShards:
 def write_item(
     key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
 ) -> WriteItem:
-    """Return what DCP plans for one box of a tensor.
-
-    Args:
-        key: of the tensor.
-        shape: of the whole tensor.
-        dtype: its number format.
-        offsets: where the box begins.
-        sizes: of the box.
-    """
+    """Return what DCP plans for one box of a tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -138,12 +130,12 @@ def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
 
 
 def whole(tensor: Tensor, owned: bool = True) -> LocalShards:
-    """Return a tensor that lies here as a whole."""
+    """Return a tensor that is whole on this rank."""
     return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
 
 
 def local_part(value: DTensor) -> Tensor:
-    """Return what lies here of a distributed tensor, without its history."""
+    """Return the local part of a distributed tensor, without its history."""
     detached: Any = value.detach()
     local: Tensor = detached.to_local()
     return local
@@ -162,17 +154,19 @@ def _of_distributed(value: DTensor, turn: int) -> LocalShards:
     return LocalShards(tuple(value.shape), value.dtype, shards, owned)
 
 
-def rejoin(found: LocalShards, like: Any) -> Tensor:
-    """Return a tensor that is distributed like another.
+def rejoin(value: Any, like: Any = None) -> Any:
+    """Return a tensor from its boxes, distributed like another; anything else as it is.
 
     Args:
-        found: boxes of the same places as those of `like`.
+        value: boxes of the same places as those of `like`.
         like: a distributed tensor, or anything else where the boxes are one whole tensor.
     """
-    if not is_dtensor(like) or tuple(like.shape) != found.shape:
-        return found.shards[0].tensor
+    if not isinstance(value, LocalShards):
+        return value
+    if not is_dtensor(like) or tuple(like.shape) != value.shape:
+        return value.shards[0].tensor
     local = local_part(like)
-    own = found.shards[0].tensor if found.shards else torch.empty(local.shape, dtype=found.dtype)
+    own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

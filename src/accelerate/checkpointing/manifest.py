@@ -18,7 +18,7 @@ NAME = "manifest.json"
 FORMAT = 1
 ALGORITHM = "xxh3_64"
 SAVE = "save"
-"""The fact of a run by which all manifests of one save are known, on whatever machine they lie."""
+"""The fact of a run by which all manifests of one save are known, on whatever machine."""
 _SEAL = "seal"
 NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
@@ -59,7 +59,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write this into a folder whose files all lie on the disk.
+        """Write this into a folder whose files are all on the disk.
 
         Raises:
             CheckpointError: `read` would refuse it.

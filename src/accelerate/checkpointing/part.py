@@ -17,7 +17,7 @@ from accelerate.weights import read_torch, write_torch
 Apply = Callable[[], None]
 """Changes an object."""
 
-Settle = Callable[[str], None]
+Agree = Callable[[str], None]
 """Takes what went wrong on this rank, or an empty text; raises `CheckpointError` if something did on any."""
 
 
@@ -66,12 +66,12 @@ nothing = Change(_do_nothing, keep=lambda: _do_nothing)
 """For an object that has no state in this checkpoint."""
 
 
-def apply_all(changes: Sequence[Change], settle: Settle) -> None:
+def apply_all(changes: Sequence[Change], agree: Agree) -> None:
     """Change all objects on all ranks, or bring back what was changed; called on all ranks.
 
     Args:
         changes: in the order in which those of one stage come.
-        settle: agrees between the ranks.
+        agree: agrees between the ranks.
 
     Raises:
         CheckpointError: a change failed on any rank; on all ranks, and says what did not come back.
@@ -81,12 +81,12 @@ def apply_all(changes: Sequence[Change], settle: Settle) -> None:
     for stage in Stage:
         failure = _apply([change for change in flat if change.stage == stage], undo)
         try:
-            settle("" if failure is None else describe(failure))
+            agree("" if failure is None else describe(failure))
         except AccelerateError as error:
             lost = _bring_back(undo)
             if not isinstance(error, CheckpointError):  # a rank is gone: nothing more can be agreed upon
                 raise
-            explained = CheckpointError(_explain(error, lost, settle))
+            explained = CheckpointError(_explain(error, lost, agree))
             raise explained if failure is None else like(explained, failure) from failure
 
 
@@ -110,18 +110,18 @@ def _bring_back(undo: Sequence[tuple[str, Apply]]) -> list[str]:
     for name, bring_back in reversed(undo):
         try:
             bring_back()
-        except Exception as error:  # the others shall come back, and it is said of this one
+        except Exception as error:  # the others are restored, and the message names this one
             lost.append(f"{name} ({describe(error)})")
     return lost
 
 
-def _explain(error: CheckpointError, lost: Sequence[str], settle: Settle) -> str:
+def _explain(error: CheckpointError, lost: Sequence[str], agree: Agree) -> str:
     try:
-        settle(", ".join(reversed(lost)))
-    except CheckpointError as said:
+        agree(", ".join(reversed(lost)))
+    except CheckpointError as unrestored:
         return (
-            f"A checkpoint was not loaded: {error}. All is as it was before, but for {said}. Load another "
-            "one, or start again."
+            f"A checkpoint was not loaded: {error}. All is as it was before, but for {unrestored}. Load "
+            "another one, or start again."
         )
     return f"A checkpoint was not loaded, and nothing was changed: {error}"
 

@@ -24,7 +24,7 @@ _BYTES_OF_A_START = 64
 
 
 @dataclass(frozen=True)
-class Found:
+class NumberedCheckpoint:
     """One numbered folder.
 
     Attributes:
@@ -45,7 +45,7 @@ def name_of(number: int) -> str:
     return f"checkpoint_{number}"
 
 
-def survey(parent: Path, *, deep: bool = False) -> list[Found]:
+def survey(parent: Path, *, deep: bool = False) -> list[NumberedCheckpoint]:
     """Describe the numbered checkpoints of a folder, the newest first.
 
     Args:
@@ -99,10 +99,6 @@ def taken_numbers(parent: Path) -> set[int]:
 def prune(parent: Path, keep: int) -> list[Path]:
     """Delete the oldest numbered checkpoints; the newest complete one always stays.
 
-    Args:
-        parent: the folder.
-        keep: how many stay.
-
     Returns:
         The deleted ones, the oldest first.
     """
@@ -114,9 +110,9 @@ def prune(parent: Path, keep: int) -> list[Path]:
     return [each.path for each in reversed(surplus)]
 
 
-def _look_at(number: int, path: Path, deep: bool) -> Found:
+def _look_at(number: int, path: Path, deep: bool) -> NumberedCheckpoint:
     read, fault = look_at(path, deep=deep)
-    return Found(number, path, None if fault else read, fault)
+    return NumberedCheckpoint(number, path, None if fault else read, fault)
 
 
 def checkpoints_below(top: Path) -> list[Path]:

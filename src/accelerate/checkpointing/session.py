@@ -62,7 +62,7 @@ class Session:
         """How the ranks agree; every session of a process counts their decisions together."""
         consensus: Consensus | None = PartialState._shared_state.get("_consensus")
         if consensus is None:
-            # the store may still hold what was said before the state was reset
+            # the store may still hold answers from before the state was reset
             purpose = f"checkpoints/{next(_numbers)}"
             channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
             consensus = open_consensus(current_transport(), channel)
@@ -90,9 +90,9 @@ class Session:
             wanted: the number that is due; that of rank 0 counts.
         """
 
-        def choose(said: Sequence[int]) -> int:
+        def choose(wanted_numbers: Sequence[int]) -> int:
             taken = retention.taken_numbers(parent)
-            return said[0] if said[0] not in taken else max(taken) + 1
+            return wanted_numbers[0] if wanted_numbers[0] not in taken else max(taken) + 1
 
         number = int(self.consensus.decide(saving.CALL, wanted, choose, self.patience))
         if number != wanted:
@@ -174,9 +174,6 @@ class StagingArea:
 
     def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
         """Copy the content of files; returns when all of it is in CPU memory.
-
-        Args:
-            payloads: with references to live objects.
 
         Returns:
             The same with copies. They hold until the next call.

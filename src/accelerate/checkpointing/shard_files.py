@@ -101,12 +101,6 @@ class _Writer(FileSystemWriter):
 def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
     """Write the file of one process; DCP's writer would store tensors that share memory several times.
 
-    Args:
-        plan: the items, with their places.
-        rank: of the process.
-        content: of the items.
-        path: the file.
-
     Returns:
         What the metadata needs to know.
 

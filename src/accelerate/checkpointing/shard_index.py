@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from accelerate.base import AccelerateError, CheckpointError, describe
-from accelerate.checkpointing.local_shards import Place, Shape
+from accelerate.checkpointing.local_shards import Place
 from accelerate.checkpointing.metadata import read_metadata
 
 if TYPE_CHECKING:  # torch's part of it takes most of a second to import
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
 
 NAME = ".metadata"
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What lies where in a folder of shards.
+    """The tensors and values in a folder of shards.
 
     Attributes:
         folder: of the shards.
@@ -32,32 +35,25 @@ class ShardIndex:
     metadata: Metadata
     places: Mapping[Place, str]
 
-    def entry(self, place: Place) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Return what is known of a tensor, or that there is another value."""
-        return self.metadata.state_dict_metadata[self.places[place]]
+    def stored(self, place: Place) -> Tensor | None:
+        """Return the shape and dtype of a tensor, on the meta device; None for another value."""
+        entry: Any = self.metadata.state_dict_metadata[self.places[place]]
+        if not hasattr(entry, "size"):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
-    def shape(self, place: Place) -> Shape | None:
-        """Return the shape of a tensor; None for another value."""
-        size: Shape | None = getattr(self.entry(place), "size", None)
-        return None if size is None else tuple(size)
-
-    def needed(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return the files in which some keys lie, each with the bytes that it must have at least."""
-        wanted = set(keys)
-        files: dict[str, int] = {}
-        for index, info in self.metadata.storage_data.items():
-            if index.fqn in wanted:
-                files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
-        return files
-
-    def check_files(self, keys: Iterable[str]) -> None:
-        """Compare the files in which some keys lie with what is said of them; nothing is read.
+    def check_files(self, keys: Container[str]) -> None:
+        """Compare the sizes of the files that hold some keys with the metadata; nothing is read.
 
         Raises:
             CheckpointError: one is missing, or shorter.
         """
+        needed: dict[str, int] = {}
+        for index, info in self.metadata.storage_data.items():
+            if index.fqn in keys:
+                needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
         problems = []
-        for file, size in sorted(self.needed(keys).items()):
+        for file, size in sorted(needed.items()):
             path = self.folder / file
             if not path.is_file():
                 problems.append(f"{self.folder.name}/{file} is missing")
@@ -75,7 +71,7 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
 
     Args:
         folder: of the shards.
-        root: key under which everything lies; what was saved without one is taken as if.
+        root: key of everything; what was saved without one is read as if it had one.
         trusted: build whatever objects the file holds.
 
     Raises:

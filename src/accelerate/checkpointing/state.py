@@ -159,7 +159,7 @@ def read_device(map_location: Any) -> Any:
 
 
 def _raise(failure: str) -> None:
-    """Settle alone: what went wrong here is wrong."""
+    """Agree alone: what went wrong here is wrong."""
     if failure:
         raise CheckpointError(failure)
 

@@ -243,20 +243,11 @@ def _read_saved(path: Path) -> Any:
 
 def _read_shards(path: Path) -> dict[str, Any]:
     """Read the whole tensors and the other values of a folder of shards, whose metadata is given."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
 
-    from accelerate.checkpointing import shard_files, shard_index, whole
-
-    found = shard_index.read(path.parent, "")
-    memory = {
-        place: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for place in found.places
-        if isinstance(entry := found.entry(place), TensorStorageMetadata)
-    }
-    targets = {place: whole(memory[place]) if place in memory else None for place in found.places}
-    values: dict[Any, Any] = {**shard_files.read(found, targets, {}), **memory}
-    return {key: values[place] for place, key in found.places.items()}
+    index = shard_index.read(path.parent, "")
+    values = shard_files.read(index, {place: memory_for(index.stored(place)) for place in index.places}, {})
+    return {key: rejoin(values[place]) for place, key in index.places.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import shard_files, shard_index
@@ -25,10 +26,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     shard_files.finish(tmp_path, [[entry(0), value], [entry(1)]])
     found = shard_index.read(tmp_path, "model")
     assert set(found.places) == {WEIGHT, ("model", "extra")}
-    assert found.shape(WEIGHT) == (4, 3)
-    assert found.shape(("model", "extra")) is None
-    assert found.needed(["model.a.weight"]) == {"__0_0.distcp": 109, "__1_0.distcp": 109}
-    assert found.needed(["model.extra"]) == {"__0_0.distcp": 205}
+    stored = found.stored(WEIGHT)
+    assert stored is not None
+    assert (stored.shape, stored.dtype, stored.device.type) == ((4, 3), torch.float32, "meta")
+    assert found.stored(("model", "extra")) is None
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(109))
+    with pytest.raises(CheckpointError, match=r"^[^;]*/__1_0.distcp is missing$"):
+        found.check_files(["model.a.weight"])
+    with pytest.raises(CheckpointError, match="__0_0.distcp has 109 bytes, and at least 205 are needed"):
+        found.check_files(["model.extra"])
 
 
 @pytest.mark.parametrize("second", [[], [entry(0)], [entry(1, rows=1)]], ids=["missing", "twice", "cut"])

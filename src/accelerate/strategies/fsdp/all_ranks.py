@@ -76,9 +76,9 @@ def write_shards(target: Path, state: shard_files.State) -> None:
     try:
         together((lambda: beside.mkdir(parents=True)) if leads else lambda: None)
         written = _attempt(lambda: payload.write(payload.content, beside / Path(payload.name).name))
-        said = transport.gather_object(written)
-        _refuse([failure for _, failure in said])
-        reports = [report for report, _ in said]
+        answers = transport.gather_object(written)
+        _refuse([failure for _, failure in answers])
+        reports = [report for report, _ in answers]
         together((lambda: _finish(payload, reports, beside, target)) if leads else lambda: None)
     finally:
         if leads:
