@@ -15,9 +15,16 @@ from torch import Tensor
 from accelerate.base import ConfigurationError, as_builtin, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
 from accelerate.ops.base import Reduction, Transport
-from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
-from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
-from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
+from accelerate.ops.packed import (
+    agree_on_call,
+    broadcast_object,
+    broadcast_packed,
+    gather_objects,
+    gather_packed,
+    reduce_packed,
+    share_numbers,
+)
+from accelerate.ops.padding import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
 from accelerate.state import PartialState, process_group

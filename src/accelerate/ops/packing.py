@@ -1,22 +1,246 @@
-"""Take nested tensors apart, plan how they travel, and put them together again.
+"""Take nested tensors apart, plan how they travel, pack them into flat buffers, and put them together again.
 
-Nothing travels here. What depends on the shapes only is worked out once per structure and kept as a `Plan`.
+Nothing travels here. What depends on the shapes only is computed once per structure and kept as a `Plan`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
-from accelerate.ops.dtensors import is_dtensor
-from accelerate.ops.flat_buffers import FlatBuffer, lay_out
+from accelerate.ops.header import Head
+
+ALIGNMENT = 16
+"""Bytes; any dtype may be viewed at such an offset of a buffer."""
+
+_SHARED = 64 * 1024  # bytes of results that may lie in one piece of memory
+_ORDERED = 8192  # elements whose order is kept
+_NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch cannot reorder these
+
+# The declaration of the function leaves out that it returns the pieces.
+_split_copy: Callable[..., tuple[Tensor, ...]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+
+
+class Group(NamedTuple):
+    """Neighbours in a slot that differ in the first dimension only: they are cut apart in one call.
+
+    Attributes:
+        start: First element in the slot.
+        stop: One past the last element.
+        tail: The shape of one row.
+        lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
+        joined: The same for the leaves of all processes together.
+        scalars: Whether the leaves are 0-d.
+    """
+
+    start: int
+    stop: int
+    tail: tuple[int, ...]
+    lengths: list[int]
+    joined: list[int]
+    scalars: bool
+
+
+@dataclass(slots=True)
+class Slot:
+    """The place of all leaves of one dtype in a buffer.
+
+    Attributes:
+        dtype: Of the leaves.
+        start: First byte in the buffer.
+        stop: One past the last byte.
+        places: Which leaves, those of one group side by side.
+        counts: Number of elements of each.
+        joined: Shape of each when those of all processes are joined.
+        groups: Its leaves, by the shape of their rows.
+        order: Where the elements of all processes are in their heads, leaf by leaf; found out at the second
+            use, as a structure that never comes back does not pay for it.
+        uses: How often it was received with a head.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    places: tuple[int, ...]
+    counts: list[int]
+    joined: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
+    order: Tensor | None = None
+    uses: int = 0
+
+    def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
+        mine = [leaves[place] for place in self.places]
+        if len(mine) == 1 or len(self.groups) > 1:
+            flat = torch._C._nn.flatten_dense_tensors(mine)
+        else:
+            flat = torch.stack(mine) if self.groups[0].scalars else torch.cat(mine).reshape(-1)
+        return flat.detach().resolve_conj().resolve_neg()
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """View its bytes in a buffer, or in one buffer for each process (2-d), as elements."""
+        return buffer[..., self.start : self.stop].view(self.dtype)
+
+    def split(self, flat: Tensor, results: list[Tensor]) -> None:
+        """Cut elements that nobody else uses into its leaves."""
+        pieces = iter(self.places)
+        for group in self.groups:
+            for piece in _cut(flat[group.start : group.stop], group.tail, group.lengths):
+                results[next(pieces)] = piece.view(()) if group.scalars else piece
+
+    def views(self, buffer: Tensor, results: list[Tensor]) -> None:
+        """Cut a buffer into its leaves, which use the memory of the buffer."""
+        flat, places = self.read(buffer), iter(self.places)
+        for group in self.groups:
+            for leaf in torch.split(flat[group.start : group.stop].view(-1, *group.tail), group.lengths):
+                results[next(places)] = leaf.view(()) if group.scalars else leaf
+
+    def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
+        """Cut the elements of all processes (one row each) into copies of its leaves, joined by rows."""
+        pieces = _split_copy(rows, self.counts, 1)
+        for place, piece, shape in zip(self.places, pieces, self.joined, strict=True):
+            results[place] = piece.view(shape)
+
+    def receive(self, head: Head, results: list[Tensor]) -> None:
+        """Cut what came with the heads of all processes into its leaves, joined by rows."""
+        rows = head.windows(self.start, self.stop, self.dtype)[1]
+        self.uses += 1
+        if self.order is None and (self.uses == 1 or not _can_be_ordered(rows)):
+            self.split_rows(rows, results)
+            return
+        if self.order is None:
+            self.order = head.positions(self.start, self.dtype, self.counts)
+        size, places = len(rows), iter(self.places)
+        flat = torch.index_select(head.elements(self.dtype), 0, self.order)
+        for group in self.groups:
+            part = flat[size * group.start : size * group.stop]
+            for piece in _cut(part, group.tail, group.joined):
+                results[next(places)] = piece
+
+    def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Copy elements into its leaves, in place."""
+        mine = [leaves[place] for place in self.places]
+        theirs = list(torch._C._nn.unflatten_dense_tensors(flat, mine))
+        if not any(leaf.is_conj() or leaf.is_neg() for leaf in mine):
+            torch._foreach_copy_(mine, theirs)
+            return
+        for leaf, arrived in zip(mine, theirs, strict=True):
+            leaf.copy_(arrived)
+
+
+def _cut(flat: Tensor, tail: tuple[int, ...], lengths: list[int]) -> Sequence[Tensor]:
+    """Cut elements into tensors with rows of one shape; small ones share memory, not what they track."""
+    cut = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED else _split_copy
+    return cut(flat.view(-1, *tail), lengths, 0)
+
+
+def _can_be_ordered(rows: Tensor) -> bool:
+    return rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """Several leaves in one byte buffer.
+
+    Attributes:
+        slots: One for each dtype.
+        width: Bytes of the buffer.
+    """
+
+    slots: tuple[Slot, ...]
+    width: int
+
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of the leaves; may share the memory of a single leaf."""
+        if len(self.slots) == 1 and self.slots[0].stop == self.width:
+            return self.slots[0].flatten(leaves).view(torch.uint8)
+        buffer = torch.empty(
+            self.width,
+            dtype=torch.uint8,
+            device=leaves[self.slots[0].places[0]].device if self.slots else "cpu",
+        )
+        self.pack_into(leaves, buffer)
+        return buffer
+
+    def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
+        """Write the leaves into the beginning of a byte buffer."""
+        for slot in self.slots:
+            slot.read(buffer).copy_(slot.flatten(leaves))
+
+    def send(self, leaves: Sequence[Tensor], head: Head) -> None:
+        """Write the leaves into a head."""
+        for slot in self.slots:
+            head.windows(slot.start, slot.stop, slot.dtype)[0].copy_(slot.flatten(leaves))
+
+    def received(self, head: Head) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each slot with the elements of all processes that came with their heads, one row each."""
+        for slot in self.slots:
+            yield slot, head.windows(slot.start, slot.stop, slot.dtype)[1]
+
+
+def lay_out(
+    places: Sequence[int], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], size: int
+) -> FlatBuffer:
+    """Give each dtype its slot in one buffer, the slots one after the other."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place in places:
+        by_dtype.setdefault(dtypes[place], []).append(place)
+    slots, start = [], 0
+    for dtype, members in by_dtype.items():
+        members.sort(key=lambda place: (len(shapes[place]) == 0, shapes[place][1:]))
+        own = [shapes[place] for place in members]
+        counts = [shape.numel() for shape in own]
+        stop = start + sum(counts) * dtype.itemsize
+        joined = tuple(joined_shape(shape, size) for shape in own)
+        slots.append(Slot(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size))))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+    return FlatBuffer(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
+
+
+def _group(shapes: list[torch.Size], size: int) -> Iterator[Group]:
+    start = 0
+    for (scalars, tail), members in groupby(shapes, key=lambda shape: (len(shape) == 0, tuple(shape[1:]))):
+        lengths = [shape[0] if shape else 1 for shape in members]
+        stop = start + sum(lengths) * torch.Size(tail).numel()
+        yield Group(start, stop, tail, lengths, [size * length for length in lengths], scalars)
+        start = stop
+
+
+def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
+    """Return the shape of tensors joined along the first dimension; 0-d counts as 1-d."""
+    return (size * shape[0], *shape[1:]) if shape else (size,)
+
+
+@lru_cache(maxsize=256)
+def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
+    """Give each dtype its slot in a buffer with the tensors of one process; kept for the layouts used last.
+
+    Args:
+        facts: Shape and dtype of each tensor; those without elements have no place.
+    """
+    shapes, dtypes = [shape for shape, _ in facts], [dtype for _, dtype in facts]
+    return lay_out([place for place, shape in enumerate(shapes) if shape.numel()], shapes, dtypes, 1)
+
+
+def views_of(buffer: Tensor, facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
+    """Return the tensors of a buffer that `lay_out_once` has laid out, which use its memory."""
+    tensors: list[Any] = [None] * len(facts)
+    for slot in lay_out_once(facts).slots:
+        slot.views(buffer, tensors)
+    for place, (shape, dtype) in enumerate(facts):
+        if tensors[place] is None:
+            tensors[place] = torch.empty(shape, dtype=dtype, device=buffer.device)
+    return tensors
+
 
 ALONE = 64 * 1024
 """Bytes from which a tensor travels by itself: copying it into a buffer would cost more than a call."""
@@ -39,11 +263,6 @@ class Parts:
     leaves: list[Tensor]
     facts: list[Any]
     skeleton: list[Any]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether a leaf is a distributed tensor."""
-        return any(map(is_dtensor, self.leaves))
 
 
 def take_apart(data: Any) -> Parts:
