@@ -10,10 +10,9 @@ UNPICKLING = {
     "checkpointing/shard_index.py": "metadata of a folder of shards that the user trusts",
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
     "checkpointing/shard_files.py": "names the exception class alone",
-    "data_loader/dispatch_messages.py": "what rank 0 sends through a collective or shared memory",
-    "data_loader/dispatch_packing.py": "errors and specs in such messages",
+    "data_loader/dispatch_transport.py": "what rank 0 sends through a collective or shared memory",
     "diagnostics/flight.py": "what torch's flight recorder returns inside this process",
-    "ops/objects.py": "objects in collectives",
+    "ops/packed.py": "objects in collectives",
     "weights/files.py": "names the exception class alone",
 }
 """Each file that may import such a module, and what for."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accelerate import rng
 from accelerate.base import CheckpointError
 from accelerate.checkpointing.part import Apply
-from accelerate.data_loader import position
+from accelerate.data_loader import resume as position
 from accelerate.nested import iterate_tensors
 
 LARGEST = 64 * 2**20
@@ -244,7 +244,9 @@ def _state_of(owner: Any) -> tuple[Any, _Tensors]:
 def keep_loader(loader: Any) -> Apply:
     """Keep the order and position of a prepared loader."""
     sampler = loader.get_sampler()
-    owners = [loader, loader.position, sampler, loader._index_sampler, loader.dataset]
+    first = loader.first_round
+    owners = [loader, loader.base_dataloader, loader.position, first, sampler, loader._index_sampler]
+    owners.append(loader.dataset)
     kept = [(each, dict(vars(each))) for each in owners if hasattr(each, "__dict__")]
     drawn = [(generator, generator.get_state()) for generator in position.generators_of(loader)]
     epoch = loader.iteration

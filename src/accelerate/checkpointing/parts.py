@@ -40,7 +40,7 @@ from accelerate.checkpointing.kept import (
     keep_weights,
 )
 from accelerate.checkpointing.part import Change, Load, Payload, Stage, Stateful, nothing
-from accelerate.data_loader import position
+from accelerate.data_loader import resume as position
 from accelerate.logging import get_logger
 from accelerate.weights import (
     drop_shared,

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from accelerate.base import environ as variables
-from accelerate.data_loader import workers
+from accelerate.data_loader import after_workers_start
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.arrivals import ArrivalWatch
 from accelerate.diagnostics.hang_channel import HangChannel, Report, connect
@@ -240,7 +240,7 @@ def _watch_loader(iterator: Any) -> None:
         watch.follow(iterator)
 
 
-workers.after_start.append(_watch_loader)
+after_workers_start.append(_watch_loader)
 process_group.while_opening.append(_watch_arrivals)
 process_group.before_closing.append(_stop_with_group)
 # Registered after the process group's own, and so called before it.

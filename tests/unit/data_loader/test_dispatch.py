@@ -20,7 +20,6 @@ from accelerate.data_loader import (
     count_samples,
     cut_batch,
     prepare_data_loader,
-    shard,
 )
 
 CPU = torch.device("cpu")
@@ -107,7 +106,7 @@ def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch
     runtime.is_spmd = lambda: False  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
     monkeypatch.setattr(data_loader, "is_torch_xla_available", lambda: True)
-    shard.wrapper_for_xla.cache_clear()
+    data_loader.wrapper_for_xla.cache_clear()
     kind = data_loader.MpDeviceLoaderWrapper
     data = DataLoader(list(range(5)), batch_size=2)
     loader: Any = prepare_data_loader(data, torch.device("xla:0"), 1, 0, put_on_device=True)
@@ -122,7 +121,7 @@ def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch
     late = data_loader.skip_first_batches(loader, 2)
     assert isinstance(late, kind)
     assert [batch.tolist() for batch in late] == [[4]]
-    shard.wrapper_for_xla.cache_clear()
+    data_loader.wrapper_for_xla.cache_clear()
 
 
 def test_the_xla_loader_is_only_there_with_torch_xla() -> None:

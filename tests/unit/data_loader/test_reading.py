@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accelerate.base import stack_dumps
-from accelerate.data_loader import prepare_data_loader, workers
+from accelerate.data_loader import prepare_data_loader, reading
 
 
 class Offers(Dataset[float]):
@@ -45,7 +45,7 @@ def test_workers_can_be_asked_and_the_users_function_is_called(method: str, init
 def test_who_watches_loaders_hears_of_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[list[int]] = []
     monkeypatch.setattr(
-        workers, "after_start", [lambda iterator: heard.append([w.pid for w in iterator._workers])]
+        reading, "after_workers_start", [lambda iterator: heard.append([w.pid for w in iterator._workers])]
     )
     data = torch.arange(2)
     assert len(list(prepare_data_loader(DataLoader(data, num_workers=1)))) == 2  # type: ignore[arg-type]
