@@ -21,7 +21,10 @@ from accelerate.data_loader.base import (
     note_moment as note_moment,
     recall_moment as recall_moment,
 )
-from accelerate.data_loader.dispatch import DataLoaderDispatcher as DataLoaderDispatcher, Dealer as Dealer
+from accelerate.data_loader.dispatch import (
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    RoundBuilder as RoundBuilder,
+)
 from accelerate.data_loader.dispatch_transport import (
     Arrival as Arrival,
     Failure as Failure,

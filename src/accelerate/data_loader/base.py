@@ -24,20 +24,8 @@ if TYPE_CHECKING:  # an instance is a `DataLoader` by its `__class__`: it has on
 else:
     _Base = object
 
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 _OF_TORCH = frozenset(inspect.signature(DataLoader).parameters)
+_OF_ORDER = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 _NOT_COPIED = ("gradient_state", "_route")
 
 Moment = dict[str, Any]
@@ -342,7 +330,7 @@ def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
 
 def kept_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Everything about a loader that preparing it does not change, as arguments for a new one."""
-    return {name: getattr(loader, name) for name in _KEPT}
+    return {name: getattr(loader, name) for name in _OF_TORCH - _OF_ORDER}
 
 
 def _stateful_class() -> Any:

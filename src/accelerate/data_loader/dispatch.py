@@ -36,13 +36,13 @@ Cut = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Dealer:
-    """Shares batches between groups; the last round is filled from the beginning of the epoch and cut evenly.
+class RoundBuilder:
+    """Builds rounds of one part for each group; the last one is filled from the beginning of the epoch.
 
     Attributes:
         groups: How many groups there are.
-        split: Cut each batch in `groups` parts, instead of giving each group a batch of its own.
-        drop_last: Leave out a last round that doesn't reach all groups with a batch of their own.
+        split: Cut each batch in `groups` parts, instead of one batch for each group.
+        drop_last: Drop a last round that has not a batch for each group.
         cut: The user's `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts tensors and lists.
     """
 
@@ -75,8 +75,8 @@ class Dealer:
         while current:
             state = capture() if capture else None
             upcoming = self.read(batches)
-            dealt = self._deal(current, first, is_last=not upcoming)
-            yield replace(dealt, state=state if upcoming or capture is None else capture())
+            complete = self._share(current, first, is_last=not upcoming)
+            yield replace(complete, state=state if upcoming or capture is None else capture())
             current = upcoming
 
     def read(self, batches: Iterator[Any]) -> list[Any]:
@@ -84,8 +84,8 @@ class Dealer:
         read = list(islice(batches, self.take))
         return [] if self.drop_last and len(read) < self.take else read
 
-    def _deal(self, batches: list[Any], first: list[Any], *, is_last: bool) -> Round:
-        if self._deals_whole(batches, is_last=is_last):
+    def _share(self, batches: list[Any], first: list[Any], *, is_last: bool) -> Round:
+        if self._shares_whole(batches, is_last=is_last):
             return Round(batches, is_last, _uneven_counts(batches))
         whole = join(batches)
         samples = self._count(whole)
@@ -97,7 +97,7 @@ class Dealer:
         parts = [self._slice(whole, index, part, samples + missing) for index in range(self.groups)]
         return Round(parts, is_last, tuple(counts) if missing else None)
 
-    def _deals_whole(self, batches: list[Any], *, is_last: bool) -> bool:
+    def _shares_whole(self, batches: list[Any], *, is_last: bool) -> bool:
         """Whether groups get batches as they were read: all but the end of an epoch."""
         if self.split or self.cut is not None:
             return False
@@ -214,9 +214,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.position.seen += 1
         self.position.consumed += self.plan.batches_in_round
 
-    def _dealer(self) -> Dealer:
+    def _builder(self) -> RoundBuilder:
         plan = self.plan
-        return Dealer(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
+        return RoundBuilder(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""
@@ -235,9 +235,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     sender.fail(error)
                     raise
                 sender.send(rounds)
-                for dealt in (one.dealt for one in rounds):
-                    yield Arrival(dealt.parts[group], dealt.counts, dealt.is_last, dealt.state)
-                if not rounds or rounds[-1].dealt.is_last:
+                for one in (packed.round for packed in rounds):
+                    yield Arrival(one.parts[group], one.counts, one.is_last, one.state)
+                if not rounds or rounds[-1].round.is_last:
                     return
         finally:
             if reader is not None:
@@ -245,15 +245,15 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
-        dealer, draws, start = self._dealer(), Draws(), self.start
+        builder, draws, start = self._builder(), Draws(), self.start
         kept = self.batches_kept if start.keeps_first_round else 0
-        skipped = start.skip_source + self.skip_batches * dealer.take
-        source, _, _ = open_batches(self, skipped, kept, ahead_by=dealer.take)
+        skipped = start.skip_source + self.skip_batches * builder.take
+        source, _, _ = open_batches(self, skipped, kept, ahead_by=builder.take)
         restored = self.first_round.take_restored()
-        opening = [] if restored else dealer.read(source)
+        opening = [] if restored else builder.read(source)
         self.first_round.items = restored or opening
         batches = draws.watch(source if kept else chain(opening, source))
-        rounds = dealer.rounds(batches, source_state(self), self.first_round.items)
+        rounds = builder.rounds(batches, source_state(self), self.first_round.items)
         return ReadAhead(map(sender.pack, rounds), draws.seen, self._enter_thread)
 
     def _enter_thread(self) -> None:
@@ -270,7 +270,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device
 
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.base_dataloader), self._dealer().take)
+        rounds, rest = divmod(len(self.base_dataloader), self._builder().take)
         return max(rounds + (rest > 0 and not self._drop_last) - self.skip_batches, 0)
 
     @property

@@ -90,7 +90,7 @@ class Failure:
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
-        except Exception:  # whatever an exception class does to its own pickle; its text says enough
+        except Exception:  # of the pickle methods of an exception class; its text is sent instead
             return Failure(None, text)
         return Failure(packed, text)
 
@@ -102,7 +102,7 @@ class Failure:
         raise pickle.loads(self.error) from cause
 
 
-def pack(dealt: Round, group: int) -> PackedPart:
+def pack(complete: Round, group: int) -> PackedPart:
     """Pack the tensors of one group's part into a chunk of bytes on the CPU.
 
     A part that is one contiguous tensor is not copied: the chunk is its memory.
@@ -113,10 +113,10 @@ def pack(dealt: Round, group: int) -> PackedPart:
         tensors.append(tensor.detach().cpu())
         return TensorInformation(tensor.shape, tensor.dtype)
 
-    outline = recursively_apply(take, dealt.parts[group], test_type=_is_dense)
+    outline = recursively_apply(take, complete.parts[group], test_type=_is_dense)
     layout = lay_out_once(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
     size = -(-layout.width // ALIGNMENT) * ALIGNMENT
-    spec = Spec(outline, size, dealt.counts, dealt.is_last)
+    spec = Spec(outline, size, complete.counts, complete.is_last)
     if size == layout.width and not any(tensor.is_inference() for tensor in tensors):
         return PackedPart(pickle.dumps(spec), layout.pack(tensors))
     chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -155,12 +155,12 @@ class Packed(NamedTuple):
     """A round that is ready to be sent.
 
     Attributes:
-        dealt: The round.
+        round: The round.
         parts: The part of each group of another process.
         size: Bytes of the largest of them.
     """
 
-    dealt: Round
+    round: Round
     parts: dict[int, PackedPart]
     size: int
 
@@ -177,16 +177,16 @@ class Sender:
         self._others = route.receivers
         self._sent_specs: dict[int, bytes] = {}
 
-    def pack(self, dealt: Round) -> Packed:
+    def pack(self, complete: Round) -> Packed:
         """Pack a round; nothing is sent, any thread may do it."""
-        parts = {group: pack(dealt, group) for group in self._others}
-        return Packed(dealt, parts, max((len(part.chunk) for part in parts.values()), default=0))
+        parts = {group: pack(complete, group) for group in self._others}
+        return Packed(complete, parts, max((len(part.chunk) for part in parts.values()), default=0))
 
     def send(self, rounds: list[Packed]) -> None:
         """Send rounds in one message; an empty list ends the pass."""
         if not self._others:
             return
-        is_end = not rounds or rounds[-1].dealt.is_last
+        is_end = not rounds or rounds[-1].round.is_last
         specs = {group: [packed.parts[group].spec for packed in rounds] for group in self._others}
         is_new = any(spec != self._sent_specs.get(group) for group in specs for spec in specs[group])
         blocks = {}
@@ -321,7 +321,7 @@ class Route:
 
     def _send_by_wire(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
         joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
-        if self.transport.size == 2:  # for one receiver: the same, without a block of one's own
+        if self.transport.size == 2:  # for one receiver the same, without a block for process 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
             return
         own = self._unused_block(size)  # process 0 keeps what it has read

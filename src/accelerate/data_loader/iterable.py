@@ -29,7 +29,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: How many processes share the samples.
         process_index: Which of them this is, from 0.
         split_batches: Whether `batch_size` is that of the global batch.
-        even_batches: Fill the short global batch; otherwise it is dealt as it is, and ranks may get fewer
+        even_batches: Fill the short global batch; otherwise it is shared as it is, and ranks may get fewer
             samples.
 
     Raises:

@@ -168,11 +168,11 @@ def _by_datasets(dataset: Any, groups: int, group: int) -> OwnShare | None:
     given = getattr(dataset, "_distributed", None)
     if given is not None:
         is_ours = (given.rank, given.world_size) == (group, groups)
-        return OwnShare(dataset, "shared out by split_dataset_by_node", True) if is_ours else None
+        return OwnShare(dataset, "sharded by split_dataset_by_node", True) if is_ours else None
     from datasets.distributed import split_dataset_by_node
 
     share = split_dataset_by_node(dataset, rank=group, world_size=groups)
-    return OwnShare(share, "the dataset shares itself out, by split_dataset_by_node")
+    return OwnShare(share, "the dataset shards itself, by split_dataset_by_node")
 
 
 def _by_webdataset(dataset: Any, groups: int, group: int) -> OwnShare | None:
@@ -181,15 +181,15 @@ def _by_webdataset(dataset: Any, groups: int, group: int) -> OwnShare | None:
     if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list):
         return None
     splits = any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages)
-    return OwnShare(dataset, "shared out by split_by_node", True) if splits else None
+    return OwnShare(dataset, "sharded by split_by_node", True) if splits else None
 
 
 def _by_shards(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Anything with `shard(num_shards=, index=)` that says that it has as many shards as there are groups."""
+    """Datasets with `shard(num_shards=, index=)` that have at least as many shards as there are groups."""
     shard, num_shards = getattr(dataset, "shard", None), _num_shards(dataset)
     if not callable(shard) or num_shards is None or num_shards < groups:
         return None
-    return OwnShare(shard(num_shards=groups, index=group), f"the dataset shares its {num_shards} shards out")
+    return OwnShare(shard(num_shards=groups, index=group), f"the dataset has {num_shards} shards")
 
 
 _SHARDINGS: tuple[Callable[[Any, int, int], OwnShare | None], ...] = (

@@ -118,7 +118,7 @@ def nominal_batch_size(loader: DataLoader[Any]) -> int | None:
     return size if isinstance(size, int) else loader.batch_size
 
 
-def is_shared_out(loader: DataLoader[Any], groups: int, group: int) -> bool:
+def is_sharded(loader: DataLoader[Any], groups: int, group: int) -> bool:
     """Whether the user's dataset is an `IterableDatasetShard` with the share of this group."""
     dataset = loader.dataset
     return (
@@ -174,8 +174,8 @@ def plan(
             f"Take a multiple of {groups}, or leave split_batches off",
         )
     part = size // groups if split and size is not None else size
-    if groups > 1 and not dispatch and is_shared_out(loader, groups, group):
-        return ShardPlan("shard", groups, group, part, split, why="the dataset is shared out already")
+    if groups > 1 and not dispatch and is_sharded(loader, groups, group):
+        return ShardPlan("shard", groups, group, part, split, why="the dataset is sharded already")
     if own_share is not None:
         return ShardPlan("dataset_shards", groups, group, part, split, why=own_share)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):

@@ -14,7 +14,7 @@ from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.last_batch import FirstRound
 from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywhere, own_share
-from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, may_read_own_share, plan
+from accelerate.data_loader.plan import ShardPlan, data_groups, is_sharded, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.ops import current_transport
@@ -91,9 +91,9 @@ def prepare_data_loader(
         process_index = PartialState().process_index
     groups, group = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    share = None
-    if groups > 1 and isinstance(dataloader.dataset, IterableDataset) and not _is_xla(target):
-        share = _own_share(dataloader, num_processes, groups, group, dispatch_batches)
+    share = (
+        None if _is_xla(target) else _own_share(dataloader, num_processes, groups, group, dispatch_batches)
+    )
     decided = plan(
         dataloader,
         num_processes=num_processes,
@@ -116,21 +116,25 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
         **kept_settings(dataloader),
     }
-    loader: Any
     if decided.how == "dispatch":
-        shared.update(slice_fn=slice_fn_for_dispatch, split_batches=split_batches)
-        loader = DataLoaderDispatcher(dataloader.dataset, **order.arguments(decided), **shared)
+        cut: dict[str, Any] = {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
+        loader: Any = DataLoaderDispatcher(dataloader.dataset, **cut, **order.arguments(decided), **shared)
     else:
-        dataset = order.shard(decided) if share is None else share.dataset
-        shared.update(rng_types=rng_types if num_processes > 1 else None, device=target)
-        shared["synchronized_generator"] = order.generator
-        loader = DataLoaderShard(dataset, **order.arguments(decided), **shared)
+        synchronized = rng_types if num_processes > 1 else None
+        loader = _build_shard(order, decided, share, device=target, rng_types=synchronized, **shared)
     loader.use_stateful_dataloader = use_stateful_dataloader
     loader.plan = decided
     loader.shares_batches = num_processes > groups
-    if target is not None and _is_xla(target) and decided.how != "dispatch":
-        return _upload_in_background(loader)  # type: ignore[no-any-return]
-    return loader  # type: ignore[no-any-return]
+    is_for_xla = decided.how != "dispatch" and _is_xla(target)
+    return _upload_in_background(loader) if is_for_xla else loader  # type: ignore[no-any-return]
+
+
+def _build_shard(
+    order: _Order, decided: ShardPlan, share: OwnShare | None, **settings: Any
+) -> DataLoaderShard:
+    dataset = order.shard(decided) if share is None else share.dataset
+    settings["synchronized_generator"] = order.generator
+    return DataLoaderShard(dataset, **order.arguments(decided), **settings)
 
 
 def _own_share(
@@ -141,6 +145,8 @@ def _own_share(
     dispatch: bool | None,
 ) -> OwnShare | None:
     """The share that the dataset makes for this group, where that is to be read; called on all ranks."""
+    if groups == 1 or not isinstance(loader.dataset, IterableDataset):
+        return None
     share = own_share(loader.dataset, groups, group)
     if share is None or not may_read_own_share(loader, dispatch=dispatch, given=share.is_given):
         return None
@@ -253,7 +259,7 @@ def _with_sampler(index_sampler: Any, sampler: Any, old: Any) -> Any:
 
 
 def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableDatasetShard:
-    if is_shared_out(loader, decided.groups, decided.group):
+    if is_sharded(loader, decided.groups, decided.group):
         own: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
         own.tagged = own.part_size == loader.batch_size  # else its batches are not those of the loader
         own.first_round = FirstRound()

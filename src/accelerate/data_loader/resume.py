@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -116,11 +117,14 @@ class Position:
         point, self.resume_point = self.resume_point, None
         self.offset = offset
         if point is None or point.start_states is None:
-            self.start_states = _capture_states(loader)
+            own = [generator.get_state() for generator in generators_of(loader)]
+            self.start_states = {"global": rng.capture_on_cpu(), "generators": own}
             return lambda: None
-        now = rng.capture()
-        self.start_states = point.start_states
-        _restore_states(loader, point.start_states)
+        now, states = rng.capture(), point.start_states
+        self.start_states = states
+        rng.restore(states["global"])
+        for generator, state in zip(generators_of(loader), states["generators"], strict=True):
+            generator.set_state(state)
         return lambda: rng.restore(now)
 
     @property
@@ -196,9 +200,8 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
     loader.set_epoch(epoch)
     loader.position.end()
     own_shares, rows = bool(state.get("own_shares")), state.get("rows_in_batch")
-    loader.position.resume_point = ResumePoint(
-        offset, start, groups, bool(state["is_over"]), own_shares, rows
-    )
+    is_over = bool(state["is_over"])
+    loader.position.resume_point = ResumePoint(offset, start, groups, is_over, own_shares, rows)
 
 
 def _match_generators(
@@ -255,19 +258,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         if isinstance(generator := getattr(owner, name, None), torch.Generator)
     ]
     return list({id(generator): generator for generator in generators}.values())
-
-
-def _capture_states(loader: Any) -> dict[str, Any]:
-    return {
-        "global": rng.capture_on_cpu(),
-        "generators": [generator.get_state() for generator in generators_of(loader)],
-    }
-
-
-def _restore_states(loader: Any, states: Mapping[str, Any]) -> None:
-    rng.restore(states["global"])
-    for generator, state in zip(generators_of(loader), states["generators"], strict=True):
-        generator.set_state(state)
 
 
 # Datasets that are read in order
@@ -461,8 +451,7 @@ def _share_rest(loader: Any, offset: Offset) -> Any:
     elif isinstance(dataset, IterableDataset):
         late.start = replace(late.start, skip_source=offset.consumed)
     else:
-        name = _name_of_index_sampler(base)
-        late.base_dataloader = copy_with(base, **{name: _rest_of(getattr(base, name), offset.consumed)})
+        late.base_dataloader = _reordered(base, partial(_rest_of, consumed=offset.consumed))
     return late
 
 
@@ -481,12 +470,13 @@ def _rest_of(index_sampler: Any, consumed: int) -> Any:
 
 def _by_batches(loader: DataLoader[Any], skipped: int, kept: int = 0) -> DataLoader[Any]:
     """A torch loader over map-style data without its first batches, of which the first `kept` are read."""
-    name = _name_of_index_sampler(loader)
-    return copy_with(loader, **{name: SkipBatchSampler(getattr(loader, name), skipped, kept)})
+    return _reordered(loader, lambda index_sampler: SkipBatchSampler(index_sampler, skipped, kept))
 
 
-def _name_of_index_sampler(loader: DataLoader[Any]) -> str:
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+def _reordered(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
+    """A copy of a torch loader that reads by a changed index sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return copy_with(loader, **{name: change(getattr(loader, name))})
 
 
 def _late(loader: Any, **start: Any) -> Any:

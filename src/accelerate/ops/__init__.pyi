@@ -49,7 +49,7 @@ from accelerate.ops.packed import (
 from accelerate.ops.packing import (
     ALIGNMENT as ALIGNMENT,
     ALONE as ALONE,
-    Plan as Plan,
+    TransferPlan as TransferPlan,
     joined_shape as joined_shape,
     lay_out_once as lay_out_once,
     mark_of as mark_of,

@@ -47,7 +47,7 @@ def gather(tensor: T) -> T:
         The same nesting with tensors of `num_processes` times the length, in rank order, on every process.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
         TypeError: A leaf is not a tensor.
     """
     transport = current_transport()
@@ -94,7 +94,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         The same nesting of tensors, on every process.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
     transport = current_transport()
     if transport.size == 1:
@@ -143,7 +143,7 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
 
     Raises:
         ConfigurationError: No such reduction, or the maximum or minimum of complex numbers.
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
     if reduction not in _REDUCTIONS:
         raise wrong_value(
@@ -172,7 +172,7 @@ def gather_uneven(tensor: Any) -> Any:
         The same nesting; along the first dimension the parts of all ranks in rank order, without any filling.
 
     Raises:
-        DistributedOperationException: Something else than the first dimension differs (found on CPU, or in
+        DistributedOperationException: Another dimension than the first differs (detected on CPU, or in
             debug mode).
     """
     transport = current_transport()
@@ -239,7 +239,7 @@ def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
 
 @operation
 def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
-    """Tell every process the shape of a tensor that one of them has.
+    """Give every process the shape of a tensor that one of them has.
 
     Args:
         tensor: The tensor on the rank that has it, None on the others.
@@ -281,10 +281,10 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
 
 @operation
 def wait_for_everyone() -> None:
-    """Wait until all processes have come here.
+    """Wait until all processes have called this.
 
     Raises:
-        DistributedOperationException: Another process is in another operation (found on CPU, or in
+        DistributedOperationException: Another process is in another operation (detected on CPU, or in
             debug mode).
         StateError: The process group is closed.
     """
@@ -294,7 +294,7 @@ def wait_for_everyone() -> None:
         transport.barrier()
 
 
-# Waiting is an operation like the others, whoever asks for it.
+# All waits for other processes are recorded and verified as operations.
 process_group.wait_through(wait_for_everyone)
 
 
@@ -330,8 +330,10 @@ def _check_counts(counts: Sequence[int], transport: Transport) -> None:
 def _only_owner(entries: list[Any]) -> int:
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
-        found = f"processes {owners} have one" if owners else "no process has one"
-        error = ConfigurationError(f"tensor: {found}. Pass the tensor on one process and None on all others.")
+        reason = f"processes {owners} have one" if owners else "no process has one"
+        error = ConfigurationError(
+            f"tensor: {reason}. Pass the tensor on one process and None on all others."
+        )
         raise as_builtin(error, IndexError)
     return owners[0]
 

@@ -21,8 +21,8 @@ from accelerate.ops.base import Transport, finished_reduction, reducible_dtype
 from accelerate.ops.header import Head
 from accelerate.ops.packing import (
     Parts,
-    Plan,
     Slot,
+    TransferPlan,
     joined_shape,
     mark_of,
     plan_for,
@@ -49,8 +49,8 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
     leaves, size = parts.leaves, transport.size
     plan, head = _begin(parts, transport, call, sends=True)
     results: list[Any] = [None] * len(leaves)
-    for place in plan.empty:
-        results[place] = leaves[place].new_empty(joined_shape(leaves[place].shape, size))
+    for index in plan.empty:
+        results[index] = leaves[index].new_empty(joined_shape(leaves[index].shape, size))
     if head is not None and plan.whole is not None:
         for slot in plan.whole.slots:
             slot.receive(head, results)
@@ -59,15 +59,15 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         joined = transport.gather(layout.pack(leaves)).view(size, -1)
         for slot in layout.slots:
             slot.split_rows(slot.read(joined), results)
-    for place in plan.alone:
-        results[place] = transport.gather(leaves[place])
+    for index in plan.alone:
+        results[index] = transport.gather(leaves[index])
     return put_together(data, iter(results))
 
 
 def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call: Call) -> Any:
     """Combine the tensors of all processes element by element.
 
-    What rides on the head is combined in the order of the ranks, in the dtype in which the wire would.
+    What is sent in the header is combined in the order of the ranks, in the dtype in which the wire would.
 
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks; not changed.
@@ -88,16 +88,16 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
     results: list[Any] = [None] * len(leaves)
     if head is not None and plan.whole is not None:
         for slot, rows in plan.whole.received(head):
-            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.places[0]])
+            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.indices[0]])
             slot.split(_scaled(total, scale), results)
     for layout in plan.buffers:
         slot = layout.slots[0]
         slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
-    for place in plan.alone:
-        results[place] = _scaled(transport.reduce(leaves[place], how), scale)
-    for place in plan.empty:
-        nothing = leaves[place].detach().to(reducible_dtype(leaves[place].dtype), copy=True)
-        results[place] = _scaled(finished_reduction(nothing, how, size, leaves[place]), scale)
+    for index in plan.alone:
+        results[index] = _scaled(transport.reduce(leaves[index], how), scale)
+    for index in plan.empty:
+        empty = leaves[index].detach().to(reducible_dtype(leaves[index].dtype), copy=True)
+        results[index] = _scaled(finished_reduction(empty, how, size, leaves[index]), scale)
     return put_together(data, iter(results))
 
 
@@ -121,7 +121,7 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
             for slot, rows in plan.whole.received(head):
                 slot.overwrite(rows[source], leaves)
         for layout in plan.buffers:
-            device = leaves[layout.slots[0].places[0]].device
+            device = leaves[layout.slots[0].indices[0]].device
             buffer = torch.empty(layout.width, dtype=torch.uint8, device=device)
             if sends:
                 layout.pack_into(leaves, buffer)
@@ -129,20 +129,20 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
             if not sends:
                 for slot in layout.slots:
                     slot.overwrite(slot.read(buffer), leaves)
-        for place in plan.alone:
-            transport.broadcast(leaves[place], source)
+        for index in plan.alone:
+            transport.broadcast(leaves[index], source)
     return put_together(data, iter(leaves))
 
 
 def _begin(
     parts: Parts, transport: Transport, call: Call, *, sends: bool, mixed: bool = True
-) -> tuple[Plan, Head | None]:
-    """Plan how a structure travels, and exchange heads where this wire begins with them.
+) -> tuple[TransferPlan, Head | None]:
+    """Plan how a structure is sent, and exchange headers where this wire begins with them.
 
     Returns:
-        The plan, and the head that carries the payload; None where it travels otherwise.
+        The plan, and the header that carries the payload; None where it is sent otherwise.
     """
-    head = transport.head if _rides(parts, transport) else None
+    head = transport.head if _goes_over_cpu(parts, transport) else None
     room = -1 if head is None else head.room
     name = f"{call.operation}({call.arguments})"
     plan = plan_for(name, parts, size=transport.size, room=room, mixed=mixed)
@@ -155,8 +155,8 @@ def _begin(
     return plan, head
 
 
-def _rides(parts: Parts, transport: Transport) -> bool:
-    """Whether the tensors travel by way of the CPU, as the head does."""
+def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
+    """Whether the tensors are sent from the CPU, as the header is."""
     return transport.verifies or not parts.leaves or parts.leaves[0].device.type == "cpu"
 
 
@@ -192,7 +192,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def whole_tensors(data: Any) -> Any:
-    """Return nested data with whole tensors in place of distributed ones; called on all ranks."""
+    """Return nested data with whole tensors instead of distributed ones; called on all ranks."""
     return recursively_apply(lambda leaf: leaf.full_tensor(), data, test_type=is_dtensor)
 
 
@@ -249,7 +249,7 @@ def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[A
 
 
 def _open(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
-    """The whole tensor, and the ranks that speak for it: the first of each group that shares one."""
+    """The whole tensor, and the first rank of each group that shares one."""
     ranks = leaf.device_mesh.mesh
     whole = leaf.full_tensor()
     if ranks.numel() == transport.size:
@@ -305,13 +305,13 @@ def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) ->
 def share_numbers(
     numbers: Sequence[int], transport: Transport, call: Call, *facts: object
 ) -> list[list[int]]:
-    """Tell every process the integers of all, in rank order.
+    """Gather the integers of all processes, in rank order.
 
     Args:
         numbers: As many on each rank.
         transport: The wire between several processes.
         call: For the message when the processes disagree.
-        *facts: What else has to be the same on all processes, by what its `repr` reads.
+        *facts: What else has to be the same on all processes, by its `repr`.
     """
     head = transport.head
     if head is not None and (transport.verifies or debugging()):
@@ -328,7 +328,7 @@ def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
     Args:
         transport: The wire between several processes.
         call: What this process does.
-        *facts: What else has to be the same on all processes, by what its `repr` reads.
+        *facts: What else has to be the same on all processes, by its `repr`.
 
     Raises:
         DistributedOperationException: They differ.

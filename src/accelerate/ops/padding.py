@@ -17,7 +17,7 @@ from accelerate.ops.packed import gather_packed, share_numbers
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, outline
 
-# Stands in the table of sizes for a tensor that is left alone.
+# The size that is sent for a tensor that is not padded.
 _LEFT_ALONE = -1
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Bring the tensors of all processes to the same length in one dimension.
 
-    Called on all ranks. All sizes travel in one collective, whatever the nesting.
+    Called on all ranks. All sizes are sent in one collective, whatever the nesting.
 
     Args:
         tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
@@ -44,8 +44,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
         The same nesting; each tensor as long in `dim` as the longest of all processes, unchanged where it is.
 
     Raises:
-        DistributedOperationException: The numbers of dimensions differ (on CPU always; elsewhere in debug
-            mode).
+        DistributedOperationException: The numbers of dimensions differ (on CPU always; else in debug mode).
     """
     if any(leaf.is_nested for leaf in iterate_tensors(tensor)):
         warnings.warn(
@@ -114,7 +113,7 @@ def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Ten
 
 
 def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
-    """Join tensors along their first dimension: filled up to the longest for the way, and cut again.
+    """Join tensors along their first dimension: padded to the longest to be sent, and cut again.
 
     Args:
         data: Nested tensors that agree on all ranks in everything but the number of rows.
@@ -126,7 +125,7 @@ def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transpo
         The same nesting; the rows of all ranks in rank order.
     """
     first, second = tee(counts)
-    filled = recursively_apply(lambda leaf: _fill_up(leaf, next(first)), data, error_on_other_type=True)
+    filled = recursively_apply(lambda leaf: _pad_rows(leaf, next(first)), data, error_on_other_type=True)
     joined = gather_packed(filled, transport, call)
     return recursively_apply(lambda leaf: _cut(leaf, next(second)), joined)
 
@@ -163,7 +162,7 @@ def too_few_rows(rows: int, count: int) -> ConfigurationError:
     )
 
 
-def _fill_up(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+def _pad_rows(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
     missing = max(counts) - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
 

@@ -39,7 +39,7 @@ _ADDED_IN_TURN = (torch.float32, torch.float64, torch.int64)
 
 
 class Wire(Protocol):
-    """What a transport is built from: the facts of one process's place, as `PartialState` has them."""
+    """What a transport is built from: rank, world size and device, as `PartialState` has them."""
 
     num_processes: int
     process_index: int
@@ -49,8 +49,8 @@ class Wire(Protocol):
 class TorchTransport(Transport):
     """The default group of `torch.distributed`.
 
-    Tensors on a device that the group does not carry (CPU tensors under NCCL) are moved to one that it does,
-    and the result is moved back.
+    Tensors on a device that the group does not support (CPU tensors under NCCL) are moved to one that it
+    supports, and the result is moved back.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -120,7 +120,7 @@ class TorchTransport(Transport):
         process_group.wait(self.device)
 
     def _gather_in_turn(self, joined: Tensor, local: Tensor) -> None:
-        """Let each process send its part straight into its place in the results of the others."""
+        """Let each process broadcast its part into the results of the others, without a copy."""
         parts = joined.chunk(self.size)
         parts[self.rank].copy_(local)
         works = [dist.broadcast(as_carried(part), src, async_op=True) for src, part in enumerate(parts)]
@@ -132,7 +132,7 @@ class TorchTransport(Transport):
         return large and how in ("sum", "mean") and tensor.is_cpu and tensor.dtype in _ADDED_IN_TURN
 
     def _add_in_turn(self, tensor: Tensor) -> Tensor:
-        """Let two processes send each other all they have; gloo's own sum works on a copy of it."""
+        """Let two processes broadcast their tensors to each other; gloo's own sum works on a copy."""
         local = self._onto_wire(tensor)
         other = torch.empty_like(local)
         works = [
@@ -247,7 +247,7 @@ def open_wire(hardware: str, wire: Wire) -> Transport:
 
     Args:
         hardware: Name of the row of the hardware table.
-        wire: The place of this process; the group it belongs to is open.
+        wire: Rank and world size of this process; its process group is open.
     """
     return _TRANSPORTS.get(hardware, TorchTransport)(wire)
 
@@ -255,7 +255,7 @@ def open_wire(hardware: str, wire: Wire) -> Transport:
 def _scatter_by_broadcast(
     transport: Transport, parts: Sequence[Tensor] | None, out: Tensor, source: int
 ) -> Tensor:
-    """Send all parts to everybody, where the wire has no call that scatters."""
+    """Broadcast all parts, where the wire has no scatter."""
     if transport.rank == source:
         everything = torch.stack(list(one_for_each(parts, transport.size)))
     else:
@@ -280,8 +280,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def current_transport() -> Transport:
     """Return the wire of this process, decided at the first call after `PartialState` was set up.
 
-    It lies in the shared dictionary of `PartialState` and goes with it at a reset. Without a state one is
-    made.
+    It is kept in the shared dictionary of `PartialState`, which a reset clears. Without a state one is made.
     """
     transport: Transport | None = PartialState._shared_state.get("_transport")
     return _open_transport() if transport is None else transport
@@ -306,6 +305,6 @@ def _stand_in(transport: Transport) -> tuple[Callable[[], Transport], tuple[()]]
     return _transport_here, ()
 
 
-# Copies and pickles of a transport stand for the transport of the process that reads them.
+# A copied or unpickled transport is the one of the process that copies or reads it.
 for _kind in (Transport, RecordingTransport, TorchTransport, NeuronTransport, XlaTransport):
     copyreg.pickle(_kind, _stand_in)
