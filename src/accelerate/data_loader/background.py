@@ -136,7 +136,7 @@ class ReadAhead(Generic[T]):
         thread.join(_JOIN_TIMEOUT)
         if thread.is_alive():
             logger.warning(
-                "The dataset of a dispatched loader is still in a read whose result is not used "
+                "The dataset of a dispatched loader is still busy with a read that is not used "
                 "any more; its thread ends as soon as the read returns."
             )
 
