@@ -26,9 +26,9 @@ from accelerate.settings import (
     Layer,
     Section,
     Settings,
+    config_file,
     convert_config_to_fsdp2,
     decode,
-    file_layer,
     fsdp2_notes,
     load_config_from_file,
     merge_layers,
@@ -173,11 +173,11 @@ def use_file(content: bytes, name: str) -> None:
         path = Path(folder, name)
         path.write_bytes(content)
         read: list[Any] = []
-        problem = refused(lambda: read.append(file_layer.read_mapping(path)))
+        problem = refused(lambda: read.append(config_file.read_mapping(path)))
         assert str(path) in problem or read
         if problem:
             return
-        refused(lambda: plan(merge_layers(file_layer.layer(path, "file"))))
+        refused(lambda: plan(merge_layers(config_file.read_layer(path, "file"))))
         refused(lambda: yaml.safe_dump(load_config_from_file(str(path)).to_dict()))
         refused(lambda: json.dumps(load_config_from_file(str(path)).to_dict(), sort_keys=True))
         refused(lambda: (convert_config_to_fsdp2(read[0]), fsdp2_notes(read[0])))
@@ -189,7 +189,7 @@ def test_each_key_of_a_file_takes_a_value_or_is_named(place: tuple[str, str], va
     where, key = place
     values: dict[str, Any] = {}
     mapping = {where: {key: value}} if where else {key: value}
-    problem = refused(lambda: values.update(file_layer.check(migrate(mapping)[0], Path("file"))))
+    problem = refused(lambda: values.update(config_file.check(migrate(mapping)[0], Path("file"))))
     assert not problem or names(problem, key)
     refused(lambda: plan(merge_layers(Layer("file", values))))
 

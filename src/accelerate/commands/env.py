@@ -14,7 +14,7 @@ from accelerate.base import attach, environ, installed_version
 from accelerate.commands.utils import make_parser, run_command
 from accelerate.settings import (
     default_config_file as default_config_file,
-    file_layer,
+    find_config_file,
     load_config_from_file as load_config_from_file,
 )
 
@@ -66,7 +66,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     from accelerate.devices import detect
 
     backend = detect()
-    path = file_layer.find_config_file(config_file)
+    path = find_config_file(config_file)
     return {
         "accelerate": f"{version} ({IMPLEMENTATION})",
         "accelerate command": shutil.which("accelerate") or "not on PATH",

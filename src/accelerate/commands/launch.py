@@ -32,11 +32,12 @@ from accelerate.settings import (
     clean_option as clean_option,
     default_config_file as default_config_file,
     env,
-    file_layer,
+    find_config_file,
     flags,
     merge_layers,
     options_to_group as options_to_group,
     pet,
+    read_layer,
 )
 
 _CONSTANTS = "accelerate.base.constants"
@@ -87,7 +88,7 @@ _OTHER_NAMES = {
         ),
         f"{_NAMESPACE}_launchers",
     ),
-    **dict.fromkeys(("SageMakerConfig", "load_config_from_file"), "accelerate.settings.config_file"),
+    **dict.fromkeys(("SageMakerConfig", "load_config_from_file"), "accelerate.settings.config_classes"),
     "DYNAMO_BACKENDS": "accelerate.commands.config.config_utils",
     "PrepareForLaunch": "accelerate.launch.worker",
     "check_cuda_p2p_ib_support": "accelerate.devices.nvidia",
@@ -190,10 +191,10 @@ def read_settings(args: argparse.Namespace) -> Settings:
         ConfigurationError: a value is wrong, a key unknown, or the file missing.
     """
     given = getattr(args, "config_file", None)
-    path = file_layer.find_config_file(given)
+    path = find_config_file(given)
     layers: list[Layer] = []
     if path is not None:
-        layers.append(file_layer.layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
+        layers.append(read_layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
     present = environ.current()
     return pet.apply(merge_layers(*layers, env.layer(present), flags.layer(args)), present)
 
@@ -287,7 +288,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     for row, value, _ in settings:
         setattr(args, row.name, value)
     given = getattr(args, "config_file", None)
-    path = file_layer.find_config_file(given)
+    path = find_config_file(given)
     loaded = None if path is None else load_config_from_file(str(path))
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 

@@ -15,7 +15,8 @@ from accelerate.launch import read_file
 from accelerate.settings import (
     ClusterConfig,
     default_config_file as default_config_file,
-    file_layer,
+    existing_file,
+    find_config_file,
     load_config_from_file as load_config_from_file,
 )
 
@@ -88,7 +89,7 @@ def _gcloud_command(args: argparse.Namespace) -> list[str]:
 
 
 def _config(config_file: str | None) -> ClusterConfig | None:
-    if file_layer.find_config_file(config_file) is None:
+    if find_config_file(config_file) is None:
         return None
     loaded = load_config_from_file(config_file)
     return loaded if isinstance(loaded, ClusterConfig) else None
@@ -110,7 +111,7 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
 
 
 def _read_lines(file: str) -> list[str]:
-    path = file_layer.existing_file("--command_file", file)
+    path = existing_file("--command_file", file)
     lines = (line.strip() for line in read_file(str(path)).splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 

@@ -1,21 +1,22 @@
-from accelerate.settings.coloring import (
-    BOLD as BOLD,
-    CYAN as CYAN,
-    YELLOW as YELLOW,
-    colored as colored,
-    wants_color as wants_color,
-)
-from accelerate.settings.complaints import (
-    nearest as nearest,
-    unknown_command as unknown_command,
-    unknown_flag as unknown_flag,
-    wrong_choice as wrong_choice,
-)
-from accelerate.settings.config_file import (
+from accelerate.settings.config_classes import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,
     SageMakerConfig as SageMakerConfig,
     load_config_from_file as load_config_from_file,
+)
+from accelerate.settings.config_file import (
+    cache_dir as cache_dir,
+    check as check,
+    default_config_file as default_config_file,
+    default_json_config_file as default_json_config_file,
+    default_place as default_place,
+    default_yaml_config_file as default_yaml_config_file,
+    existing_file as existing_file,
+    find_config_file as find_config_file,
+    hf_cache_home as hf_cache_home,
+    read_layer as read_layer,
+    read_mapping as read_mapping,
+    write_file as write_file,
 )
 from accelerate.settings.deepspeed_checks import (
     AUTO as AUTO,
@@ -29,31 +30,19 @@ from accelerate.settings.deepspeed_checks import (
     refuse_config as refuse_config,
     straighten as straighten,
 )
-from accelerate.settings.file_layer import (
-    cache_dir as cache_dir,
-    check as check,
-    default_config_file as default_config_file,
-    default_json_config_file as default_json_config_file,
-    default_place as default_place,
-    default_yaml_config_file as default_yaml_config_file,
-    existing_file as existing_file,
-    hf_cache_home as hf_cache_home,
-    read_mapping as read_mapping,
-    write_file as write_file,
+from accelerate.settings.env import (
+    decode as decode,
+    find as find,
+    read as read,
 )
 from accelerate.settings.flags import (
-    CustomArgumentGroup as CustomArgumentGroup,
-    CustomArgumentParser as CustomArgumentParser,
-    CustomHelpFormatter as CustomHelpFormatter,
-    OneSpellingFormatter as OneSpellingFormatter,
     add_sections as add_sections,
-    clean_option as clean_option,
-    options_to_group as options_to_group,
 )
-from accelerate.settings.merge import (
+from accelerate.settings.layers import (
     BUILT_IN as BUILT_IN,
     ENVIRONMENT as ENVIRONMENT,
     FLAG as FLAG,
+    SECTIONS as SECTIONS,
     Layer as Layer,
     Settings as Settings,
     all_options as all_options,
@@ -69,8 +58,31 @@ from accelerate.settings.migrations import (
     migrate as migrate,
     retired_variables as retired_variables,
 )
-from accelerate.settings.option import Option as Option, Section as Section, refuse_all as refuse_all
-from accelerate.settings.parsing import parse_json as parse_json
+from accelerate.settings.option import (
+    Option as Option,
+    Section as Section,
+    refuse_all as refuse_all,
+)
+from accelerate.settings.parser import (
+    BOLD as BOLD,
+    CYAN as CYAN,
+    YELLOW as YELLOW,
+    CustomArgumentGroup as CustomArgumentGroup,
+    CustomArgumentParser as CustomArgumentParser,
+    CustomHelpFormatter as CustomHelpFormatter,
+    OneSpellingFormatter as OneSpellingFormatter,
+    clean_option as clean_option,
+    colored as colored,
+    nearest as nearest,
+    options_to_group as options_to_group,
+    unknown_command as unknown_command,
+    unknown_flag as unknown_flag,
+    wants_color as wants_color,
+    wrong_choice as wrong_choice,
+)
+from accelerate.settings.parsing import (
+    parse_json as parse_json,
+)
 from accelerate.settings.prompts import (
     Check as Check,
     LinePrompt as LinePrompt,
@@ -88,5 +100,3 @@ from accelerate.settings.schema import (
     as_text as as_text,
     make_schema as make_schema,
 )
-from accelerate.settings.section_list import SECTIONS as SECTIONS
-from accelerate.settings.variables import decode as decode, find as find, read as read

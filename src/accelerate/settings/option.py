@@ -17,10 +17,52 @@ from functools import cache
 from typing import Any, ClassVar
 
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, shown, str_to_bool, wrong_value
-from accelerate.settings.spelling import as_text
 
-SAME = object()
-"""Marks "follows from the other arguments" where ``None`` is a value of its own."""
+SAME: Any = object()
+"""Marks what follows from the other arguments, where ``None`` is a value of its own."""
+
+
+# How a value is written into an environment variable. ``None`` means: leave the variable alone.
+
+
+def as_text(value: Any) -> str | None:
+    """``str`` of the value; nothing for ``None``."""
+    return None if value is None else str(value)
+
+
+def as_text_or_none(value: Any) -> str:
+    """``str`` of the value, the word ``None`` included."""
+    return str(value)
+
+
+def lower(value: Any) -> str | None:
+    """Lower-case text: ``True`` becomes ``true``."""
+    return None if value is None else str(value).lower()
+
+
+def upper(value: Any) -> str | None:
+    """Upper-case text."""
+    return None if value is None else str(value).upper()
+
+
+def as_bit(value: Any) -> str | None:
+    """``1`` or ``0``."""
+    return None if value is None else str(int(bool(value)))
+
+
+def only_true(text: str) -> Callable[[Any], str | None]:
+    """Write `text` when the value is true, and nothing otherwise."""
+    return lambda value: text if value else None
+
+
+def unless_empty(value: Any) -> str | None:
+    """``str`` of the value; nothing for ``None``, the empty text and ``False``."""
+    return str(value) if value else None
+
+
+def unless_empty_lower(value: Any) -> str | None:
+    """Lower-case text; nothing for ``None``, the empty text and ``False``."""
+    return str(value).lower() if value else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +106,7 @@ class Option:
     negations: tuple[str, ...]
     action: str
     flag_default: Any
-    flag_type: Callable[[str], Any] | None
+    flag_type: Callable[[str], Any]
     group: str
     key: str | None
     variables: tuple[str, ...]
@@ -181,18 +223,18 @@ def option(
     default: Any,
     help: str,
     *,
+    env: str | tuple[str, ...] = (),
+    text_flag: bool = False,
     choices: tuple[str, ...] = (),
     limits: tuple[float, float] | None = None,
-    offers: tuple[str, ...] = (),
-    flags: tuple[str, ...] | None = None,
+    offers: tuple[str, ...] = SAME,
+    flags: tuple[str, ...] = SAME,
     negations: tuple[str, ...] = (),
-    text_flag: bool = False,
-    action: str | None = None,
+    action: str = SAME,
     flag_default: Any = SAME,
-    flag_type: Callable[[str], Any] | None = None,
-    group: str | None = None,
-    key: Any = SAME,
-    env: str | tuple[str, ...] = (),
+    flag_type: Callable[[str], Any] = SAME,
+    group: str = SAME,
+    key: str | None = SAME,
     aliases: tuple[str, ...] = (),
     spell: Callable[[Any], str | None] = as_text,
     ask: str | None = None,
@@ -203,28 +245,13 @@ def option(
 ) -> Any:
     """Declare one option as a field of a :class:`Section`.
 
+    All arguments but two are attributes of :class:`Option`. What is not given follows from the field: the
+    flag is ``--<name>`` (the parser adds the dash form), the key is the name, the group is the section's
+    title, the offers are the choices, and action, default and type of the flag follow from the field's type.
+
     Args:
-        default: the built-in value.
-        help: one sentence.
-        choices: accepted values.
-        limits: smallest and largest number that is accepted.
-        offers: values that the questionnaire lists, where others are accepted too; default: `choices`.
-        flags: spellings; default ``--<field name>``; ``()`` for none. The dash form is added by the parser.
-        negations: flags that say no.
+        env: the variable, or one variable for each element of a tuple.
         text_flag: a yes/no option whose flag takes the word ``true`` or ``false`` instead of being a switch.
-        action: an argparse action other than the one that follows from the type.
-        flag_default: what an absent flag leaves in the namespace; default: `default`.
-        flag_type: argparse converter; default: the field's type.
-        group: help heading; default: the section's title.
-        key: file key; default: the field's name; ``None`` for none.
-        env: variable, or one variable for each element of a tuple.
-        aliases: variables that are read where `env` is absent.
-        spell: value to text of the variable.
-        ask: question of the questionnaire.
-        when: condition of the question.
-        advanced: the question belongs to the long questionnaire.
-        secret: the value is never printed.
-        foreign: the variable may hold what only others understand.
     """
     declared = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, kw_only=True, metadata={"option": declared})
@@ -270,38 +297,22 @@ def _kind_of(hint: Any) -> type:
 
 
 def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> Option:
-    declared = field.metadata["option"]
-    switch = kind is bool and not declared["text_flag"] and declared["flag_type"] is None
-    flag_default = field.default
-    if declared["flag_default"] is not SAME:
-        flag_default = declared["flag_default"]
-    elif kind is bool and declared["text_flag"]:
-        flag_default = str(field.default).lower() if field.default is not None else None
-    variables = declared["env"]
-    return Option(
-        name=field.name,
-        kind=kind,
-        default=field.default,
-        help=declared["help"],
-        choices=declared["choices"],
-        limits=declared["limits"],
-        offers=declared["offers"] or declared["choices"],
-        flags=(f"--{field.name}",) if declared["flags"] is None else declared["flags"],
-        negations=declared["negations"],
-        action=declared["action"] or ("store_true" if switch else "store"),
-        flag_default=flag_default,
-        flag_type=declared["flag_type"] or (str if kind in (bool, tuple) else kind),
-        group=declared["group"] or section.title,
-        key=field.name if declared["key"] is SAME else declared["key"],
-        variables=(variables,) if isinstance(variables, str) else variables,
-        aliases=declared["aliases"],
-        spell=declared["spell"],
-        ask=declared["ask"],
-        when=declared["when"],
-        advanced=declared["advanced"],
-        secret=declared["secret"],
-        foreign=declared["foreign"],
-    )
+    declared = dict(field.metadata["option"])
+    env, text_flag = declared.pop("env"), declared.pop("text_flag")
+    is_switch = kind is bool and not text_flag and declared["flag_type"] is SAME
+    is_word = text_flag and field.default is not None
+    follows = {
+        "offers": declared["choices"],
+        "flags": (f"--{field.name}",),
+        "action": "store_true" if is_switch else "store",
+        "flag_default": str(field.default).lower() if is_word else field.default,
+        "flag_type": str if kind in (bool, tuple) else kind,
+        "group": section.title,
+        "key": field.name,
+    }
+    attributes = {name: follows[name] if value is SAME else value for name, value in declared.items()}
+    variables = (env,) if isinstance(env, str) else env
+    return Option(name=field.name, kind=kind, default=field.default, variables=variables, **attributes)
 
 
 def true_or_false(text: str) -> bool:

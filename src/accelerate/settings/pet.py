@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.base import wrong_value
-from accelerate.settings.merge import FLAG, Settings, all_options
+from accelerate.settings.layers import FLAG, Settings, all_options
 
 VARIABLES = {
     "PET_NNODES": "num_machines",

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.base import wrong_value
-from accelerate.settings.merge import all_options
+from accelerate.settings.layers import SECTIONS, all_options
 from accelerate.settings.option import Option, Section
 from accelerate.settings.prompts import Prompt
-from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
 ADVANCED = "Go through the advanced settings too?"

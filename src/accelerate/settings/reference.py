@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate.settings import pet
-from accelerate.settings.flags import OneSpellingFormatter
+from accelerate.settings.layers import SECTIONS
 from accelerate.settings.option import WANTED, Option, Section
-from accelerate.settings.section_list import SECTIONS
+from accelerate.settings.parser import OneSpellingFormatter
 
 PLACE = (
     ("RANK", "Index of this process among all, from 0."),

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import SageMakerDistributedType
-from accelerate.settings.file_layer import FREE_FORM
+from accelerate.settings.config_file import FREE_FORM
+from accelerate.settings.layers import SECTIONS
 from accelerate.settings.migrations import RETIRED, TOP_LEVEL_DYNAMO
 from accelerate.settings.option import Option, Section
-from accelerate.settings.section_list import SECTIONS
 from accelerate.settings.sections import PARADIGM_OF_TYPE
 
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")

@@ -14,8 +14,8 @@ from accelerate.settings import (
     ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING,
     ConversionStatus,
+    config_file,
     convert_config_to_fsdp2,
-    file_layer,
     merge_layers,
 )
 from accelerate.settings.sections import FsdpSection
@@ -50,7 +50,7 @@ def test_a_real_file_is_converted_and_launches(
     out = capsys.readouterr().out
     assert "fsdp_backward_prefetch is left out: FSDP 2 needs no such setting" in out
     assert "fsdp_forward_prefetch is left out: it cannot be set for FSDP 2 yet" in out
-    settings = merge_layers(file_layer.layer(target, "file"))
+    settings = merge_layers(config_file.read_layer(target, "file"))
     assert (settings.values["use_fsdp"], settings[FsdpSection].fsdp_version) == (True, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from accelerate.base import ConfigurationError, LaunchError
 from accelerate.devices import CPU, CUDA
 from accelerate.launch import CHOSEN, LaunchPlan, Machine, Target, resolve_plan
-from accelerate.settings import FLAG, Layer, file_layer, merge_layers
+from accelerate.settings import FLAG, Layer, config_file, merge_layers
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"
 FILES = {"hosts": "first\nsecond slots=2\n", "one": "localhost\n"}
@@ -272,7 +272,7 @@ def test_what_cannot_work_is_refused_with_the_mend(flags: dict[str, Any], gpus: 
 
 
 def test_a_file_that_says_no_runs_one_process_unless_a_flag_asks_for_more() -> None:
-    layer = file_layer.layer(SAMPLES / "single_gpu.yaml", "file")
+    layer = config_file.read_layer(SAMPLES / "single_gpu.yaml", "file")
     assert plan(machine(4), layers=(layer,)).processes == 1
     assert plan(machine(4), layers=(layer,), num_processes=2).processes == 2
 

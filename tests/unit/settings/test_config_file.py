@@ -14,7 +14,7 @@ from accelerate.settings import (
     ClusterConfig,
     Option,
     SageMakerConfig,
-    file_layer,
+    config_file,
     load_config_from_file,
     merge_layers,
 )
@@ -43,7 +43,7 @@ def test_files_shipped_by_other_projects_load_and_write_back(path: Path, tmp_pat
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_such_files_choose_the_way_of_training(path: Path) -> None:
-    settings = merge_layers(file_layer.layer(path, "file"))
+    settings = merge_layers(config_file.read_layer(path, "file"))
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     assert settings.values["use_fsdp"] == (kind == "FSDP")
     assert settings.values["use_deepspeed"] == (kind == "DEEPSPEED")
@@ -63,7 +63,7 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
         parallelism_config: {parallelism_config_tp_size: 2}
         """,
     )
-    values = file_layer.layer(path, "file").values
+    values = config_file.read_layer(path, "file").values
     assert values["cpu"] is True
     assert values["fp8_backend"] == "te"
     assert values["fp8_margin"] == 2
@@ -98,7 +98,7 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
 def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigurationError) as caught:
-        file_layer.layer(path, "file")
+        config_file.read_layer(path, "file")
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -106,12 +106,12 @@ def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: 
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "num_proceses: 2\nmixed_precision: fp32\nuse_cpu: perhaps\n")
     with pytest.raises(ConfigurationError, match="3 settings are wrong"):
-        file_layer.layer(path, "file")
+        config_file.read_layer(path, "file")
 
 
 def test_empty_entries_say_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
-    assert dict(file_layer.layer(path, "file").values) == {"mixed_precision": "bf16"}
+    assert dict(config_file.read_layer(path, "file").values) == {"mixed_precision": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,20 @@ def test_empty_entries_say_nothing(tmp_path: Path) -> None:
 )
 def test_the_default_place_follows_the_variables(variables: dict[str, str], wanted: str) -> None:
     with patch_environment(**variables):
-        assert str(file_layer.default_place()) == wanted
+        assert str(config_file.default_place()) == wanted
 
 
 def test_a_default_file_is_found_and_a_missing_given_one_is_an_error(tmp_path: Path) -> None:
     with patch_environment(HF_HOME=tmp_path):
-        assert file_layer.find_config_file(None) is None
+        assert config_file.find_config_file(None) is None
         with pytest.raises(ConfigurationError, match="There is no configuration file at"):
             load_config_from_file(None)
         (tmp_path / "accelerate").mkdir()
         path = write(tmp_path / "accelerate", json.dumps({"num_processes": 3}), "default_config.json")
-        assert file_layer.find_config_file(None) == path
+        assert config_file.find_config_file(None) == path
         assert load_config_from_file(None).num_processes == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match="--config_file='nowhere.yaml': there is no such file"):
-        file_layer.find_config_file("nowhere.yaml")
+        config_file.find_config_file("nowhere.yaml")
 
 
 def test_words_become_members_and_groups_are_never_none() -> None:
@@ -173,7 +173,7 @@ def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
     assert isinstance(config, SageMakerConfig)
     assert config.region == "eu-west-1"
     assert config.use_cpu is False
-    settings = merge_layers(file_layer.layer(path, "file"))
+    settings = merge_layers(config_file.read_layer(path, "file"))
     assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
 
 
@@ -184,7 +184,7 @@ def test_what_a_job_on_sagemaker_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_classes_is_a_key_that_files_may_have() -> None:
-    known = file_layer.known_keys("")
+    known = config_file.known_keys("")
     for kind in (ClusterConfig, SageMakerConfig):
         assert {field.name for field in fields(kind)} <= set(known)
 
@@ -223,8 +223,8 @@ def test_file_to_settings_to_file_is_the_identity(tmp_path: Path, suffix: str) -
     first.write_text(json.dumps(mapping) if suffix == "json" else yaml.safe_dump(mapping))
     config = load_config_from_file(str(first))
     (config.to_json_file if suffix == "json" else config.to_yaml_file)(str(second))
-    values = dict(file_layer.layer(first, "file").values)
-    assert dict(file_layer.layer(second, "file").values) == values
+    values = dict(config_file.read_layer(first, "file").values)
+    assert dict(config_file.read_layer(second, "file").values) == values
     assert load_config_from_file(str(second)) == config
     for section in SECTIONS:
         for row in section.options():

@@ -6,7 +6,17 @@ import pytest
 
 from accelerate.base import ConfigurationError
 from accelerate.settings import Section, refuse_all
-from accelerate.settings.option import option
+from accelerate.settings.option import (
+    as_bit,
+    as_text,
+    as_text_or_none,
+    lower,
+    only_true,
+    option,
+    unless_empty,
+    unless_empty_lower,
+    upper,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +95,22 @@ def test_several_problems_are_one_error() -> None:
         refuse_all(["only this"])
     with pytest.raises(ConfigurationError, match="2 settings are wrong:\n  - one\n  - two"):
         refuse_all(["one", "two"])
+
+
+def test_each_spelling_writes_its_form() -> None:
+    assert as_text(True) == "True"
+    assert as_text(None) is None
+    assert as_text_or_none(None) == "None"
+    assert lower(True) == "true"
+    assert lower(None) is None
+    assert upper("no") == "NO"
+    assert upper(None) is None
+    assert as_bit(True) == "1"
+    assert as_bit(False) == "0"
+    assert as_bit(None) is None
+    assert only_true("yes")(True) == "yes"
+    assert only_true("yes")(False) is None
+    assert unless_empty("") is None
+    assert unless_empty(2) == "2"
+    assert unless_empty_lower("CPU") == "cpu"
+    assert unless_empty_lower(False) is None

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from accelerate.base import ConfigurationError
-from accelerate.settings import SCHEMA_FILE, as_text, file_layer, load_config_from_file, make_schema
+from accelerate.settings import SCHEMA_FILE, as_text, config_file, load_config_from_file, make_schema
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 
@@ -54,7 +54,7 @@ def test_sample_files_are_valid_also_after_they_were_written_anew(
 def test_what_loads_is_valid(validator: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    file_layer.layer(path, "file")
+    config_file.read_layer(path, "file")
     validator.validate(yaml.safe_load(text))
 
 
@@ -74,14 +74,14 @@ def test_what_is_refused_is_not_valid(validator: Any, tmp_path: Path, text: str)
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationError):
-        file_layer.layer(path, "file")
+        config_file.read_layer(path, "file")
     assert not validator.is_valid(yaml.safe_load(text))
 
 
 def test_every_key_that_loads_is_described() -> None:
     properties = make_schema()["properties"]
-    assert set(file_layer.known_keys("")) <= set(properties)
+    assert set(config_file.known_keys("")) <= set(properties)
     for group in (key for key, value in properties.items() if "properties" in value):
-        assert set(file_layer.known_keys(group)) <= set(properties[group]["properties"])
+        assert set(config_file.known_keys(group)) <= set(properties[group]["properties"])
     assert properties["mixed_precision"]["description"].endswith("fp8.")
     assert properties["fp16"]["deprecated"] is True

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings import file_layer, load_config_from_file
+from accelerate.settings import find_config_file, load_config_from_file
 
 description = "Show the configuration file that the other commands read."
 
@@ -35,5 +35,5 @@ def show_config_command(args: argparse.Namespace) -> None:
     import yaml
 
     config = load_config_from_file(args.config_file)
-    print(f"# {file_layer.find_config_file(args.config_file)}")
+    print(f"# {find_config_file(args.config_file)}")
     print(yaml.safe_dump(config.to_dict(), sort_keys=True), end="")

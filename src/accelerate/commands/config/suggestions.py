@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.base import ConfigurationError, StateError, environ, first_host
 from accelerate.devices import nvidia
 from accelerate.launch import Machine, look
-from accelerate.settings import file_layer
+from accelerate.settings import find_config_file, read_layer
 
 USUAL: dict[str, Any] = {
     "distributed_type": "NO",
@@ -120,8 +120,8 @@ def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:
     if config_file is None:
         return {}, []
     try:
-        path = file_layer.find_config_file(config_file)
-        values = dict(file_layer.layer(path, "file").values) if path else {}
+        path = find_config_file(config_file)
+        values = dict(read_layer(path, "file").values) if path else {}
     except ConfigurationError as error:  # it is about to be replaced
         return {}, [f"The file that is there is not used: {error}"]
     return values, [f"Settings of {path} are the defaults."]

@@ -1,4 +1,4 @@
-"""One file for each subject; `settings.section_list` lists all, a worker loads only what it reads."""
+"""One file for each subject; `settings.layers` lists all, a worker loads only what it reads."""
 
 from accelerate.base import attach
 

@@ -3,7 +3,10 @@ from accelerate.settings.sections.deepspeed import (
     DeepSpeedSection as DeepSpeedSection,
     OffloadDevice as OffloadDevice,
 )
-from accelerate.settings.sections.diagnostics import DiagnosticsSection as DiagnosticsSection
+from accelerate.settings.sections.diagnostics import (
+    DiagnosticsSection as DiagnosticsSection,
+    StoppingSection as StoppingSection,
+)
 from accelerate.settings.sections.dynamo import DynamoSection as DynamoSection
 from accelerate.settings.sections.fsdp import FsdpSection as FsdpSection
 from accelerate.settings.sections.launch import (
@@ -26,8 +29,7 @@ from accelerate.settings.sections.precision import (
 from accelerate.settings.sections.rendezvous import (
     MpirunSection as MpirunSection,
     RendezvousSection as RendezvousSection,
+    SlurmSection as SlurmSection,
 )
 from accelerate.settings.sections.sagemaker import SageMakerSection as SageMakerSection
-from accelerate.settings.sections.slurm import SlurmSection as SlurmSection
-from accelerate.settings.sections.stopping import StoppingSection as StoppingSection
 from accelerate.settings.sections.tpu import TpuSection as TpuSection

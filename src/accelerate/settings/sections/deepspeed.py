@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base import DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.settings.option import Section, option
-from accelerate.settings.spelling import unless_empty, unless_empty_lower
+from accelerate.settings.option import Section, option, unless_empty, unless_empty_lower
 
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 DEVICES = get_args(OffloadDevice)

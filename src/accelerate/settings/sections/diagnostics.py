@@ -1,4 +1,4 @@
-"""Hang detection: after what time it reports, and what it does."""
+"""When a run reports a hang, and when it is asked to stop or to save before its end."""
 
 from __future__ import annotations
 
@@ -28,4 +28,34 @@ class DiagnosticsSection(Section):
         "error.",
         choices=HANG_ACTIONS,
         env="ACCELERATE_HANG_ACTION",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingSection(Section):
+    """What `accelerator.should_stop` and `accelerator.should_save` watch beside signals."""
+
+    title = "Stopping Arguments"
+
+    max_time: str | None = option(
+        None,
+        "Time after its start when a process is asked to save and stop: seconds, HH:MM:SS or D-HH:MM:SS.",
+        env="ACCELERATE_MAX_TIME",
+    )
+    stop_margin: int | None = option(
+        None,
+        "Seconds before the end of an allocation of SLURM when processes are asked to save and stop (120); "
+        "0 leaves that to signals.",
+        limits=(0, 10**6),
+        env="ACCELERATE_STOP_MARGIN",
+    )
+    stop_file: str | None = option(
+        None,
+        "A file that asks all processes to save and stop as soon as it exists.",
+        env="ACCELERATE_STOP_FILE",
+    )
+    save_file: str | None = option(
+        None,
+        "A file that asks all processes to save and go on, each time that it is touched.",
+        env="ACCELERATE_SAVE_FILE",
     )

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.base import TORCH_DYNAMO_MODES
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, upper
 from accelerate.settings.sections.launch import RESOURCES
-from accelerate.settings.spelling import upper
 
 BACKENDS = (
     "no",

@@ -12,8 +12,7 @@ from accelerate.base import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
-from accelerate.settings.option import Section, option
-from accelerate.settings.spelling import lower, unless_empty
+from accelerate.settings.option import Section, lower, option, unless_empty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import Section, option
-from accelerate.settings.spelling import only_true
+from accelerate.settings.option import Section, only_true, option
 
 HARDWARE = "Hardware Selection Arguments"
 RESOURCES = "Resource Selection Arguments"

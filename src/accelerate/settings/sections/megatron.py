@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import Section, option, true_or_false
-from accelerate.settings.spelling import unless_empty
+from accelerate.settings.option import Section, option, true_or_false, unless_empty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import Section, option, true_or_false
-from accelerate.settings.spelling import as_text_or_none
+from accelerate.settings.option import Section, as_text_or_none, option, true_or_false
 
 TITLE = "ParallelismConfig Arguments"
 FILE_KEY = "parallelism_config"

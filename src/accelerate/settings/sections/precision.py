@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.base import shown, str_to_bool
-from accelerate.settings.option import Section, option, true_or_false
+from accelerate.settings.option import Section, as_bit, option, true_or_false, upper
 from accelerate.settings.sections.launch import RESOURCES
-from accelerate.settings.spelling import as_bit, upper
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 

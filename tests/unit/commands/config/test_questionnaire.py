@@ -33,7 +33,7 @@ from accelerate.settings import (
     SCHEMA_FILE,
     ClusterConfig,
     SageMakerConfig,
-    file_layer,
+    config_file,
     load_config_from_file,
     merge_layers,
 )
@@ -302,7 +302,7 @@ def test_every_way_of_training_gives_a_file_that_loads_and_launches(
     assert load_config_from_file(str(path)) == config
     schema = json.loads(SCHEMA_FILE.read_text())
     jsonschema.validate(yaml.safe_load(path.read_text()), schema, jsonschema.Draft202012Validator)
-    settings = merge_layers(file_layer.layer(path, "file"))
+    settings = merge_layers(config_file.read_layer(path, "file"))
     assert settings.values["mixed_precision"] == precision
     chosen = [name for name in EXCLUSIVE if settings.values[name]]
     assert chosen == [name for name in [PARADIGM_OF_TYPE[way]] if name]

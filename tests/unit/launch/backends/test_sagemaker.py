@@ -20,7 +20,7 @@ from accelerate.launch import (
     resolve_plan,
 )
 from accelerate.launch.backends import SageMakerDetails, launcher_for
-from accelerate.settings import FLAG, Layer, Settings, file_layer, load_config_from_file, merge_layers
+from accelerate.settings import FLAG, Layer, Settings, config_file, load_config_from_file, merge_layers
 
 JOB = """
 compute_environment: AMAZON_SAGEMAKER
@@ -76,7 +76,7 @@ def made(
 ) -> tuple[LaunchPlan, Settings]:
     path = tmp_path / "job.yaml"
     path.write_text(JOB + text)
-    settings = merge_layers(file_layer.layer(path, "job.yaml"), Layer(FLAG, {**KEYS, **flags}))
+    settings = merge_layers(config_file.read_layer(path, "job.yaml"), Layer(FLAG, {**KEYS, **flags}))
     return resolve_plan(settings, Machine(read_file=lambda name: files[name]), target)
 
 

@@ -1,4 +1,4 @@
-"""Lay values from several places over each other, and remember for each where it came from."""
+"""All sections, and their values: layers over each other, each value with its source."""
 
 from __future__ import annotations
 
@@ -8,10 +8,49 @@ from functools import cache
 from typing import Any, TypeVar
 
 from accelerate.settings.option import Option, Section
-from accelerate.settings.section_list import SECTIONS
-from accelerate.settings.sections import EXCLUSIVE
+from accelerate.settings.sections import (
+    EXCLUSIVE,
+    ContextParallelSection,
+    DeepSpeedSection,
+    DiagnosticsSection,
+    DynamoSection,
+    Fp8Section,
+    FsdpSection,
+    LaunchSection,
+    MegatronSection,
+    MpirunSection,
+    ParallelismSection,
+    PrecisionSection,
+    RendezvousSection,
+    SageMakerSection,
+    SequenceParallelSection,
+    SlurmSection,
+    StoppingSection,
+    TpuSection,
+)
 
 S = TypeVar("S", bound=Section)
+
+SECTIONS: tuple[type[Section], ...] = (
+    LaunchSection,
+    PrecisionSection,
+    DynamoSection,
+    RendezvousSection,
+    TpuSection,
+    DeepSpeedSection,
+    FsdpSection,
+    MegatronSection,
+    Fp8Section,
+    SageMakerSection,
+    MpirunSection,
+    SlurmSection,
+    StoppingSection,
+    ParallelismSection,
+    ContextParallelSection,
+    SequenceParallelSection,
+    DiagnosticsSection,
+)
+"""In the order of the help and of the documentation."""
 
 BUILT_IN = "built-in"
 ENVIRONMENT = "environment"

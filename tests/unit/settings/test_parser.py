@@ -8,7 +8,18 @@ import pytest
 
 from accelerate.base import patch_environment
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings import BOLD, CYAN, YELLOW, CustomArgumentParser, colored, wants_color
+from accelerate.settings import (
+    BOLD,
+    CYAN,
+    YELLOW,
+    CustomArgumentParser,
+    colored,
+    nearest,
+    unknown_command,
+    unknown_flag,
+    wants_color,
+    wrong_choice,
+)
 
 CONTROL = re.compile(r"\x1b\[\d+m")
 
@@ -65,3 +76,48 @@ def test_headings_flags_and_values_are_coloured() -> None:
 def test_the_environment_can_say_no(variables: dict[str, str], wanted: bool) -> None:
     assert wants_color(Terminal(), variables) is wanted
     assert wants_color(io.StringIO(), variables) is False
+
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+FLAGS = ("--config_file", "--cpu", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("bfloat16", PRECISIONS, "bf16"),
+        ("float16", PRECISIONS, "fp16"),
+        ("BF16", PRECISIONS, "bf16"),
+        ("fp32", PRECISIONS, "no"),
+        ("bf16", DTYPES, "bfloat16"),
+        ("fp16", DTYPES, "float16"),
+        ("floot32", DTYPES, "float32"),
+        ("8bit", DTYPES, "int8"),
+        ("--cfg", FLAGS, "--config_file"),
+        ("--confg_file", FLAGS, "--config_file"),
+        ("--np", ("--tpu", "--num_processes"), None),
+        ("moon", DTYPES, None),
+        ("--zz", FLAGS, None),
+    ],
+)
+def test_the_nearest_word(word: str, known: tuple[str, ...], meant: str | None) -> None:
+    assert nearest(word, known) == meant
+
+
+def test_commands() -> None:
+    assert (
+        unknown_command("lauch", ["launch", "env"]) == "there is no command 'lauch'. Did you mean 'launch'?"
+    )
+    assert unknown_command("x", ["launch", "env"]) == "there is no command 'x'. There are: launch, env."
+
+
+def test_values() -> None:
+    assert wrong_choice("bad", "bfloat16", PRECISIONS) == "bad. Did you mean 'bf16'?"
+    assert wrong_choice("bad", 3, (1, 2)) == "bad"
+
+
+def test_flags() -> None:
+    told = "unrecognized arguments: x --cfg=y"
+    assert unknown_flag(told, FLAGS, "run") == " (did you mean --config_file? See run --help)"
+    assert unknown_flag("unrecognized arguments: x", FLAGS, "run") == " (see run --help)"

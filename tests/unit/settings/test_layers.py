@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import BUILT_IN, FLAG, Layer, env, file_layer, merge_layers
+from accelerate.settings import BUILT_IN, FLAG, Layer, config_file, env, merge_layers
 from accelerate.settings.sections import LaunchSection, PrecisionSection
 
 
@@ -28,7 +28,7 @@ def environment_layer(folder: Path) -> Layer:
 def layer_of_file(folder: Path) -> Layer:
     path = folder / "config.yaml"
     path.write_text("mixed_precision: fp8\n")
-    return file_layer.layer(path, str(path))
+    return config_file.read_layer(path, str(path))
 
 
 def nothing(folder: Path) -> Layer:

@@ -1,0 +1,298 @@
+"""The parser of every command: both spellings of a flag, coloured help, and suggestions for wrong words."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from accelerate.base import environ, shortened, shown
+
+LONGEST_LINE = 1000
+"""Characters of one line of an error."""
+
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
+"""Flag -> heading of the flags that only matter with it."""
+
+BOLD, CYAN, YELLOW, PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[33m", "\x1b[0m"
+HEADING = re.compile(r"^(usage:|\S[^\n]*:)(?=$| )", re.MULTILINE)
+FLAG_WORD = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+VALUE = re.compile(r"(?<=[\w,]) ([A-Z][A-Z_]+)(?=$|[ ,])")
+INVOCATION = re.compile(r"^  -[^\n]*?(?=  |$)", re.MULTILINE)
+
+SYNONYMS = (
+    ("fp32", "float32", "float", "no"),
+    ("fp16", "float16", "half"),
+    ("bf16", "bfloat16"),
+    ("fp8", "float8"),
+    ("int8", "8bit", "8-bit"),
+    ("int4", "4bit", "4-bit"),
+)
+"""Words for the same thing, of which each option takes one."""
+
+LONGEST_WORD = 100
+"""Characters: longer ones mean none of the known words."""
+
+_WRONG = object()
+"""Stands for the value of a flag that could not be read."""
+
+_UNKNOWN = "unrecognized arguments:"
+"""How argparse begins a message on words that it does not know."""
+
+_SPELLING = re.compile(r"--[a-z0-9]+(_[a-z0-9]+)+$")
+
+
+def clean_option(option: str) -> str:
+    """Take the dashes off a flag: ``--multi-gpu`` -> ``multi_gpu``."""
+    return option.lstrip("-").replace("-", "_")
+
+
+def _both_spellings(flags: tuple[str, ...]) -> tuple[str, ...]:
+    dashed = (f"--{flag[2:].replace('_', '-')}" for flag in flags if _SPELLING.match(flag))
+    return tuple(dict.fromkeys((*flags, *dashed)))
+
+
+class CustomArgumentGroup(argparse._ArgumentGroup):
+    """A group whose flags can be written with underscores or dashes."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """As in argparse, with the dash form of each long flag added."""
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+
+class CustomArgumentParser(argparse.ArgumentParser):
+    """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
+
+    # Newer versions of argparse would colour too: whatever they set, it stays off.
+    color = property(lambda self: False, lambda self, value: None)
+    _words: Sequence[str] = ()
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """As in argparse, with the dash form of each long flag added."""
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
+        """As in argparse; the group too adds dash forms."""
+        group = CustomArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; the words are kept, since they tell which command speaks of an error."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(self._words, namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, with all wrong values in one message and not the first alone."""
+        self._wrong: list[str] = []
+        found = super().parse_known_args(args, namespace)
+        if self._wrong:
+            self.error(_listed(self._wrong))
+        return found
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Some versions of argparse drop the value of `--flag=--` and go on with a list of nothing.
+        if arg_strings == ["--"] and action.option_strings and action.nargs is None:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self._wrong.append(_with_short(arg_string, str(error)))
+            return _WRONG
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            if value is not _WRONG:
+                super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if isinstance(action, argparse._SubParsersAction):
+                self.error(unknown_command(value, action.choices))
+            problem = _with_short(str(value), str(error))
+            self._wrong.append(wrong_choice(problem, value, action.choices or ()))
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, with colours where it is read on a terminal."""
+        stream = file or sys.stdout
+        text = self.format_help()
+        stream.write(colored(text) if wants_color(stream, environ.current()) else text)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
+        speaker, hint = self.prog, f" (see {self.prog} --help)"
+        if message.startswith(_UNKNOWN):
+            asked = _asked(self, self._words)
+            speaker, hint = asked.prog, unknown_flag(message, _all_flags(asked), asked.prog)
+        short = "\n".join(shortened(line, LONGEST_LINE) for line in message.split("\n"))
+        self.exit(2, f"{speaker}: error: {short}{hint}\n")
+
+
+def _asked(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that words name."""
+    below = next(
+        (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None
+    )
+    place = next((place for place, word in enumerate(words) if below and word in below.choices), None)
+    if below is None or place is None:
+        return parser
+    return _asked(below.choices[words[place]], words[place + 1 :])
+
+
+def _with_short(value: str, problem: str) -> str:
+    """What argparse says of a value, which it shows whole."""
+    return problem.replace(repr(value), shown(value))
+
+
+def _listed(problems: list[str]) -> str:
+    """One problem as it is, and several below each other."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} flags are wrong:", *(f"  - {problem}" for problem in problems)])
+
+
+def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags of a parser and of its subcommands."""
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    below = (flag for group in groups for child in group.choices.values() for flag in _all_flags(child))
+    return [*parser._option_string_actions, *below]
+
+
+class OneSpellingFormatter(argparse.HelpFormatter):
+    """Help that shows each flag in one spelling, and its value once."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = [
+            flag for flag in action.option_strings if "-" not in flag.lstrip("-")
+        ] or action.option_strings
+        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
+        return f"{', '.join(shown)}{value}"
+
+
+class CustomHelpFormatter(OneSpellingFormatter):
+    """Help that leaves out the groups of ways of training other than the one named on the command line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        chosen = {clean_option(word.split("=")[0]) for word in sys.argv[1:] if word.startswith("--")}
+        self.titles = {options_to_group[name] for name in options_to_group if name in chosen}
+        self._hidden = set(options_to_group.values()) - self.titles if self.titles else set()
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add a flag's help, unless its group is left out."""
+        if self._current_section.heading not in self._hidden:
+            super().add_argument(action)
+
+    def add_usage(self, *args: Any, **kwargs: Any) -> None:
+        """Show the short usage: more than a hundred flags help nobody there."""
+        prog = self._prog
+        super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
+
+
+# Colours
+
+
+def wants_color(stream: Any, environ: Mapping[str, str]) -> bool:
+    """Whether text on a stream may be coloured.
+
+    Args:
+        stream: where the text goes.
+        environ: this process's variables; ``NO_COLOR`` and ``TERM=dumb`` say no.
+    """
+    if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+        return False
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def colored(text: str) -> str:
+    """Colour a help text: headings bold, flags cyan, and the values that flags take yellow.
+
+    Args:
+        text: as argparse lays it out; no character but the colours is added.
+    """
+    text = INVOCATION.sub(lambda match: VALUE.sub(rf" {YELLOW}\1{PLAIN}", match[0]), text)
+    text = FLAG_WORD.sub(lambda match: f"{CYAN}{match[0]}{PLAIN}", text)
+    return HEADING.sub(lambda match: f"{BOLD}{match[0]}{PLAIN}", text)
+
+
+# Suggestions
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return which known word another one may mean: a synonym, one spelt alike, or one that it abbreviates.
+
+    Args:
+        word: what was written.
+        known: what could have been.
+    """
+    if len(word) > LONGEST_WORD:
+        return None
+    choices = list(known)
+    same = next((row for row in SYNONYMS if word.lower() in row), ())
+    found = [choice for choice in choices if choice in same] or _alike(word, choices, 0.8)
+    if not found and len(word.lstrip("-")) >= 3:  # shorter ones are like anything
+        found = _abbreviated(word, choices) or _alike(word, choices, 0.6)
+    return found[0] if found else None
+
+
+def _alike(word: str, choices: list[str], likeness: float) -> list[str]:
+    return difflib.get_close_matches(word.lower(), choices, 1, likeness)
+
+
+def _abbreviated(word: str, choices: Iterable[str]) -> list[str]:
+    """The choices that have a word's letters in their order, the shortest first."""
+    letters = re.compile(".*".join(map(re.escape, word)))
+    return sorted(filter(letters.match, choices), key=len)
+
+
+def unknown_command(word: str, known: Iterable[str]) -> str:
+    """Return what is said of a command that does not exist.
+
+    Args:
+        word: the command.
+        known: those that there are.
+    """
+    names = list(known)
+    close = nearest(word, names)
+    fix = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
+    return f"there is no command {shown(word)}. {fix}"
+
+
+def wrong_choice(problem: str, word: object, known: Iterable[object]) -> str:
+    """Return what is said of a value that is none of those that can be chosen.
+
+    Args:
+        problem: what argparse says.
+        word: the value.
+        known: what can be chosen.
+    """
+    close = nearest(str(word), map(str, known))
+    return f"{problem}. Did you mean {close!r}?" if close else problem
+
+
+def unknown_flag(message: str, known: Iterable[str], prog: str) -> str:
+    """Return what follows a message on unknown flags.
+
+    Args:
+        message: begins like that of argparse.
+        known: the flags of the command.
+        prog: the command.
+    """
+    word = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
+    close = nearest(word, known) if word else None
+    return f" (did you mean {close}? See {prog} --help)" if close else f" (see {prog} --help)"
