@@ -43,12 +43,7 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
             _add_folder,
             verify_command,
         ),
-        (
-            "diff",
-            "Say what differs between two checkpoints, and how much.",
-            _add_two,
-            diff_command,
-        ),
+        ("diff", "Say what differs between two checkpoints, and how much.", _add_two, diff_command),
         (
             "prune",
             "Delete the oldest numbered checkpoints of a folder; the newest complete one stays.",

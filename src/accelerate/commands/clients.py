@@ -75,9 +75,7 @@ def clients_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     parser = make_parser("clients", DESCRIPTION, subparsers)
     parser.add_argument(
-        "--allow",
-        choices=HEADER_GATE,
-        help="Say what header this library asks for, and write it.",
+        "--allow", choices=HEADER_GATE, help="Say what header this library asks for, and write it."
     )
     parser.add_argument("--undo", action="store_true", help="Remove that header again.")
     parser.set_defaults(func=clients_command)

@@ -48,10 +48,7 @@ def merge_command(args: argparse.Namespace) -> None:
     from accelerate.strategies.fsdp import merge_fsdp_weights
 
     merge_fsdp_weights(
-        args.checkpoint_directory,
-        args.output_path,
-        not args.unsafe_serialization,
-        args.remove_checkpoint_dir,
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
     )
     print(f"The weights were written to {args.output_path}.")
 

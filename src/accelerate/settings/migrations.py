@@ -22,10 +22,7 @@ RETIRED = {
 }
 """Keys that older versions wrote and that mean nothing now -> why."""
 
-RETIRED_VARIABLES = {
-    "ACCELERATE_USE_IPEX": RETIRED["use_ipex"],
-    "ACCELERATE_USE_XPU": RETIRED["use_xpu"],
-}
+RETIRED_VARIABLES = {"ACCELERATE_USE_IPEX": RETIRED["use_ipex"], "ACCELERATE_USE_XPU": RETIRED["use_xpu"]}
 """Variables that older launchers and scripts set and that mean nothing now -> why."""
 
 TOP_LEVEL_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")

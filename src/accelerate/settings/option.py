@@ -223,7 +223,7 @@ def option(
     default: Any,
     help: str,
     *,
-    env: str | tuple[str, ...] = (),
+    env: str | tuple[str, ...] = SAME,
     text_flag: bool = False,
     choices: tuple[str, ...] = (),
     limits: tuple[float, float] | None = None,
@@ -250,7 +250,8 @@ def option(
     title, the offers are the choices, and action, default and type of the flag follow from the field's type.
 
     Args:
-        env: the variable, or one variable for each element of a tuple.
+        env: the variable, or one variable for each element of a tuple; default: the one of the section's
+            `env_prefix`, if it has one.
         text_flag: a yes/no option whose flag takes the word ``true`` or ``false`` instead of being a switch.
     """
     declared = {name: value for name, value in locals().items() if name != "default"}
@@ -264,16 +265,19 @@ class Section:
         title: heading in the help and the docs.
         file_key: the nested mapping of the configuration file that holds the section; ``None``: top level.
         switch: the flag that makes the section active, as a user writes it; empty: it always is.
+        env_prefix: beginning of the variables whose ends are the options' names in upper case; ``None``: an
+            option has only the variables that it declares.
     """
 
     title: ClassVar[str]
     file_key: ClassVar[str | None] = None
     switch: ClassVar[str] = ""
+    env_prefix: ClassVar[str | None] = None
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
         """Whether the section's variables are written, given the values of all options by name."""
-        return True
+        return not cls.switch or bool(values[cls.switch.removeprefix("--")])
 
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:
@@ -311,6 +315,8 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         "key": field.name,
     }
     attributes = {name: follows[name] if value is SAME else value for name, value in declared.items()}
+    if env is SAME:
+        env = () if section.env_prefix is None else f"{section.env_prefix}{field.name.upper()}"
     variables = (env,) if isinstance(env, str) else env
     return Option(name=field.name, kind=kind, default=field.default, variables=variables, **attributes)
 

@@ -70,10 +70,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log_images(
-        self,
-        values: dict[str, Any],
-        step: int | None = None,
-        kwargs: dict[str, dict[str, Any]] | None = None,
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
         """Keep images of one moment.
 

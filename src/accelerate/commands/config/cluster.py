@@ -78,11 +78,7 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
     known = suggestions or suggest()
     chosen = prompt or prompt_of_this_process()
     asking = Questionnaire(
-        chosen,
-        CLUSTER_SECTIONS,
-        known.values,
-        known.offers,
-        left_out=("compute_environment",),
+        chosen, CLUSTER_SECTIONS, known.values, known.offers, left_out=("compute_environment",)
     )
     answers = asking.run()
     mapping = as_mapping({**_kept(known, answers["distributed_type"]), **answers})

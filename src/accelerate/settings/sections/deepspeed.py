@@ -40,6 +40,7 @@ class DeepSpeedSection(Section):
     title = "DeepSpeed Arguments"
     file_key = "deepspeed_config"
     switch = "--use_deepspeed"
+    env_prefix = "ACCELERATE_DEEPSPEED_"
 
     deepspeed_config_file: str | None = option(
         None,
@@ -51,7 +52,6 @@ class DeepSpeedSection(Section):
     zero_stage: int | None = option(
         None,
         "ZeRO stage: 0, 1, 2 or 3.",
-        env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
         limits=(0, 3),
         ask="Which ZeRO stage?",
         offers=("0", "1", "2", "3"),
@@ -60,7 +60,6 @@ class DeepSpeedSection(Section):
     offload_optimizer_device: str | None = option(
         None,
         "Where optimizer states are kept: none, cpu or nvme.",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         spell=unless_empty_lower,
         ask="Where are optimizer states kept?",
         offers=DEVICES,
@@ -69,7 +68,6 @@ class DeepSpeedSection(Section):
     offload_param_device: str | None = option(
         None,
         "Where parameters are kept: none, cpu or nvme.",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         spell=unless_empty_lower,
         ask="Where are parameters kept?",
         offers=DEVICES,
@@ -78,7 +76,6 @@ class DeepSpeedSection(Section):
     offload_optimizer_nvme_path: str | None = option(
         None,
         "Folder on NVMe for optimizer states.",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
         spell=unless_empty,
         ask="Which folder on NVMe for optimizer states?",
         when=lambda answers: answers["offload_optimizer_device"] == "nvme",
@@ -86,7 +83,6 @@ class DeepSpeedSection(Section):
     offload_param_nvme_path: str | None = option(
         None,
         "Folder on NVMe for parameters.",
-        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
         spell=unless_empty,
         ask="Which folder on NVMe for parameters?",
         when=lambda answers: answers["offload_param_device"] == "nvme",
@@ -120,7 +116,6 @@ class DeepSpeedSection(Section):
         None,
         "ZeRO-3: gather 16-bit weights when saving (true or false).",
         text_flag=True,
-        env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
         spell=unless_empty_lower,
         ask="Gather 16-bit weights when saving?",
         when=_shards_parameters,
@@ -128,6 +123,7 @@ class DeepSpeedSection(Section):
     deepspeed_multinode_launcher: str | None = option(
         None,
         f"What starts processes on several machines: {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}.",
+        env=(),
         ask="What starts processes on several machines?",
         offers=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         when=_several_machines,
@@ -135,18 +131,21 @@ class DeepSpeedSection(Section):
     deepspeed_hostfile: str | None = option(
         None,
         "DeepSpeed's host file for several machines.",
+        env=(),
         ask="Where is the host file (empty for none)?",
         when=_starts_by_hostfile,
     )
     deepspeed_exclusion_filter: str | None = option(
         None,
         "Hosts and devices that are left out.",
+        env=(),
         ask="Which hosts and devices are left out (empty for none)?",
         when=_starts_by_hostfile,
     )
     deepspeed_inclusion_filter: str | None = option(
         None,
         "Hosts and devices that are used.",
+        env=(),
         ask="Which hosts and devices are used (empty for all)?",
         when=_starts_by_hostfile,
     )
@@ -159,8 +158,3 @@ class DeepSpeedSection(Section):
         when=_shards_parameters,
         advanced=True,
     )
-
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only when DeepSpeed is the way of training."""
-        return bool(values["use_deepspeed"])

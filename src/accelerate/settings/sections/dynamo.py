@@ -41,13 +41,13 @@ class DynamoSection(Section):
 
     title = RESOURCES
     file_key = "dynamo_config"
+    env_prefix = "ACCELERATE_"
 
     dynamo_backend: str = option(
         "no",
         "Compiler of torch.compile; no leaves models as they are.",
         choices=BACKENDS,
         flag_default=None,
-        env="ACCELERATE_DYNAMO_BACKEND",
         spell=upper,
         ask="Which torch.compile backend (no for none)?",
         advanced=True,
@@ -56,7 +56,6 @@ class DynamoSection(Section):
         "default",
         "What torch.compile optimises for.",
         choices=tuple(TORCH_DYNAMO_MODES),
-        env="ACCELERATE_DYNAMO_MODE",
         advanced=True,
         ask="What does torch.compile optimise for?",
         when=_compiles,
@@ -64,7 +63,6 @@ class DynamoSection(Section):
     dynamo_use_fullgraph: bool = option(
         False,
         "Refuse models that do not compile to one graph.",
-        env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         advanced=True,
         ask="Refuse models that do not compile to one graph?",
         when=_compiles,
@@ -72,7 +70,6 @@ class DynamoSection(Section):
     dynamo_use_dynamic: bool = option(
         False,
         "Compile for changing shapes.",
-        env="ACCELERATE_DYNAMO_USE_DYNAMIC",
         advanced=True,
         ask="Compile for changing shapes?",
         when=_compiles,
@@ -80,7 +77,6 @@ class DynamoSection(Section):
     dynamo_use_regional_compilation: bool = option(
         False,
         "Compile each repeated block once instead of the whole model.",
-        env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         advanced=True,
         ask="Compile each repeated block once instead of the whole model?",
         when=_compiles,

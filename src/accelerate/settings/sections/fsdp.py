@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate.base import (
     FSDP_AUTO_WRAP_POLICY,
@@ -22,6 +20,7 @@ class FsdpSection(Section):
     title = "FSDP Arguments"
     file_key = "fsdp_config"
     switch = "--use_fsdp"
+    env_prefix = ""
 
     fsdp_version: int = option(
         1,
@@ -29,14 +28,12 @@ class FsdpSection(Section):
         choices=("1", "2"),
         flag_default="1",
         flag_type=str,
-        env="FSDP_VERSION",
         ask="Which version of FSDP?",
     )
     fsdp_offload_params: bool = option(
         False,
         "Keep parameters and gradients on the CPU (true or false).",
         text_flag=True,
-        env="FSDP_OFFLOAD_PARAMS",
         spell=lower,
         ask="Keep parameters and gradients on the CPU?",
     )
@@ -44,14 +41,12 @@ class FsdpSection(Section):
         100_000_000,
         "SIZE_BASED_WRAP: modules with at least this many parameters become a unit.",
         limits=(0, 10**15),
-        env="FSDP_MIN_NUM_PARAMS",
         ask="How many parameters has a unit at least?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP",
     )
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD",
         "FSDP 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers.",
-        env="FSDP_SHARDING_STRATEGY",
         ask="What is sharded?",
         offers=tuple(FSDP_SHARDING_STRATEGY),
         when=lambda answers: answers["fsdp_version"] == 1,
@@ -60,7 +55,6 @@ class FsdpSection(Section):
         "true",
         "Free the parameters between forward and backward: true or false with FSDP 2, a sharding strategy "
         "with FSDP 1.",
-        env="FSDP_RESHARD_AFTER_FORWARD",
         spell=lower,
         ask="Free the parameters between forward and backward?",
         offers=("true", "false"),
@@ -69,7 +63,6 @@ class FsdpSection(Section):
     fsdp_auto_wrap_policy: str | None = option(
         None,
         "How the model is cut into units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        env="FSDP_AUTO_WRAP_POLICY",
         spell=unless_empty,
         ask="How is the model cut into units?",
         offers=tuple(FSDP_AUTO_WRAP_POLICY),
@@ -85,7 +78,6 @@ class FsdpSection(Section):
     fsdp_backward_prefetch: str | None = option(
         None,
         "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
-        env="FSDP_BACKWARD_PREFETCH",
         spell=unless_empty,
         ask="When is the next unit fetched in backward?",
         offers=tuple(FSDP_BACKWARD_PREFETCH),
@@ -94,7 +86,6 @@ class FsdpSection(Section):
     fsdp_state_dict_type: str | None = option(
         None,
         "How checkpoints are written: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
-        env="FSDP_STATE_DICT_TYPE",
         spell=unless_empty,
         ask="How are checkpoints written?",
         offers=tuple(FSDP_STATE_DICT_TYPE),
@@ -103,7 +94,6 @@ class FsdpSection(Section):
         False,
         "FSDP 1: fetch the next unit during forward (true or false).",
         text_flag=True,
-        env="FSDP_FORWARD_PREFETCH",
         spell=lower,
         ask="Fetch the next unit during forward?",
         when=lambda answers: answers["fsdp_version"] == 1,
@@ -112,7 +102,6 @@ class FsdpSection(Section):
         True,
         "FSDP 1: keep the model's own parameters, so that some can be frozen (true or false).",
         text_flag=True,
-        env="FSDP_USE_ORIG_PARAMS",
         spell=lower,
         ask="Keep the model's own parameters, so that some can be frozen?",
         when=lambda answers: answers["fsdp_version"] == 1,
@@ -121,7 +110,6 @@ class FsdpSection(Section):
         True,
         "Only the first process reads pretrained weights (true or false).",
         text_flag=True,
-        env="FSDP_CPU_RAM_EFFICIENT_LOADING",
         spell=lower,
         ask="Let only the first process read pretrained weights?",
     )
@@ -129,7 +117,6 @@ class FsdpSection(Section):
         True,
         "FSDP 1: every unit starts from the weights of rank 0 (true or false).",
         text_flag=True,
-        env="FSDP_SYNC_MODULE_STATES",
         spell=lower,
         ask="Start every unit from the weights of rank 0?",
         when=lambda answers: answers["fsdp_version"] == 1,
@@ -138,26 +125,15 @@ class FsdpSection(Section):
         False,
         "Recompute activations in backward instead of keeping them (true or false).",
         text_flag=True,
-        env="FSDP_ACTIVATION_CHECKPOINTING",
         spell=lower,
         ask="Recompute activations in backward to save memory?",
     )
     fsdp_activation_checkpointing_offload: bool = option(
-        False,
-        "Keep checkpointed activations on the CPU (true or false).",
-        text_flag=True,
-        env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        spell=lower,
+        False, "Keep checkpointed activations on the CPU (true or false).", text_flag=True, spell=lower
     )
     fsdp_ignored_modules: str | None = option(
         None,
         "Modules that are not sharded: a regular expression over their names.",
         flags=(),
-        env="FSDP_IGNORED_MODULES",
         spell=unless_empty,
     )
-
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only when FSDP is the way of training."""
-        return bool(values["use_fsdp"])

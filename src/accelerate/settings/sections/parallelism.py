@@ -19,51 +19,35 @@ class ParallelismSection(Section):
     title = TITLE
     file_key = FILE_KEY
     switch = "--use_parallelism_config"
+    env_prefix = ""
 
     parallelism_config_dp_replicate_size: int = option(
         1,
         "Groups of processes that hold a whole copy of the model.",
-        env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
         ask="How many groups hold a whole copy of the model?",
     )
     parallelism_config_dp_shard_size: int = option(
         1,
         "Processes that share one copy of the model (FSDP).",
-        env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
         ask="How many processes share one copy of the model?",
     )
     parallelism_config_tp_size: int = option(
         1,
         "Processes that share each layer (tensor parallelism).",
-        env="PARALLELISM_CONFIG_TP_SIZE",
         ask="How many processes share each layer (tensor parallelism)?",
     )
     parallelism_config_cp_size: int = option(
         1,
         "Processes that share each sequence (context parallelism).",
-        env="PARALLELISM_CONFIG_CP_SIZE",
         ask="How many processes share each sequence (context parallelism)?",
     )
     parallelism_config_cp_backend: str = option(
-        "torch",
-        "Implementation of context parallelism.",
-        choices=("torch",),
-        env="PARALLELISM_CONFIG_CP_BACKEND",
+        "torch", "Implementation of context parallelism.", choices=("torch",)
     )
-    parallelism_config_sp_size: int = option(
-        1, "Processes that share each sequence (Ulysses).", env="PARALLELISM_CONFIG_SP_SIZE"
-    )
+    parallelism_config_sp_size: int = option(1, "Processes that share each sequence (Ulysses).")
     parallelism_config_sp_backend: str = option(
-        "deepspeed",
-        "Implementation of sequence parallelism.",
-        choices=("deepspeed",),
-        env="PARALLELISM_CONFIG_SP_BACKEND",
+        "deepspeed", "Implementation of sequence parallelism.", choices=("deepspeed",)
     )
-
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only when a mesh is asked for."""
-        return bool(values["use_parallelism_config"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +57,17 @@ class ContextParallelSection(Section):
     title = TITLE
     file_key = FILE_KEY
     switch = "--parallelism_config_cp_size above 1"
+    env_prefix = ""
 
     parallelism_config_cp_comm_strategy: str = option(
         "allgather",
         "How context parallelism exchanges keys and values: allgather or alltoall.",
-        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         ask="How does context parallelism exchange keys and values?",
         offers=("allgather", "alltoall"),
     )
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
         """Only when sequences are split over a context-parallel axis."""
         return ParallelismSection.active(values) and values["parallelism_config_cp_size"] > 1
 
@@ -95,27 +79,19 @@ class SequenceParallelSection(Section):
     title = TITLE
     file_key = FILE_KEY
     switch = "--parallelism_config_sp_size above 1"
+    env_prefix = ""
 
     parallelism_config_sp_seq_length: int | None = option(
-        None,
-        "Length of the sequences, where all have the same.",
-        flag_type=str,
-        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
-        spell=as_text_or_none,
+        None, "Length of the sequences, where all have the same.", flag_type=str, spell=as_text_or_none
     )
     parallelism_config_sp_seq_length_is_variable: bool = option(
-        True,
-        "Sequences have different lengths (true or false).",
-        flag_type=true_or_false,
-        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+        True, "Sequences have different lengths (true or false).", flag_type=true_or_false
     )
     parallelism_config_sp_attn_implementation: str = option(
-        "sdpa",
-        "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3.",
-        env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+        "sdpa", "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3."
     )
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
         """Only when sequences are split over a sequence-parallel axis."""
         return ParallelismSection.active(values) and values["parallelism_config_sp_size"] > 1

@@ -28,13 +28,13 @@ class PrecisionSection(Section):
     """The number format of the forward pass."""
 
     title = RESOURCES
+    env_prefix = "ACCELERATE_"
 
     mixed_precision: str = option(
         "no",
         "Number format of the forward pass: no (as the model is), fp16, bf16 or fp8.",
         choices=PRECISIONS,
         flag_default=None,
-        env="ACCELERATE_MIXED_PRECISION",
         aliases=("MIXED_PRECISION",),
         ask="Which number format?",
     )
@@ -47,20 +47,19 @@ class Fp8Section(Section):
     title = "FP8 Arguments"
     file_key = "fp8_config"
     switch = "--mixed_precision fp8"
+    env_prefix = "ACCELERATE_"
 
     fp8_backend: str | None = option(
         None,
         "Library that computes in FP8: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
         choices=("ao", "te", "msamp"),
         key="backend",
-        env="ACCELERATE_FP8_BACKEND",
         ask="Which library computes in FP8?",
     )
     fp8_use_autocast_during_eval: bool = option(
         False,
         "Transformer Engine: compute in FP8 during evaluation too.",
         key="use_autocast_during_eval",
-        env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
         ask="Compute in FP8 during evaluation too?",
         when=lambda answers: answers["fp8_backend"] == "te",
     )
@@ -68,7 +67,6 @@ class Fp8Section(Section):
         0,
         "Transformer Engine: margin of the scaling factor.",
         key="margin",
-        env="ACCELERATE_FP8_MARGIN",
         ask="What is the margin of the scaling factor?",
         when=lambda answers: answers["fp8_backend"] == "te",
     )
@@ -76,7 +74,6 @@ class Fp8Section(Section):
         1,
         "Transformer Engine: steps between two scaling factors.",
         key="interval",
-        env="ACCELERATE_FP8_INTERVAL",
         ask="How many steps between two scaling factors?",
         when=lambda answers: answers["fp8_backend"] == "te",
     )
@@ -85,7 +82,6 @@ class Fp8Section(Section):
         "Transformer Engine: E4M3, E5M2, or HYBRID (E4M3 forward, E5M2 backward).",
         choices=("HYBRID", "E4M3", "E5M2"),
         key="fp8_format",
-        env="ACCELERATE_FP8_FORMAT",
         spell=upper,
         ask="Which FP8 format?",
         when=lambda answers: answers["fp8_backend"] == "te",
@@ -94,7 +90,6 @@ class Fp8Section(Section):
         1024,
         "Transformer Engine: how many maxima a scaling factor looks back on.",
         key="amax_history_length",
-        env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
         ask="How many maxima does a scaling factor look back on?",
         when=lambda answers: answers["fp8_backend"] == "te",
     )
@@ -103,7 +98,6 @@ class Fp8Section(Section):
         "Transformer Engine: scaling from the largest or the most recent maximum.",
         choices=("max", "most_recent"),
         key="amax_compute_algorithm",
-        env="ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
         ask="Scaling from the largest or the most recent maximum?",
         when=lambda answers: answers["fp8_backend"] == "te",
     )
@@ -123,7 +117,6 @@ class Fp8Section(Section):
         "MS-AMP: how much is kept in FP8: O1 (communication) or O2 (optimizer states too).",
         choices=("O1", "O2"),
         key="optimization_level",
-        env="ACCELERATE_FP8_OPT_LEVEL",
         ask="How much is kept in FP8 (O1: communication, O2: optimizer states too)?",
         when=lambda answers: answers["fp8_backend"] == "msamp",
     )
@@ -133,7 +126,6 @@ class Fp8Section(Section):
         key="enable_fsdp_float8_all_gather",
         flag_default="true",
         flag_type=true_or_false,
-        env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
         spell=as_bit,
         ask="Gather FSDP2 parameters in FP8?",
         when=lambda answers: answers["fp8_backend"] == "ao",
@@ -144,13 +136,12 @@ class Fp8Section(Section):
         key="pad_inner_dim",
         flag_default="true",
         flag_type=true_or_false,
-        env="ACCELERATE_FP8_PAD_INNER_DIM",
         spell=as_bit,
         ask="Pad matrices whose inner size is not a multiple of 16?",
         when=lambda answers: answers["fp8_backend"] == "ao",
     )
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
         """Only when FP8 is the number format."""
         return bool(values["mixed_precision"] == "fp8")

@@ -96,11 +96,6 @@ class MpirunSection(Section):
         advanced=True,
     )
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only when mpirun starts the processes."""
-        return bool(values["mpirun_hostfile"])
-
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:
         """Only for CPU processes on several machines, where mpirun may be the one that starts them."""
@@ -127,17 +122,11 @@ class SlurmSection(Section):
         False, "With --slurm: write a batch script for --num_machines machines and submit it.", key=None
     )
     slurm_options: str = option(
-        "",
-        "Further options for srun, or with --submit for sbatch, in one text: '--partition=gpu --time=60'.",
+        "", "Further options for srun, or with --submit for sbatch, in one text: '--partition=gpu --time=60'."
     )
     slurm_script: str | None = option(
         None, "With --submit: where the batch script is written (the script's name, with .sbatch).", key=None
     )
-
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only when SLURM starts the processes."""
-        return bool(values["slurm"])
 
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:

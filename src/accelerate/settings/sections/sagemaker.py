@@ -22,23 +22,12 @@ class SageMakerSection(Section):
 
     aws_access_key_id: str | None = option(None, "Access key for AWS.", key=None, secret=True)
     aws_secret_access_key: str | None = option(None, "Secret key for AWS.", key=None, secret=True)
-    ec2_instance_type: str | None = option(
-        None,
-        "Instance type.",
-        flags=(),
-        ask="Which instance type?",
-    )
+    ec2_instance_type: str | None = option(None, "Instance type.", flags=(), ask="Which instance type?")
     iam_role_name: str | None = option(
-        None,
-        "Role that the job runs as.",
-        flags=(),
-        ask="Which IAM role does the job run as?",
+        None, "Role that the job runs as.", flags=(), ask="Which IAM role does the job run as?"
     )
     image_uri: str | None = option(
-        None,
-        "Container image of your own.",
-        flags=(),
-        ask="Container image of your own (empty for none)?",
+        None, "Container image of your own.", flags=(), ask="Container image of your own (empty for none)?"
     )
     profile: str | None = option(
         None,
@@ -46,12 +35,7 @@ class SageMakerSection(Section):
         flags=(),
         ask="Which profile of the AWS configuration (empty for the default one)?",
     )
-    region: str = option(
-        "us-east-1",
-        "AWS region.",
-        flags=(),
-        ask="Which AWS region?",
-    )
+    region: str = option("us-east-1", "AWS region.", flags=(), ask="Which AWS region?")
     base_job_name: str = option(
         "accelerate-sagemaker-1",
         "Beginning of the job's name.",
@@ -80,22 +64,16 @@ class SageMakerSection(Section):
         advanced=True,
     )
     sagemaker_inputs_file: str | None = option(
-        None,
-        "Table of input channels.",
-        flags=(),
-        ask="Table of input channels (empty for none)?",
+        None, "Table of input channels.", flags=(), ask="Table of input channels (empty for none)?"
     )
     sagemaker_metrics_file: str | None = option(
-        None,
-        "Table of metric definitions.",
-        flags=(),
-        ask="Table of metric definitions (empty for none)?",
+        None, "Table of metric definitions.", flags=(), ask="Table of metric definitions (empty for none)?"
     )
     additional_args: dict[str, Any] | None = option(
         None, "Further arguments for the estimator of SageMaker, as they are.", flags=()
     )
 
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
         """Only for a job on Amazon SageMaker."""
         return bool(values["compute_environment"] == "AMAZON_SAGEMAKER")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate.settings.option import Section, option
 from accelerate.settings.sections.launch import HARDWARE
@@ -81,8 +79,3 @@ class TpuSection(Section):
         ask="Commands that set up each host (separated by commas, empty for none)?",
         when=lambda answers: answers["tpu_use_cluster"],
     )
-
-    @staticmethod
-    def active(values: Mapping[str, Any]) -> bool:
-        """Only on TPU."""
-        return bool(values["tpu"])
