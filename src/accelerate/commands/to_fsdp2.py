@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from accelerate.base import ConfigurationError, expanded, wrong_value
@@ -19,7 +17,7 @@ from accelerate.settings import (
     existing_file,
     fsdp2_notes,
     read_mapping,
-    write_file,
+    write_mapping,
 )
 
 DESCRIPTION = "Write a configuration file of FSDP 1 for FSDP 2, and say what has no counterpart."
@@ -77,18 +75,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     old = load_config(args.config_file)
     new = convert_config_to_fsdp2(old)
     target = expanded(args.output_file or args.config_file)
-    write_file(target, _as_text(new, target))
+    write_mapping(target, new)
     for note in fsdp2_notes(old):
         print(f"accelerate to-fsdp2: {note}.")
     print(f"The configuration for FSDP 2 was written to {target}.")
-
-
-def _as_text(mapping: dict[str, Any], target: Path) -> str:
-    if target.suffix == ".json":
-        return json.dumps(mapping, indent=2, sort_keys=True) + "\n"
-    import yaml
-
-    return yaml.safe_dump(mapping, sort_keys=True)
 
 
 def main() -> None:

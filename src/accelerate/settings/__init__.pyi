@@ -8,15 +8,16 @@ from accelerate.settings.config_file import (
     cache_dir as cache_dir,
     check as check,
     default_config_file as default_config_file,
+    default_config_path as default_config_path,
     default_json_config_file as default_json_config_file,
-    default_place as default_place,
     default_yaml_config_file as default_yaml_config_file,
     existing_file as existing_file,
     find_config_file as find_config_file,
     hf_cache_home as hf_cache_home,
     read_layer as read_layer,
     read_mapping as read_mapping,
-    write_file as write_file,
+    to_text as to_text,
+    write_mapping as write_mapping,
 )
 from accelerate.settings.deepspeed_checks import (
     AUTO as AUTO,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -22,18 +21,18 @@ from accelerate.settings.config_file import (
     cache_dir as cache_dir,
     check,
     default_config_file as default_config_file,
+    default_config_path,
     default_json_config_file as default_json_config_file,
-    default_place,
     default_yaml_config_file as default_yaml_config_file,
     find_config_file,
     hf_cache_home as hf_cache_home,
     is_sagemaker,
     known_keys,
     read_mapping,
-    write_file,
+    write_mapping,
 )
 from accelerate.settings.migrations import migrate
-from accelerate.settings.option import Option, refuse_all
+from accelerate.settings.option import refuse_all
 
 Config = TypeVar("Config", bound="BaseConfig")
 
@@ -53,11 +52,11 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
     path = find_config_file(config_file)
     if path is None:
         raise ConfigurationError(
-            f"There is no configuration file at {default_place()}. "
+            f"There is no configuration file at {default_config_path()}. "
             f"Run `accelerate config default` or pass --config_file."
         )
     kind = SageMakerConfig if is_sagemaker(read_mapping(path)) else ClusterConfig
-    return kind.from_json_file(str(path)) if path.suffix == ".json" else kind.from_yaml_file(str(path))
+    return kind.from_yaml_file(str(path))  # which reads JSON too, by the suffix
 
 
 @dataclass
@@ -100,13 +99,13 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls: type[Config], json_file: str | None = None) -> Config:
-        """Load a JSON file; default: the default place."""
-        return cls._from_file(Path(json_file or default_place().with_suffix(".json")))
+        """Load a JSON file; default: the default file."""
+        return cls._from_file(Path(json_file or default_config_path().with_suffix(".json")))
 
     @classmethod
     def from_yaml_file(cls: type[Config], yaml_file: str | None = None) -> Config:
-        """Load a YAML file; default: the default place."""
-        return cls._from_file(Path(yaml_file or default_place()))
+        """Load a YAML file; default: the default file."""
+        return cls._from_file(Path(yaml_file or default_config_path()))
 
     @classmethod
     def _from_file(cls: type[Config], path: Path) -> Config:
@@ -119,28 +118,25 @@ class BaseConfig:
 
     def to_json_file(self, json_file: str) -> None:
         """Write the settings as JSON."""
-        write_file(Path(json_file), json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        write_mapping(Path(json_file), self.to_dict(), ".json")
 
     def to_yaml_file(self, yaml_file: str) -> None:
         """Write the settings as YAML."""
-        import yaml
-
-        write_file(Path(yaml_file), yaml.safe_dump(self.to_dict(), sort_keys=True))
+        write_mapping(Path(yaml_file), self.to_dict(), ".yaml")
 
 
 def _in_form(mapping: dict[str, Any], path: Path) -> dict[str, Any]:
     mapping, _ = migrate(mapping)
-    typed = _typed(check(mapping, path))
     usual = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
-    mapping = {**usual, **mapping, **typed}
+    mapping = {**usual, **mapping, **_typed(check(mapping, path))}
     mapping["mixed_precision"] = str(mapping.get("mixed_precision") or "no")
-    return {**mapping, **{name: bool(mapping.get(name) or False) for name in ("use_cpu", "debug")}}
+    return {**mapping, **{name: bool(mapping.get(name)) for name in ("use_cpu", "debug")}}
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
     """Values of the top level by key, for those options that a file may also write as text."""
-    rows = {key: row for key, row in known_keys("").items() if isinstance(row, Option) and row.name in values}
-    typed = {key: values[row.name] for key, row in rows.items() if row.kind in (bool, int, tuple)}
+    rows = {key: row for key, row in known_keys("").items() if row.kind in (bool, int, tuple)}
+    typed = {key: values[row.name] for key, row in rows.items() if row.name in values}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in typed.items()}
 
 

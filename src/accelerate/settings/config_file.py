@@ -1,8 +1,9 @@
-"""Sections <-> YAML or JSON: where the file is, how it is read, and how it is checked."""
+"""The configuration file: where it is, how it is read, checked against the sections, and written."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -26,8 +27,8 @@ from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
-FREE_FORM = ("additional_args",)
-"""Keys that hold a mapping of the user's own."""
+GROUPS = tuple(dict.fromkeys(section.file_key for section in SECTIONS if section.file_key))
+"""Keys of a file that hold the settings of sections."""
 
 
 def _cache_home() -> str:
@@ -43,7 +44,7 @@ default_yaml_config_file = str(Path(cache_dir, "default_config.yaml"))
 default_config_file = default_yaml_config_file
 
 
-def default_place() -> Path:
+def default_config_path() -> Path:
     """Where the default file is, by the environment of now."""
     return Path(_cache_home(), "accelerate", "default_config.yaml")
 
@@ -62,7 +63,7 @@ def find_config_file(given: str | None) -> Path | None:
     """
     if given is not None:
         return existing_file("--config_file", given)
-    default = default_place()
+    default = default_config_path()
     try:
         return next((path for path in (default, default.with_suffix(".json")) if is_file(path)), None)
     except OSError as error:
@@ -93,12 +94,27 @@ def existing_file(name: str, given: str) -> Path:
     raise wrong_value(name, given, "there is no such file", "Check the path", FileNotFoundError)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a configuration file, and the folders above it.
+def to_text(mapping: Mapping[str, Any], suffix: str = ".yaml") -> str:
+    """Return settings as the text of a file, sorted by key: JSON for the suffix ``.json``, else YAML."""
+    if suffix == ".json":
+        return json.dumps(mapping, indent=2, sort_keys=True) + "\n"
+    import yaml
+
+    return yaml.safe_dump(mapping, sort_keys=True)
+
+
+def write_mapping(path: Path, mapping: Mapping[str, Any], suffix: str | None = None) -> None:
+    """Write a configuration file, and make the folders above it.
+
+    Args:
+        path: of the file.
+        mapping: its settings.
+        suffix: says whether it is JSON or YAML; default: that of the path.
 
     Raises:
-        ConfigurationError: the place cannot be written to.
+        ConfigurationError: the file cannot be written.
     """
+    text = to_text(mapping, path.suffix if suffix is None else suffix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -155,80 +171,62 @@ def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for where, key, value in _entries(mapping, problems):
-        row = known_keys(where).get(key)
+    for group, key, value in _entries(mapping, problems):
+        row = known_keys(group).get(key)
         if row is None:
-            problems.append(_unknown(where, key))
-        elif isinstance(row, Option) and value is not None:
-            _read(row, value, f"{where}.{key}" if where else key, values, problems)
+            problems.append(_unknown(group, key))
+        elif value is not None:
+            try:
+                values[row.name] = row.read(value, _dotted(group, key))
+            except ValueError as error:
+                problems.append(str(error))
     refuse_all([f"{path}: {problem}" for problem in problems])
     return values
 
 
-def _read(row: Option, value: Any, where: str, values: dict[str, Any], problems: list[str]) -> None:
-    try:
-        values[row.name] = row.read(value, where)
-    except ValueError as error:
-        problems.append(str(error))
-
-
 def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """Every (nested mapping or "", key, value) of a file."""
-    nested = {section.file_key for section in SECTIONS if section.file_key}
+    """Every (group, or "" at the top level; key; value) of a file."""
     for key, value in mapping.items():
-        if key not in nested or value is None:
+        if key not in GROUPS:
             yield "", key, value
         elif isinstance(value, dict):
             yield from ((key, inner, held) for inner, held in value.items())
-        else:
-            problems.append(
-                str(
-                    wrong_value(
-                        key, value, "this must be a group of settings", "Indent its settings under it"
-                    )
-                )
-            )
+        elif value is not None:
+            fix = "Indent its settings under it"
+            problems.append(str(wrong_value(key, value, "this must be a group of settings", fix)))
 
 
 @cache
-def known_keys(where: str) -> dict[str, Option | None]:
-    """Keys of a nested mapping, or of the top level; ``None`` marks those that are no option of their own."""
-    own: dict[str, Any] = {}
-    for section in SECTIONS:
-        if (section.file_key or "") == where:
-            own.update({row.key: row for row in section.options() if row.key})
-    if where:
-        prefixed = {f"{row.name}": row for row in own.values()}
-        return {**prefixed, **own}
-    others = [section.file_key for section in SECTIONS if section.file_key]
-    structure = dict.fromkeys([*others, *FREE_FORM], STRUCTURE)
-    return {**structure, **own}
+def known_keys(group: str) -> dict[str, Option]:
+    """Options by their keys in a group, or at the top level (""); in a group by their names too."""
+    sections = (section for section in SECTIONS if (section.file_key or "") == group)
+    rows = [row for section in sections for row in section.options() if row.key]
+    names = {row.name: row for row in rows} if group else {}
+    return {**names, **{str(row.key): row for row in rows}}
 
 
-STRUCTURE: Any = "structure"
+def _dotted(group: str, key: str) -> str:
+    return f"{group}.{key}" if group else key
 
 
-def _unknown(where: str, key: str) -> str:
-    close = difflib.get_close_matches(key, known_keys(where), n=1)
+def _unknown(group: str, key: str) -> str:
+    known = known_keys(group) if group else [*GROUPS, *known_keys("")]
+    close = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {close[0]}?" if close else "Remove it, or check the version that wrote the file."
-    return f"{where + '.' if where else ''}{shortened(key)}: there is no such setting. {hint}"
+    return f"{_dotted(group, shortened(key))}: there is no such setting. {hint}"
 
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
     """The way of training that `distributed_type` and the presence of `parallelism_config` stand for."""
-    chosen: dict[str, bool] = {}
-    if mapping.get("parallelism_config"):
-        chosen["use_parallelism_config"] = True
+    chosen = {"use_parallelism_config": True} if mapping.get("parallelism_config") else {}
     written = mapping.get("distributed_type")
     if written is None or is_sagemaker(mapping):
         return chosen
-    word = str(written if not isinstance(written, bool) else "NO").upper()
+    word = "NO" if isinstance(written, bool) else str(written).upper()
     if word not in PARADIGM_OF_TYPE:
         fix = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
         raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", fix)
-    chosen.update(dict.fromkeys(EXCLUSIVE, False))
-    name = PARADIGM_OF_TYPE[word]
-    return {**chosen, name: True} if name else chosen
+    return {**chosen, **{name: name == PARADIGM_OF_TYPE[word] for name in EXCLUSIVE}}
 
 
 def is_sagemaker(mapping: Mapping[str, Any]) -> bool:

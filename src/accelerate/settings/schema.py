@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import SageMakerDistributedType
-from accelerate.settings.config_file import FREE_FORM
 from accelerate.settings.layers import SECTIONS
 from accelerate.settings.migrations import RETIRED, TOP_LEVEL_DYNAMO
 from accelerate.settings.option import Option, Section
@@ -43,7 +42,7 @@ def make_schema() -> dict[str, Any]:
         "description": "Where and how `accelerate launch` runs scripts; absent keys have their default.",
         "type": "object",
         "additionalProperties": False,
-        "properties": {**_top_level(), **_groups(), **_free_form(), **_old_keys()},
+        "properties": {**_top_level(), **_groups(), **_old_keys()},
     }
 
 
@@ -91,10 +90,6 @@ def _nested(row: Option, group: str) -> dict[str, Any]:
         others.add("fsdp_backward_prefetch_policy")
     old = {**described, "deprecated": True}
     return {str(row.key): described, **dict.fromkeys(sorted(others), old)}
-
-
-def _free_form() -> dict[str, Any]:
-    return {key: {"type": ["object", "null"], "description": "Passed on as it is."} for key in FREE_FORM}
 
 
 def _old_keys() -> dict[str, Any]:

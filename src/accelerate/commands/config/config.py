@@ -24,10 +24,12 @@ from accelerate.settings import (
     cache_dir as cache_dir,
     check,
     default_config_file as default_config_file,
-    default_place,
+    default_config_path,
     default_yaml_config_file as default_yaml_config_file,
     load_config_from_file as load_config_from_file,
     prompt_of_this_process,
+    to_text,
+    write_mapping,
 )
 
 WRITE, AGAIN, LEAVE = DECISIONS = ("write", "ask again", "leave")
@@ -95,12 +97,12 @@ def config_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: on a pipe, an answer is wrong or missing.
     """
-    path = expanded(args.config_file) if args.config_file else default_place()
+    path = expanded(args.config_file) if args.config_file else default_config_path()
     prompt = prompt_of_this_process()
     known = suggest(str(path) if os.path.isfile(path) else None)
     while True:
         config = get_user_input(prompt, known)
-        prompt.say(f"\n{_shown(config)}")
+        prompt.say(f"\n{to_text(config.to_dict())}")
         decision = prompt.choose(f"Write this to {path}?", DECISIONS, WRITE)
         if decision != AGAIN:
             break
@@ -108,14 +110,8 @@ def config_command(args: argparse.Namespace) -> None:
     if decision == LEAVE:
         prompt.say("Nothing was written.")
         return
-    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
+    write_mapping(path, config.to_dict())
     prompt.say(f"The configuration was written to {path}.")
-
-
-def _shown(config: ClusterConfig | SageMakerConfig) -> str:
-    import yaml
-
-    return yaml.safe_dump(config.to_dict(), sort_keys=True)
 
 
 def main() -> None:

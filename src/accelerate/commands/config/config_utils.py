@@ -16,22 +16,10 @@ from accelerate.base import (
 )
 from accelerate.commands.menu import BulletMenu as BulletMenu
 from accelerate.settings import OneSpellingFormatter
+from accelerate.settings.sections import BACKENDS
 
-DYNAMO_BACKENDS = [
-    "EAGER",
-    "AOT_EAGER",
-    "INDUCTOR",
-    "AOT_TS_NVFUSER",
-    "NVPRIMS_NVFUSER",
-    "CUDAGRAPHS",
-    "OFI",
-    "FX2TRT",
-    "ONNXRT",
-    "TENSORRT",
-    "AOT_TORCHXLA_TRACE_ONCE",
-    "TORHCHXLA_TRACE_ONCE",
-    "TVM",
-]
+_LATER = ("no", "torchxla_trace_once", "hpu_backend", "neuron")
+DYNAMO_BACKENDS = [name.upper() for name in BACKENDS if name not in _LATER]
 
 
 class SubcommandHelpFormatter(OneSpellingFormatter, argparse.RawDescriptionHelpFormatter):

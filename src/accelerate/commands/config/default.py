@@ -14,6 +14,7 @@ from accelerate.settings import (
     ClusterConfig,
     default_config_file,
     default_json_config_file as default_json_config_file,
+    write_mapping,
 )
 from accelerate.settings.sections import PRECISIONS
 
@@ -57,7 +58,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     if os.path.exists(path):
         print(f"{path} is there already and is left as it is. Remove it to write a new one.")
         return False
-    _save(_config_of_this_machine(precision), path)
+    write_mapping(path, _config_of_this_machine(precision).to_dict())
     return path
 
 
@@ -72,11 +73,6 @@ def _config_of_this_machine(precision: str) -> ClusterConfig:
         debug=False,
         num_processes=machine.devices,
     )
-
-
-def _save(config: ClusterConfig, path: Path) -> None:
-    write = config.to_json_file if path.suffix == ".json" else config.to_yaml_file
-    write(str(path))
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
-from accelerate.settings import find_config_file, load_config_from_file
+from accelerate.settings import find_config_file, load_config_from_file, to_text
 
 description = "Show the configuration file that the other commands read."
 
@@ -32,8 +32,6 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
 
 def show_config_command(args: argparse.Namespace) -> None:
     """Print the file's path and its settings in today's form."""
-    import yaml
-
     config = load_config_from_file(args.config_file)
     print(f"# {find_config_file(args.config_file)}")
-    print(yaml.safe_dump(config.to_dict(), sort_keys=True), end="")
+    print(to_text(config.to_dict()), end="")

@@ -9,8 +9,9 @@ from accelerate.base import expanded
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.settings import (
     default_config_file as default_config_file,
-    default_place,
+    default_config_path,
     load_config_from_file as load_config_from_file,
+    write_mapping,
 )
 
 description = (
@@ -30,11 +31,9 @@ def update_config(args: argparse.Namespace) -> str:
     Raises:
         ConfigurationError: there is no such file, or its content is wrong.
     """
-    path = str(expanded(args.config_file or default_place()))
-    config = load_config_from_file(path)
-    write = config.to_json_file if path.endswith(".json") else config.to_yaml_file
-    write(path)
-    return path
+    path = expanded(args.config_file or default_config_path())
+    write_mapping(path, load_config_from_file(str(path)).to_dict())
+    return str(path)
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

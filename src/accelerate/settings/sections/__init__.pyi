@@ -7,7 +7,7 @@ from accelerate.settings.sections.diagnostics import (
     DiagnosticsSection as DiagnosticsSection,
     StoppingSection as StoppingSection,
 )
-from accelerate.settings.sections.dynamo import DynamoSection as DynamoSection
+from accelerate.settings.sections.dynamo import BACKENDS as BACKENDS, DynamoSection as DynamoSection
 from accelerate.settings.sections.fsdp import FsdpSection as FsdpSection
 from accelerate.settings.sections.launch import (
     EXCLUSIVE as EXCLUSIVE,

@@ -6,29 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.base import TORCH_DYNAMO_MODES
+from accelerate.base import TORCH_DYNAMO_MODES, DynamoBackend
 from accelerate.settings.option import Section, option, upper
 from accelerate.settings.sections.launch import RESOURCES
 
-BACKENDS = (
-    "no",
-    "eager",
-    "aot_eager",
-    "inductor",
-    "aot_ts_nvfuser",
-    "nvprims_nvfuser",
-    "cudagraphs",
-    "ofi",
-    "fx2trt",
-    "onnxrt",
-    "tensorrt",
-    "aot_torchxla_trace_once",
-    "torhchxla_trace_once",
-    "torchxla_trace_once",
-    "tvm",
-    "hpu_backend",
-    "neuron",
-)
+_NAMES = tuple(name.lower() for name in DynamoBackend.list())
+_XLA = _NAMES.index("torchxla_trace_once")
+BACKENDS = (*_NAMES[:_XLA], "torhchxla_trace_once", *_NAMES[_XLA:])
+"""The backends of `torch.compile`, and a misspelt name of one of them, which older files have."""
 
 
 def _compiles(answers: Mapping[str, Any]) -> bool:
