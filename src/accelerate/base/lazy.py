@@ -2,20 +2,20 @@
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pkgutil import get_data
 from typing import Any
 
 
 def attach(
-    module: str, homes: Mapping[str, str] | None = None
+    module: str, imports: Mapping[str, Iterable[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Build what a module needs to load names on first use.
 
     Args:
         module: The module's `__name__`.
-        homes: Name -> the module that defines it. Default: the names that the package's `__init__.pyi`
+        imports: Module -> the names that are imported from it. Default: what the package's `__init__.pyi`
             imports, so that type checkers and the interpreter read the same table.
 
     Returns:
@@ -23,26 +23,26 @@ def attach(
 
     Source: the module attributes `__getattr__` and `__dir__` of PEP 562.
     """
-    if homes is None:
-        table = {name: (home, attribute) for home, attribute, name in read_table(module)}
+    if imports is None:
+        table = {name: (source, attribute) for source, attribute, name in read_table(module)}
     else:
-        table = {name: (home, name) for name, home in homes.items()}
+        table = {name: (source, name) for source, names in imports.items() for name in names}
 
     def load(name: str) -> Any:
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home, attribute = table[name]
-        if home == module:  # a submodule of this package
+        source, attribute = table[name]
+        if source == module:  # a submodule of this package
             value: Any = import_module(f"{module}.{attribute}")
         else:
-            value = getattr(import_module(home), attribute)
+            value = getattr(import_module(source), attribute)
         setattr(sys.modules[module], name, value)  # the next look-up finds it without coming here
         return value
 
-    def names() -> list[str]:
+    def list_names() -> list[str]:
         return sorted({*vars(sys.modules[module]), *table})
 
-    return load, names, sorted(table)
+    return load, list_names, sorted(table)
 
 
 def read_table(package: str) -> Iterator[tuple[str, str, str]]:

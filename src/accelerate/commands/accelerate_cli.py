@@ -55,7 +55,7 @@ COMMANDS = {
 _MAKERS = (place.partition(":") for place, _ in COMMANDS.values())
 
 # The makers can be imported from here too, each loaded on first use.
-__getattr__, __dir__, _ = attach(__name__, {function: module for module, _, function in _MAKERS})
+__getattr__, __dir__, _ = attach(__name__, {module: (function,) for module, _, function in _MAKERS})
 
 
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:

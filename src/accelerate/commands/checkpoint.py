@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
         add_arguments(one)
         one.add_argument("--json", action="store_true", help="Print JSON, for machines.")
         one.set_defaults(func=run)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -360,10 +360,7 @@ def _from_here(path: str) -> str:
     return path if here.startswith(os.pardir) else here
 
 
-def main() -> None:
-    """Run as ``python -m accelerate.commands.checkpoint``."""
-    args = checkpoint_command_parser().parse_args()
-    run_command(args.func, args)
+main = entry_point(checkpoint_command_parser)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from accelerate.base import ConfigurationError, replace_files
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 
 DESCRIPTION = (
     "List the installed libraries that use `accelerate`, whether they accept this package, and where results "
@@ -73,13 +73,12 @@ def clients_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("clients", DESCRIPTION, subparsers)
+    parser = make_parser("clients", DESCRIPTION, subparsers, clients_command)
     parser.add_argument(
         "--allow", choices=HEADER_GATE, help="Say what header this library asks for, and write it."
     )
     parser.add_argument("--undo", action="store_true", help="Remove that header again.")
-    parser.set_defaults(func=clients_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def clients_command(args: argparse.Namespace) -> None:
@@ -241,10 +240,7 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
         ) from None
 
 
-def main() -> None:
-    """Run as ``python -m accelerate.commands.clients``."""
-    args = clients_command_parser().parse_args()
-    run_command(args.func, args)
+main = entry_point(clients_command_parser)
 
 
 if __name__ == "__main__":

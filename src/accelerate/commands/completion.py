@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate.base import require
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 
 SHELLS = {
     "bash": 'eval "$(accelerate completion bash)"     # in ~/.bashrc',
@@ -31,10 +31,9 @@ def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("completion", DESCRIPTION, subparsers)
+    parser = make_parser("completion", DESCRIPTION, subparsers, completion_command)
     parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
-    parser.set_defaults(func=completion_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def completion_command(args: argparse.Namespace) -> None:
@@ -93,9 +92,7 @@ def _place(action: argparse.Action) -> str | None:
     return "DIRECTORY" if action.dest.endswith(FOLDER_MARKS) else None
 
 
-def main() -> None:
-    """Run as ``python -m accelerate.commands.completion``."""
-    run_command(completion_command, completion_command_parser().parse_args())
+main = entry_point(completion_command_parser)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from accelerate.base import attach, environ, installed_version
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import (
     default_config_file as default_config_file,
     find_config_file,
@@ -20,8 +20,8 @@ from accelerate.settings import (
 
 __getattr__, __dir__, _ = attach(
     __name__,
-    dict.fromkeys(
-        (
+    {
+        "accelerate.devices": (
             "is_mlu_available",
             "is_mps_available",
             "is_musa_available",
@@ -30,8 +30,7 @@ __getattr__, __dir__, _ = attach(
             "is_sdaa_available",
             "is_xpu_available",
         ),
-        "accelerate.devices.availability",
-    ),
+    },
 )
 
 DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
@@ -46,11 +45,10 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("env", DESCRIPTION, subparsers)
+    parser = make_parser("env", DESCRIPTION, subparsers, env_command)
     parser.add_argument("--config_file", default=None, help="The configuration file to show.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.set_defaults(func=env_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def gather_facts(config_file: str | None) -> dict[str, Any]:
@@ -137,9 +135,7 @@ def _as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run as ``accelerate-env`` or ``python -m accelerate.commands.env``."""
-    run_command(env_command, env_command_parser().parse_args())
+main = entry_point(env_command_parser)
 
 
 if __name__ == "__main__":

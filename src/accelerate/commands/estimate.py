@@ -29,7 +29,7 @@ from accelerate.commands.model_tensors import (
     read_tensors,
     verify_on_hub as verify_on_hub,
 )
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 DESCRIPTION = (
@@ -47,7 +47,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("estimate-memory", DESCRIPTION, subparsers)
+    parser = make_parser("estimate-memory", DESCRIPTION, subparsers, estimate_command)
     parser.add_argument(
         "model_name", type=str, help="A name on the Hub, a folder, a .safetensors file or a config.json."
     )
@@ -97,8 +97,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
         f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
     )
-    parser.set_defaults(func=estimate_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -251,9 +250,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     return "\n".join(line.rstrip() for line in target.getvalue().rstrip().splitlines())
 
 
-def main() -> None:
-    """Run as ``accelerate-estimate-memory`` or ``python -m accelerate.commands.estimate``."""
-    run_command(estimate_command, estimate_command_parser().parse_args())
+main = entry_point(estimate_command_parser)
 
 
 if __name__ == "__main__":

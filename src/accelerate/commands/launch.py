@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.base import ConfigurationError, attach, environ, shown
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.launch import (
     LaunchPlan,
     Target,
@@ -40,21 +40,26 @@ from accelerate.settings import (
     read_layer,
 )
 
-_CONSTANTS = "accelerate.base.constants"
-_AVAILABILITY = "accelerate.devices.availability"
-_NAMESPACE = "accelerate.launch.namespace"
-_OTHER_NAMES = {
-    **dict.fromkeys(("ComputeEnvironment", "DistributedType"), "accelerate.base.enums"),
-    **dict.fromkeys(
-        ("convert_dict_to_env_variables", "get_int_from_env", "patch_environment", "str_to_bool"),
-        "accelerate.base.environ",
-    ),
-    **dict.fromkeys(
-        ("is_deepspeed_available", "is_rich_available", "is_sagemaker_available"), "accelerate.base.packages"
-    ),
-    **dict.fromkeys(("DEEPSPEED_MULTINODE_LAUNCHERS", "TORCH_DYNAMO_MODES"), _CONSTANTS),
-    **dict.fromkeys(
-        (
+# Names that can also be imported from here, on first use: a launch needs none of them.
+__getattr__, __dir__, _ = attach(
+    __name__,
+    {
+        "accelerate.base": (
+            "DEEPSPEED_MULTINODE_LAUNCHERS",
+            "TORCH_DYNAMO_MODES",
+            "ComputeEnvironment",
+            "DistributedType",
+            "convert_dict_to_env_variables",
+            "get_int_from_env",
+            "is_deepspeed_available",
+            "is_rich_available",
+            "is_sagemaker_available",
+            "patch_environment",
+            "str_to_bool",
+        ),
+        "accelerate.commands.config.config_utils": ("DYNAMO_BACKENDS",),
+        "accelerate.devices": (
+            "check_cuda_p2p_ib_support",
             "is_bf16_available",
             "is_hpu_available",
             "is_mlu_available",
@@ -65,20 +70,15 @@ _OTHER_NAMES = {
             "is_torch_xla_available",
             "is_xpu_available",
         ),
-        _AVAILABILITY,
-    ),
-    **dict.fromkeys(
-        (
+        "accelerate.launch": (
+            "PrepareForLaunch",
             "prepare_deepspeed_cmd_env",
             "prepare_multi_gpu_env",
             "prepare_sagemager_args_inputs",
             "prepare_simple_launcher_cmd_env",
             "prepare_tpu",
         ),
-        _NAMESPACE,
-    ),
-    **dict.fromkeys(
-        (
+        "accelerate.launch.namespace_launchers": (
             "deepspeed_launcher",
             "multi_gpu_launcher",
             "sagemaker_launcher",
@@ -86,16 +86,12 @@ _OTHER_NAMES = {
             "tpu_launcher",
             "tpu_pod_launcher",
         ),
-        f"{_NAMESPACE}_launchers",
-    ),
-    **dict.fromkeys(("SageMakerConfig", "load_config_from_file"), "accelerate.settings.config_classes"),
-    "DYNAMO_BACKENDS": "accelerate.commands.config.config_utils",
-    "PrepareForLaunch": "accelerate.launch.worker",
-    "check_cuda_p2p_ib_support": "accelerate.devices.nvidia",
-}
-"""Names that live elsewhere and can also be imported from here, on first use: a launch needs none of them."""
-
-__getattr__, __dir__, _ = attach(__name__, _OTHER_NAMES)
+        "accelerate.settings": (
+            "SageMakerConfig",
+            "load_config_from_file",
+        ),
+    },
+)
 
 DESCRIPTION = (
     "Run a script on one or several processes, on one or several machines. Every option can also be "
@@ -154,6 +150,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "launch",
         DESCRIPTION,
         subparsers,
+        launch_command,
         LaunchParser,
         allow_abbrev=False,
         formatter_class=CustomHelpFormatter,
@@ -180,8 +177,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     flags.add_retired(parser)
     parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
-    parser.set_defaults(func=launch_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -293,9 +289,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 
-def main() -> None:
-    """Run as ``accelerate-launch`` or ``python -m accelerate.commands.launch``."""
-    run_command(launch_command, launch_command_parser().parse_args())
+main = entry_point(launch_command_parser)
 
 
 if __name__ == "__main__":

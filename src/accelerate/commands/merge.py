@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from accelerate.base import attach
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
-__getattr__, __dir__, _ = attach(__name__, {"merge_fsdp_weights": "accelerate.strategies.fsdp.merge"})
+__getattr__, __dir__, _ = attach(__name__, {"accelerate.strategies.fsdp": ("merge_fsdp_weights",)})
 
 description = (
     "Merge the shards that FSDP writes with SHARDED_STATE_DICT into whole weights, as safetensors. Reads and "
@@ -23,7 +23,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("merge-weights", description, subparsers)
+    parser = make_parser("merge-weights", description, subparsers, merge_command)
     parser.add_argument("checkpoint_directory", type=str, help="Folder with the model's shards.")
     parser.add_argument("output_path", type=str, help="Folder for the whole weights; it is made.")
     parser.add_argument(
@@ -32,8 +32,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards."
     )
-    parser.set_defaults(func=merge_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def merge_command(args: argparse.Namespace) -> None:
@@ -53,9 +52,7 @@ def merge_command(args: argparse.Namespace) -> None:
     print(f"The weights were written to {args.output_path}.")
 
 
-def main() -> None:
-    """Run as ``accelerate-merge-weights`` or ``python -m accelerate.commands.merge``."""
-    run_command(merge_command, merge_command_parser().parse_args())
+main = entry_point(merge_command_parser)
 
 
 if __name__ == "__main__":

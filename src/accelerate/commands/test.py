@@ -11,7 +11,7 @@ from accelerate.commands.running import (
     path_in_accelerate_package as path_in_accelerate_package,
 )
 from accelerate.commands.same_run import check_resume
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
 SCRIPT = "accelerate.test_utils.scripts.test_script"
@@ -23,15 +23,14 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("test", DESCRIPTION, subparsers)
+    parser = make_parser("test", DESCRIPTION, subparsers, test_command)
     parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
     )
-    parser.set_defaults(func=test_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def test_command(args: argparse.Namespace) -> None:
@@ -52,9 +51,7 @@ def test_command(args: argparse.Namespace) -> None:
     launch_command(launch_command_parser().parse_args([*words, "--module", SCRIPT]))
 
 
-def main() -> None:
-    """Run as ``accelerate-test`` or ``python -m accelerate.commands.test``."""
-    run_command(test_command, test_command_parser().parse_args())
+main = entry_point(test_command_parser)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.base import ConfigurationError, expanded, wrong_value
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
@@ -29,14 +29,13 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("to-fsdp2", DESCRIPTION, subparsers)
+    parser = make_parser("to-fsdp2", DESCRIPTION, subparsers, to_fsdp2_command)
     parser.add_argument("--config_file", type=str, required=True, help="The file for FSDP 1.")
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace the output file, or the file itself without one."
     )
     parser.add_argument("--output_file", type=str, default=None, help="Where the new file is written.")
-    parser.set_defaults(func=to_fsdp2_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def load_config(config_file: str) -> dict[str, Any]:
@@ -81,9 +80,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     print(f"The configuration for FSDP 2 was written to {target}.")
 
 
-def main() -> None:
-    """Run as ``python -m accelerate.commands.to_fsdp2``."""
-    run_command(to_fsdp2_command, to_fsdp2_command_parser().parse_args())
+main = entry_point(to_fsdp2_command_parser)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.launch import read_file
 from accelerate.settings import (
     ClusterConfig,
@@ -30,7 +30,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("tpu-config", DESCRIPTION, subparsers)
+    parser = make_parser("tpu-config", DESCRIPTION, subparsers, tpu_command_launcher)
     config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
     config.add_argument("--config_file", type=str, default=None, help="Configuration file.")
     config.add_argument("--tpu_name", default=None, help="Name of the TPU.")
@@ -46,8 +46,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--accelerate_version", default=LATEST, help="Which version is installed: latest, or a number."
     )
     pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
-    parser.set_defaults(func=tpu_command_launcher)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
@@ -122,9 +121,7 @@ def _installation(version: str) -> str:
     return f"pip install {shlex.quote(f'accelerate=={version}')}"
 
 
-def main() -> None:
-    """Run as ``python -m accelerate.commands.tpu``."""
-    run_command(tpu_command_launcher, tpu_command_parser().parse_args())
+main = entry_point(tpu_command_parser)
 
 
 if __name__ == "__main__":

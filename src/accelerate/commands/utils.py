@@ -21,28 +21,47 @@ def make_parser(
     name: str,
     description: str,
     subparsers: Any = None,
-    parser_class: type[argparse.ArgumentParser] | None = None,
+    command: Callable[[argparse.Namespace], object] | None = None,
+    parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
-) -> Any:
+) -> CustomArgumentParser:
     """A command's parser: a subcommand of `accelerate`, or one that stands alone.
 
     Args:
         name: of the subcommand.
         description: shown above the options.
         subparsers: of `accelerate`; ``None`` for a parser of its own.
-        parser_class: default `CustomArgumentParser`.
+        command: called with the parsed arguments; ``None`` where a subcommand is.
+        parser_class: of the parser.
         **kwargs: for the parser.
     """
-    made = parser_class or CustomArgumentParser
-    kwargs.setdefault("formatter_class", OneSpellingFormatter)
+    kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
     if subparsers is None:
-        return made(prog=f"accelerate {name}", description=description, **kwargs)
-    # add_parser builds with the class that the subparsers object holds
-    usual, subparsers._parser_class = subparsers._parser_class, made
-    try:
-        return subparsers.add_parser(name, prog=f"accelerate {name}", description=description, **kwargs)
-    finally:
-        subparsers._parser_class = usual
+        parser = parser_class(prog=f"accelerate {name}", **kwargs)
+    else:  # add_parser builds with the class that the subparsers object holds
+        usual, subparsers._parser_class = subparsers._parser_class, parser_class
+        try:
+            parser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
+        finally:
+            subparsers._parser_class = usual
+    if command is not None:
+        parser.set_defaults(func=command)
+    return parser
+
+
+def entry_point(make: Callable[[], argparse.ArgumentParser]) -> Callable[[], NoReturn]:
+    """Return the `main` of a command, which parses the command line, runs the command and exits.
+
+    Args:
+        make: returns the command's parser.
+    """
+
+    def main() -> NoReturn:
+        """Run the command as a program of its own, or by ``python -m``."""
+        args = make().parse_args()
+        run_command(args.func, args)
+
+    return main
 
 
 def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> NoReturn:

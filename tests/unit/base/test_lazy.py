@@ -14,8 +14,8 @@ def package(tmp_path, monkeypatch):
     (folder / "home.py").write_text("thing = object()\n")
     (folder / "__init__.py").write_text(
         "from accelerate.base.lazy import attach\n"
-        "__getattr__, __dir__, __all__ = attach(__name__, {'thing': 'lazy_example.home', "
-        "'home': 'lazy_example.home', 'lost': 'lazy_example.home'})\n"
+        "__getattr__, __dir__, __all__ = attach(__name__, "
+        "{'lazy_example.home': ('thing', 'home', 'lost')})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("lazy_example")

@@ -46,6 +46,6 @@ class Special(CustomArgumentParser):
 def test_a_subcommand_may_have_a_parser_class_of_its_own() -> None:
     parent = CustomArgumentParser()
     children = parent.add_subparsers()
-    assert type(make_parser("a", "A.", children, Special)) is Special
+    assert type(make_parser("a", "A.", children, parser_class=Special)) is Special
     assert type(make_parser("b", "B.", children)) is CustomArgumentParser
     assert make_parser("c", "C.").prog == "accelerate c"

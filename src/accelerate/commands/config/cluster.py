@@ -27,34 +27,26 @@ from accelerate.settings import (
 )
 from accelerate.settings.sections import PARADIGM_OF_TYPE, SageMakerSection
 
-_AVAILABILITY = "accelerate.devices.availability"
-_PACKAGES = "accelerate.base.packages"
 __getattr__, __dir__, _ = attach(
     __name__,
     {
-        **dict.fromkeys(
-            (
-                "is_fp8_available",
-                "is_hpu_available",
-                "is_mlu_available",
-                "is_mps_available",
-                "is_musa_available",
-                "is_neuron_available",
-                "is_npu_available",
-                "is_sdaa_available",
-                "is_transformer_engine_available",
-                "is_xpu_available",
-            ),
-            _AVAILABILITY,
+        "accelerate.base": (
+            "is_deepspeed_available",
+            "is_msamp_available",
+            "is_torchao_available",
+            "is_transformers_available",
         ),
-        **dict.fromkeys(
-            (
-                "is_deepspeed_available",
-                "is_msamp_available",
-                "is_torchao_available",
-                "is_transformers_available",
-            ),
-            _PACKAGES,
+        "accelerate.devices": (
+            "is_fp8_available",
+            "is_hpu_available",
+            "is_mlu_available",
+            "is_mps_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_sdaa_available",
+            "is_transformer_engine_available",
+            "is_xpu_available",
         ),
     },
 )

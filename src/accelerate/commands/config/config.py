@@ -9,14 +9,14 @@ from typing import Any
 
 from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
 from accelerate.commands.config.cluster import get_cluster_input as get_cluster_input
+from accelerate.commands.config.config_utils import add_subcommand
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
-from accelerate.commands.config.schema import schema_command_parser
-from accelerate.commands.config.show import show_command_parser
 from accelerate.commands.config.suggestions import Suggestions, suggest
 from accelerate.commands.config.update import update_command_parser
-from accelerate.commands.utils import make_parser, run_command
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import (
+    SCHEMA_FILE,
     ClusterConfig,
     Prompt,
     SageMakerConfig,
@@ -26,6 +26,7 @@ from accelerate.settings import (
     default_config_file as default_config_file,
     default_config_path,
     default_yaml_config_file as default_yaml_config_file,
+    find_config_file,
     load_config_from_file as load_config_from_file,
     prompt_of_this_process,
     to_text,
@@ -34,6 +35,12 @@ from accelerate.settings import (
 
 WRITE, AGAIN, LEAVE = DECISIONS = ("write", "ask again", "leave")
 description = "Create, update or show the configuration file that every command reads."
+SHOW = "Show the configuration file that the other commands read."
+SCHEMA = (
+    "Print the path of the JSON Schema of the configuration file, with which editors complete and check it. "
+    "In VS Code and others with a YAML language server, make this the first line of the file: "
+    "# yaml-language-server: $schema=PATH"
+)
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -42,10 +49,9 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: of `accelerate`; ``None`` for a parser of its own.
     """
-    parser = make_parser("config", description, subparsers)
+    parser = make_parser("config", description, subparsers, config_command)
     parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
-    parser.set_defaults(func=config_command)
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -57,8 +63,11 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = config_command_parser(subparsers)
     parent = argparse.ArgumentParser(add_help=False)
     children = parser.add_subparsers(title="subcommands", dest="subcommand")
-    for add in (default_command_parser, update_command_parser, show_command_parser, schema_command_parser):
-        add(children, [parent])
+    default_command_parser(children, [parent])
+    update_command_parser(children, [parent])
+    show = add_subcommand(children, [parent], "show", SHOW, show_config_command)
+    show.add_argument("--config_file", default=None, help="The file; default: the default one.")
+    add_subcommand(children, [parent], "schema", SCHEMA, schema_command, SCHEMA.partition(",")[0] + ".")
     return parser
 
 
@@ -114,10 +123,30 @@ def config_command(args: argparse.Namespace) -> None:
     prompt.say(f"The configuration was written to {path}.")
 
 
-def main() -> None:
-    """Run as ``accelerate-config`` or ``python -m accelerate.commands.config``."""
-    args = get_config_parser().parse_args()
-    run_command(args.func, args)
+def show_config_command(args: argparse.Namespace) -> None:
+    """Print the file's path and its settings in today's form.
+
+    Args:
+        args: ``config_file``.
+
+    Raises:
+        ConfigurationError: there is no such file, or its content is wrong.
+    """
+    config = load_config_from_file(args.config_file)
+    print(f"# {find_config_file(args.config_file)}")
+    print(to_text(config.to_dict()), end="")
+
+
+def schema_command(args: argparse.Namespace) -> None:
+    """Print the path of the JSON Schema.
+
+    Args:
+        args: nothing of it is read.
+    """
+    print(SCHEMA_FILE)
+
+
+main = entry_point(get_config_parser)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The help formatter of the subcommands, and the names of compilers."""
+"""The parsers of the subcommands and their help, and the names of compilers."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate.base import (
@@ -33,3 +33,32 @@ class SubcommandHelpFormatter(OneSpellingFormatter, argparse.RawDescriptionHelpF
     ) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
         return text.replace("<command> [<args>] ", "")
+
+
+def add_subcommand(
+    subparsers: Any,
+    parents: list[argparse.ArgumentParser],
+    name: str,
+    description: str,
+    command: Callable[[argparse.Namespace], object],
+    help: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a subcommand to ``accelerate config``.
+
+    Args:
+        subparsers: of ``accelerate config``.
+        parents: parsers whose options it has too.
+        name: of the subcommand.
+        description: shown above its options.
+        command: called with the parsed arguments.
+        help: what the list of subcommands says; default: the description.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        parents=parents,
+        help=help or description,
+        description=description,
+        formatter_class=SubcommandHelpFormatter,
+    )
+    parser.set_defaults(func=command)
+    return parser

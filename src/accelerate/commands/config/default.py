@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import ComputeEnvironment, DistributedType, attach, environ, expanded, wrong_value
-from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.commands.config.config_utils import (
+    SubcommandHelpFormatter as SubcommandHelpFormatter,
+    add_subcommand,
+)
 from accelerate.launch import look
 from accelerate.settings import (
     ClusterConfig,
@@ -20,8 +23,8 @@ from accelerate.settings.sections import PRECISIONS
 
 __getattr__, __dir__, _ = attach(
     __name__,
-    dict.fromkeys(
-        (
+    {
+        "accelerate.devices": (
             "is_hpu_available",
             "is_mlu_available",
             "is_musa_available",
@@ -30,8 +33,7 @@ __getattr__, __dir__, _ = attach(
             "is_sdaa_available",
             "is_xpu_available",
         ),
-        "accelerate.devices.availability",
-    ),
+    },
 )
 
 description = "Create a default config file for Accelerate with only a few flags set."
@@ -82,13 +84,7 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         parser: the subparsers of ``accelerate config``.
         parents: parsers whose options it has too.
     """
-    made = parser.add_parser(
-        "default",
-        parents=parents,
-        help=description,
-        description=description,
-        formatter_class=SubcommandHelpFormatter,
-    )
+    made = add_subcommand(parser, parents, "default", description, default_config_command)
     made.add_argument(
         "--config_file",
         default=default_config_file,
@@ -102,8 +98,7 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         default="no",
         help="Number format of the forward pass.",
     )
-    made.set_defaults(func=default_config_command)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def default_config_command(args: argparse.Namespace) -> None:

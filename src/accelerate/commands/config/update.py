@@ -6,7 +6,10 @@ import argparse
 from typing import Any
 
 from accelerate.base import expanded
-from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.commands.config.config_utils import (
+    SubcommandHelpFormatter as SubcommandHelpFormatter,
+    add_subcommand,
+)
 from accelerate.settings import (
     default_config_file as default_config_file,
     default_config_path,
@@ -43,16 +46,9 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
         parser: the subparsers of ``accelerate config``.
         parents: parsers whose options it has too.
     """
-    made = parser.add_parser(
-        "update",
-        parents=parents,
-        help=description,
-        description=description,
-        formatter_class=SubcommandHelpFormatter,
-    )
+    made = add_subcommand(parser, parents, "update", description, update_config_command)
     made.add_argument("--config_file", default=None, help="The file; default: the default one.")
-    made.set_defaults(func=update_config_command)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def update_config_command(args: argparse.Namespace) -> None:
