@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin
 from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, Prepared, RunRequest, Strategy, resolve_strategy
-from accelerate.tracking import Outlets
+from accelerate.tracking import Senders
 
 logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class Runtime:
         self.strategy = strategy
         self.prepared = Prepared()
         self.trackers: list[Any] = []
-        self.outlets = Outlets()
+        self.senders = Senders()
         self.agreement = agreement_of_run(environ.current())
         self.checkpoints = Session(watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT)
         self.joins = False

@@ -19,7 +19,7 @@ class Tracking:
     @property
     def trackers(self) -> list[Any]:
         """The trackers of the run, with everything sent that was logged; empty before `init_trackers`."""
-        self._runtime.outlets.wait()
+        self._runtime.senders.wait()
         return self._runtime.trackers
 
     @trackers.setter
@@ -89,9 +89,9 @@ class Tracking:
         Raises:
             Exception: what a tracker raised, on these values or, in a thread, on earlier ones.
         """
-        arguments, outlets = log_kwargs or {}, self._runtime.outlets
+        arguments, senders = log_kwargs or {}, self._runtime.senders
         for tracker in self._runtime.trackers:
-            outlets.of(tracker).log(Record(values, step, arguments.get(tracker.name, {})))
+            senders.of(tracker).log(Record(values, step, arguments.get(tracker.name, {})))
 
     def end_training(self) -> None:
         """Wait for a save in the background, finish all trackers, leave signals alone, close the group.
@@ -103,5 +103,5 @@ class Tracking:
             ending.callback(runtime.state.destroy_process_group)
             ending.callback(runtime.agreement.close)
             for tracker in reversed(runtime.trackers):
-                ending.callback(runtime.outlets.of(tracker).finish)
+                ending.callback(runtime.senders.of(tracker).finish)
             runtime.checkpoints.background.wait()

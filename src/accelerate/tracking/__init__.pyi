@@ -19,13 +19,14 @@ from accelerate.tracking.aim import AimTracker as AimTracker
 from accelerate.tracking.base import (
     GeneralTracker as GeneralTracker,
     Silence as Silence,
+    flatten as flatten,
     on_main_process as on_main_process,
+    plain as plain,
 )
 from accelerate.tracking.clearml import ClearMLTracker as ClearMLTracker
 from accelerate.tracking.comet import CometMLTracker as CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker as MLflowTracker
-from accelerate.tracking.outlet import Outlets as Outlets, Record as Record
 from accelerate.tracking.registry import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
     ROWS as ROWS,
@@ -34,14 +35,16 @@ from accelerate.tracking.registry import (
     get_available_trackers as get_available_trackers,
     register_tracker_class as register_tracker_class,
 )
-from accelerate.tracking.swanlab import SwanLabTracker as SwanLabTracker
-from accelerate.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
-from accelerate.tracking.trackio import TrackioTracker as TrackioTracker
-from accelerate.tracking.values import (
+from accelerate.tracking.runs import (
+    SwanLabTracker as SwanLabTracker,
+    TrackioTracker as TrackioTracker,
+    WandBTracker as WandBTracker,
+)
+from accelerate.tracking.senders import (
+    Record as Record,
+    Senders as Senders,
     Snapshot as Snapshot,
-    flatten as flatten,
-    plain as plain,
     read as read,
     take as take,
 )
-from accelerate.tracking.wandb import WandBTracker as WandBTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker

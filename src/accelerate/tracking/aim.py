@@ -5,12 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from accelerate.base import require
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
-from accelerate.tracking.values import flatten
+from accelerate.tracking.base import LibraryTracker, flatten, on_main_process
 
 
-class AimTracker(GeneralTracker):
+class AimTracker(LibraryTracker):
     """Logs to an Aim repository.
 
     Args:
@@ -19,7 +17,9 @@ class AimTracker(GeneralTracker):
         **kwargs: Arguments of `aim.Run`.
     """
 
-    name = "aim"
+    name = package = "aim"
+    attribute = "writer"
+    writer: Any
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | None = ".", **kwargs: Any) -> None:
@@ -27,23 +27,11 @@ class AimTracker(GeneralTracker):
         self.run_name = run_name
         self.aim_repo_path = logging_dir
         self.init_kwargs = kwargs
-        self.writer: Any = Silence()
 
-    @on_main_process
-    def start(self) -> None:
-        """Open the run.
-
-        Raises:
-            MissingPackageError: aim is not installed.
-        """
-        require("aim", "AimTracker")
-        self.writer = import_module("aim").Run(**{"repo": self.aim_repo_path, **self.init_kwargs})
-        self.writer.name = self.run_name
-
-    @property
-    def tracker(self) -> Any:
-        """The run; on processes that do not log, an object whose calls do nothing."""
-        return self.writer
+    def _open(self, library: Any) -> Any:
+        run = library.Run(**{"repo": self.aim_repo_path, **self.init_kwargs})
+        run.name = self.run_name
+        return run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every experiment tracker is and does."""
+"""The base classes of experiment trackers, and the forms of values that they take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
+import numpy as np
+import torch
+
 from accelerate.base import require
 from accelerate.state import PartialState
-from accelerate.tracking.values import plain
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -92,68 +94,43 @@ class GeneralTracker:
         """End the run."""
 
 
-class RunTracker(GeneralTracker):
-    """A tracker whose library opens a run with `init`, and whose run has `log` and `finish`.
+class LibraryTracker(GeneralTracker):
+    """A tracker that keeps values through a library.
 
     Attributes:
         package: The name that the library is imported by.
-
-    Args:
-        run_name: Name of the project.
-        **kwargs: Further arguments of the library's `init`.
+        attribute: The name of the attribute that holds the library's run.
     """
 
     package: str
+    attribute: str = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = Silence()
+        setattr(self, self.attribute, Silence())
 
     @property
     def tracker(self) -> Any:
-        """The run; on processes that do not log, an object whose calls do nothing."""
-        return self.run
+        """The run of the library; on processes that do not log, an object whose calls do nothing."""
+        return getattr(self, self.attribute)
 
     @on_main_process
     def start(self) -> None:
-        """Open the run.
+        """Begin the run, or continue one.
 
         Raises:
             MissingPackageError: The library is not installed.
         """
         require(self.package, type(self).__name__)
-        self.run = import_module(self.package).init(**{"project": self.run_name, **self.init_kwargs})
+        setattr(self, self.attribute, self._open(import_module(self.package)))
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep what the run was configured with.
-
-        Args:
-            values: Hyperparameters by name.
-        """
-        import_module(self.package).config.update(values, allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one moment.
-
-        Args:
-            values: By name: what the library takes; tensors of one element are made numbers.
-            step: The training step they belong to.
-            **kwargs: Arguments of the run's `log`.
-        """
-        self.run.log(plain(values), step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
+    def _open(self, library: Any) -> Any:
+        """Return the run: an object of the imported library."""
+        raise NotImplementedError
 
 
 class Silence:
-    """Stands in for a library's run object on processes that do not log: every call does nothing."""
+    """The run object on processes that do not log: every call does nothing."""
 
     def __getattr__(self, name: str) -> Silence:
         if name.startswith("__"):  # copying and pickling ask for methods that an object need not have
@@ -162,3 +139,35 @@ class Silence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Silence:
         return self
+
+
+def plain(value: Any) -> Any:
+    """Return numbers as Python has them, inside of dictionaries too.
+
+    Args:
+        value: Tensors and arrays of one element, and numpy's numbers, become numbers; anything else is kept.
+    """
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.item() if _elements(value) == 1 else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values without nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`.
+
+    Args:
+        values: By name; numbers are made plain.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}/{inner}": each for inner, each in flatten(value).items()})
+        else:
+            flat[name] = plain(value)
+    return flat
+
+
+def _elements(value: Any) -> int:
+    return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from accelerate.base import environ, require, wrong_value
+from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
-from accelerate.tracking.values import plain
+from accelerate.tracking.base import LibraryTracker, on_main_process, plain
 
 logger = get_logger(__name__)
 
@@ -16,7 +14,7 @@ PREFIXES = ("eval", "test", "train")
 SERIES = "train"
 
 
-class ClearMLTracker(GeneralTracker):
+class ClearMLTracker(LibraryTracker):
     """Logs to a task of ClearML: the one that is running, or a new one, which is closed at the end.
 
     Args:
@@ -25,33 +23,21 @@ class ClearMLTracker(GeneralTracker):
         **kwargs: Arguments of `Task.init`.
     """
 
-    name = "clearml"
+    name = package = "clearml"
+    attribute = "task"
+    task: Any
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.user_provided_run_name = run_name
         self.init_kwargs = kwargs
-        self.task: Any = Silence()
         self._initialized_externally = False
 
-    @on_main_process
-    def start(self) -> None:
-        """Take the running task, or begin one.
-
-        Raises:
-            MissingPackageError: clearml is not installed.
-        """
-        require("clearml", "ClearMLTracker")
-        tasks = import_module("clearml").Task
-        running = tasks.current_task()
+    def _open(self, library: Any) -> Any:
+        running = library.Task.current_task()
         self._initialized_externally = bool(running)
-        self.task = running or tasks.init(**self._names(), **self._arguments())
-
-    @property
-    def tracker(self) -> Any:
-        """The task; on processes that do not log, an object whose calls do nothing."""
-        return self.task
+        return running or library.Task.init(**self._names(), **self._arguments())
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from accelerate.base import require
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
-from accelerate.tracking.values import plain
+from accelerate.tracking.base import LibraryTracker, on_main_process, plain
 
 logger = get_logger(__name__)
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(LibraryTracker):
     """Logs to Comet.
 
     Args:
@@ -21,29 +18,18 @@ class CometMLTracker(GeneralTracker):
         **kwargs: Arguments of `comet_ml.start`, such as `online=False`.
     """
 
-    name = "comet_ml"
+    name = package = "comet_ml"
+    attribute = "writer"
+    writer: Any
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.writer: Any = Silence()
 
-    @on_main_process
-    def start(self) -> None:
-        """Begin the experiment.
-
-        Raises:
-            MissingPackageError: comet-ml is not installed.
-        """
-        require("comet_ml", "CometMLTracker")
-        self.writer = import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment; on processes that do not log, an object whose calls do nothing."""
-        return self.writer
+    def _open(self, library: Any) -> Any:
+        return library.start(**{"project_name": self.run_name, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from accelerate.base import require
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
-from accelerate.tracking.values import flatten
+from accelerate.tracking.base import GeneralTracker, Silence, flatten, on_main_process
 
 logger = get_logger(__name__)
 

@@ -7,15 +7,14 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from accelerate.base import environ, require, str_to_bool, wrong_value
+from accelerate.base import environ, str_to_bool, wrong_value
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
-from accelerate.tracking.values import flatten
+from accelerate.tracking.base import LibraryTracker, flatten, on_main_process
 
 logger = get_logger(__name__)
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(LibraryTracker):
     """Logs to MLflow: a server, or files, as `MLFLOW_TRACKING_URI` says.
 
     The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` win
@@ -34,7 +33,9 @@ class MLflowTracker(GeneralTracker):
         ConfigurationError: The tags are no JSON object.
     """
 
-    name = "mlflow"
+    name = package = "mlflow"
+    attribute = "active_run"
+    active_run: Any
     requires_logging_directory = False
     blocks = True
 
@@ -57,17 +58,9 @@ class MLflowTracker(GeneralTracker):
         self.nested_run = bool(str_to_bool(variables.get("MLFLOW_NESTED_RUN", str(bool(nested_run)))))
         self.run_name = run_name
         self.description = description
-        self.active_run: Any = Silence()
 
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run, or go on with one.
-
-        Raises:
-            MissingPackageError: mlflow is not installed.
-        """
-        require("mlflow", "MLflowTracker")
-        self.active_run = import_module("mlflow").start_run(
+    def _open(self, library: Any) -> Any:
+        return library.start_run(
             run_id=self.run_id,
             experiment_id=self._find_experiment(),
             run_name=self.run_name,
@@ -75,11 +68,6 @@ class MLflowTracker(GeneralTracker):
             tags=self.tags,
             description=self.description,
         )
-
-    @property
-    def tracker(self) -> Any:
-        """The active run; on processes that do not log, an object whose calls do nothing."""
-        return self.active_run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

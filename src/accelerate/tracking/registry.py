@@ -26,10 +26,8 @@ from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker
-from accelerate.tracking.swanlab import SwanLabTracker
+from accelerate.tracking.runs import SwanLabTracker, TrackioTracker, WandBTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
-from accelerate.tracking.trackio import TrackioTracker
-from accelerate.tracking.wandb import WandBTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
 # What users name: a member, its value, the name of a registered class, or a tracker of their own.

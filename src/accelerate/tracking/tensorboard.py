@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.base import PACKAGES, require
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, on_main_process
+from accelerate.tracking.base import LibraryTracker, on_main_process
 
 logger = get_logger(__name__)
 
@@ -17,7 +17,7 @@ HPARAMS_FILE = "hparams.yml"
 STORABLE = (bool, int, float, str, type(None))
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(LibraryTracker):
     """Logs to TensorBoard event files.
 
     Args:
@@ -26,7 +26,9 @@ class TensorBoardTracker(GeneralTracker):
         **kwargs: Arguments of `SummaryWriter`.
     """
 
-    name = "tensorboard"
+    name = package = "tensorboard"
+    attribute = "writer"
+    writer: Any
     requires_logging_directory = True
     blocks = True
 
@@ -36,7 +38,6 @@ class TensorBoardTracker(GeneralTracker):
         self.logging_dir_param = logging_dir
         self.logging_dir = str(Path(logging_dir, run_name))
         self.init_kwargs = kwargs
-        self.writer: Any = Silence()
 
     @on_main_process
     def start(self) -> None:
@@ -47,11 +48,6 @@ class TensorBoardTracker(GeneralTracker):
         """
         self.writer = _writer_class()(self.logging_dir, **self.init_kwargs)
         logger.debug("TensorBoard run %s logs to %s", self.run_name, self.logging_dir)
-
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`; on processes that do not log, an object whose calls do nothing."""
-        return self.writer
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

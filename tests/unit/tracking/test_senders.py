@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, outlet
+from accelerate.tracking import GeneralTracker, senders
 
 pytestmark = pytest.mark.usefixtures("states", "_short_idleness")
 
 
 @pytest.fixture
 def _short_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(senders, "IDLE_SECONDS", 0.05)
 
 
 class Slow(GeneralTracker):
@@ -139,7 +139,7 @@ def test_an_error_is_raised_at_the_end_and_ends_everything_else() -> None:
 
 
 def test_no_more_values_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "CAPACITY", 2)
+    monkeypatch.setattr(senders, "CAPACITY", 2)
     gate = threading.Event()
     tracker = Slow(gate.wait)
     accelerator = running(tracker)
@@ -172,13 +172,13 @@ def test_the_thread_ends_without_work_and_comes_back() -> None:
 def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outlet, "EXIT_SECONDS", 0.05)
+    monkeypatch.setattr(senders, "EXIT_SECONDS", 0.05)
     gate = threading.Event()
     accelerator = running(tracker := Slow(gate.wait))
     for step in range(3):
         accelerator.log({"loss": step})
-    at_exit = accelerator._runtime.outlets.of(tracker)
-    assert isinstance(at_exit, outlet.QueuedOutlet)
+    at_exit = accelerator._runtime.senders.of(tracker)
+    assert isinstance(at_exit, senders.QueuedSender)
     at_exit._wait_at_exit()
     assert "3 calls of log did not reach slow within 0.05 s. Call end_training()" in caplog.text
     gate.set()
@@ -190,8 +190,8 @@ def test_an_error_that_nobody_saw_is_said_at_the_end_of_the_program(
 ) -> None:
     accelerator = running(tracker := Slow(fail))
     accelerator.log({"loss": 1})
-    at_exit = accelerator._runtime.outlets.of(tracker)
-    assert isinstance(at_exit, outlet.QueuedOutlet)
+    at_exit = accelerator._runtime.senders.of(tracker)
+    assert isinstance(at_exit, senders.QueuedSender)
     at_exit._wait_at_exit()
     assert "slow did not take all values: ConnectionError('the server is away')" in caplog.text
     with pytest.raises(ConnectionError):

@@ -5,18 +5,23 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 from accelerate.tracking.base import GeneralTracker
-from accelerate.tracking.values import read, take
 
 logger = get_logger(__name__)
 
 CAPACITY = 1024  # calls that may wait; the next one waits for a place
 IDLE_SECONDS = 2.0  # after which a thread without work ends
 EXIT_SECONDS = 60.0  # what the end of the program gives to calls that still wait
+STREAMED = ("cuda", "xpu")  # copies are in the order of a stream; elsewhere a value is read when logged
 
 
 class Record(NamedTuple):
@@ -33,7 +38,7 @@ class Record(NamedTuple):
     arguments: dict[str, Any]
 
 
-class Outlet:
+class Sender:
     """Sends values to a tracker at once.
 
     Args:
@@ -59,7 +64,7 @@ class Outlet:
         self.tracker.finish()
 
 
-class QueuedOutlet(Outlet):
+class QueuedSender(Sender):
     """Sends values to a tracker in a thread, in order; it ends when there is nothing to do.
 
     What the tracker raises is raised by the next `log`, or by `finish`. Values that still wait when the
@@ -163,31 +168,91 @@ class QueuedOutlet(Outlet):
             )
 
 
-class Outlets:
-    """The outlet of each tracker, made when it is first asked for."""
+class Senders:
+    """The sender of each tracker, made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._outlets: dict[int, Outlet] = {}
+        self._senders: dict[int, Sender] = {}
 
-    def of(self, tracker: GeneralTracker) -> Outlet:
-        """Return the outlet of a tracker.
+    def of(self, tracker: GeneralTracker) -> Sender:
+        """Return the sender of a tracker.
 
         Args:
             tracker: A tracker that was started.
         """
-        known = self._outlets.get(id(tracker))
+        known = self._senders.get(id(tracker))
         if known is None:
-            known = self._outlets[id(tracker)] = _outlet_of(tracker)
+            known = self._senders[id(tracker)] = _sender_of(tracker)
         return known
 
     def wait(self) -> None:
         """Return once all values of all trackers have been sent."""
-        for outlet in self._outlets.values():
-            outlet.wait()
+        for sender in self._senders.values():
+            sender.wait()
 
 
-def _outlet_of(tracker: GeneralTracker) -> Outlet:
+def _sender_of(tracker: GeneralTracker) -> Sender:
     if not getattr(tracker, "blocks", False):
-        return Outlet(tracker)
+        return Sender(tracker)
     works_here = not tracker.main_process_only or PartialState().is_main_process
-    return QueuedOutlet(tracker) if works_here else Outlet(tracker)
+    return QueuedSender(tracker) if works_here else Sender(tracker)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a tensor of an accelerator, on that accelerator: taking it waits for nothing.
+
+    Args:
+        tensor: The copy.
+        wait: Returns once the copy is there.
+    """
+
+    tensor: torch.Tensor
+    wait: Callable[[], None]
+
+    def read(self) -> torch.Tensor:
+        """Return the values, on the CPU."""
+        self.wait()
+        return self.tensor.cpu()
+
+
+def take(value: Any) -> Any:
+    """Return a copy that later changes of tensors, arrays, lists and dictionaries do not reach.
+
+    Args:
+        value: Tensors, arrays, lists, tuples and dictionaries are copied; anything else is kept.
+    """
+    if isinstance(value, dict):
+        return {name: take(each) for name, each in value.items()}
+    if isinstance(value, torch.Tensor):
+        return _take_tensor(value.detach())
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(take(each) for each in value)
+    return value
+
+
+def read(value: Any) -> Any:
+    """Return what `take` copied, with every tensor on the CPU.
+
+    Args:
+        value: What `take` returned.
+    """
+    if isinstance(value, Snapshot):
+        return value.read()
+    if isinstance(value, dict):
+        return {name: read(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(read(each) for each in value)
+    return value
+
+
+def _take_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    if tensor.device.type not in STREAMED:
+        return tensor.cpu()
+    copy = tensor.clone()
+    ready = getattr(torch, tensor.device.type).current_stream(tensor.device).record_event()
+    return Snapshot(copy, ready.synchronize)
