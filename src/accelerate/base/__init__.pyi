@@ -41,7 +41,6 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from accelerate.base.duration import read_seconds as read_seconds
 from accelerate.base.enums import (
     BaseEnum as BaseEnum,
     CommunicationHookName as CommunicationHookName,
@@ -167,6 +166,7 @@ from accelerate.base.text import (
     get_pretty_name as get_pretty_name,
     listed as listed,
     merge_dicts as merge_dicts,
+    read_seconds as read_seconds,
     recursive_getattr as recursive_getattr,
     refuse_outside as refuse_outside,
     spell_ranks as spell_ranks,

@@ -1,4 +1,4 @@
-"""Sizes, names and dictionaries as text: pure functions without torch."""
+"""Sizes, times, names and dictionaries as text: pure functions without torch."""
 
 import math
 import os
@@ -14,6 +14,8 @@ BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE)
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 """Whole numbers that 64 bits hold: what torch and operating systems count with."""
+_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?:(?P<hours>\d+):)?(?P<minutes>\d+):)?(?P<seconds>\d+)")
+_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 PREFIX_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -53,6 +55,25 @@ def convert_file_size_to_int(size: int | str) -> int:
     if not math.isfinite(bytes_):
         raise wrong_value("size", size, "too large", "write a number and a unit, like '5GB' or '5GiB'")
     return int(bytes_ / 8) if letter == "b" and prefix else int(bytes_)
+
+
+def read_seconds(text: str) -> float:
+    """Return a span of time in seconds.
+
+    Args:
+        text: seconds (`5400`, `90.5`), `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    clock = _CLOCK.fullmatch(text.strip())
+    if clock:
+        seconds = float(sum(float(clock[unit] or 0) * worth for unit, worth in _UNITS.items()))
+    else:
+        seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(text)
+    return seconds
 
 
 def whole_number(text: str) -> int:

@@ -1,6 +1,7 @@
 """Sizes, names and dictionaries as text."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -146,3 +147,29 @@ def test_names_outside_a_folder_are_refused(name: object, reason: str) -> None:
 def test_a_name_that_is_accepted_joins_to_a_path_below_the_folder(name: str) -> None:
     if text.refuse_outside(name) is None:
         assert os.path.normpath(os.path.join("/folder", name)).startswith("/folder/")
+
+
+@pytest.mark.parametrize(
+    ("span", "seconds"),
+    [
+        ("0", 0.0),
+        ("90", 90.0),
+        (" 90.5 ", 90.5),
+        ("01:30", 90.0),
+        ("01:30:00", 5400.0),
+        ("100:00:00", 360000.0),
+        ("1-12:00:00", 129600.0),
+    ],
+)
+def test_forms_of_a_time_span(span, seconds):
+    assert text.read_seconds(span) == seconds
+
+
+@pytest.mark.parametrize(
+    "span",
+    ["", "soon", "-1", "1:2:3:4", "1h", "nan", "inf", "12:", "1-", "9" * 400, "9" * 5000, "1e999", "\u00b2"],
+    ids=lambda span: span[:9],
+)
+def test_other_time_spans_are_refused(span):
+    with pytest.raises(ValueError, match="could not convert|^" + re.escape(span)):
+        text.read_seconds(span)
