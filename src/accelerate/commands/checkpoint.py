@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import groupby
@@ -35,45 +35,27 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     """
     parser = make_parser("checkpoint", description, subparsers)
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
-    for action, summary, add_arguments, run in (
-        ("list", "Show all checkpoints below a folder.", _add_folder, list_command),
-        (
-            "verify",
-            "Compare the files of all checkpoints below a folder with their checksums.",
-            _add_folder,
-            verify_command,
-        ),
-        ("diff", "Say what differs between two checkpoints, and how much.", _add_two, diff_command),
-        (
-            "prune",
-            "Delete the oldest numbered checkpoints of a folder; the newest complete one stays.",
-            _add_prune,
-            prune_command,
-        ),
-    ):
+
+    def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
         one = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
-        add_arguments(one)
-        one.add_argument("--json", action="store_true", help="Print JSON, for machines.")
+        for name, meaning in paths.items():
+            one.add_argument(name, type=Path, help=meaning)
         one.set_defaults(func=run)
+        return one
+
+    top = "A checkpoint, or a folder with checkpoints in it, at any depth."
+    sums = "Compare the files of all checkpoints below a folder with their checksums."
+    two = {"first": "A checkpoint.", "second": "Another one."}
+    oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one stays."
+    numbered = "The folder of numbered checkpoints, or the folder of the project."
+    add("list", "Show all checkpoints below a folder.", list_command, folder=top)
+    add("verify", sums, verify_command, folder=top)
+    add("diff", "Say what differs between two checkpoints, and how much.", diff_command, **two)
+    prune = add("prune", oldest, prune_command, folder=numbered)
+    prune.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
+    for one in actions.choices.values():
+        one.add_argument("--json", action="store_true", help="Print JSON, for machines.")
     return parser
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, help="A checkpoint, or a folder with checkpoints in it, at any depth."
-    )
-
-
-def _add_two(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, help="A checkpoint.")
-    parser.add_argument("second", type=Path, help="Another one.")
-
-
-def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, help="The folder of numbered checkpoints, or the folder of the project."
-    )
-    parser.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
 
 
 @dataclass(frozen=True)
@@ -131,17 +113,17 @@ def prune_command(args: argparse.Namespace) -> None:
 def diff_command(args: argparse.Namespace) -> None:
     """Say what differs between two checkpoints, and how much."""
     first, second = _contents(args.first), _contents(args.second)
-    found = [
+    different = [
         {"name": name, "difference": difference}
         for name in sorted({*first, *second})
         if (difference := _difference(first.get(name, _ABSENT), second.get(name, _ABSENT)))
     ]
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(different, indent=1))
         return
-    for entry in found:
+    for entry in different:
         print(_beside(f"{entry['name']}:", entry["difference"]))
-    print(f"{len(found)} of {len({*first, *second})} entries differ.")
+    print(f"{len(different)} of {len({*first, *second})} entries differ.")
 
 
 def _beside(name: str, text: str) -> str:
@@ -159,7 +141,7 @@ def _difference(first: Any, second: Any) -> str:
 
     if first is _ABSENT or second is _ABSENT:
         return "only in the second" if first is _ABSENT else "only in the first"
-    if isinstance(first, Sealed) and isinstance(second, Sealed):
+    if isinstance(first, OpaqueFile) and isinstance(second, OpaqueFile):
         return "" if first == second else "another file, by its checksum; its content is not compared"
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)
@@ -168,8 +150,8 @@ def _difference(first: Any, second: Any) -> str:
         return f"{list(first.shape)} {first.dtype} and {list(second.shape)} {second.dtype}"
     if torch.equal(first, second):
         return ""
-    apart = (first.double() - second.double()).abs()
-    return f"{int((apart != 0).sum())} of {first.numel()} elements, by {apart.max().item():.3g} at most"
+    distance = (first.double() - second.double()).abs()
+    return f"{int((distance != 0).sum())} of {first.numel()} elements, by {distance.max().item():.3g} at most"
 
 
 def _short(value: Any) -> str:
@@ -178,7 +160,7 @@ def _short(value: Any) -> str:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """All tensors and values of a checkpoint, by file and place in it."""
+    """All tensors and values of a checkpoint, by file and name in it."""
     from accelerate.checkpointing import files_under, manifest, shard_index
 
     if not os.path.isdir(folder):
@@ -188,14 +170,14 @@ def _contents(folder: Path) -> dict[str, Any]:
             manifest.read(folder)
         except CheckpointError as error:
             raise CheckpointError(f"{folder} cannot be compared: {error}.") from error
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for name in files_under(folder):
         path = folder / name
         if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / shard_index.NAME).is_file()):
             continue
         read = _read_shards if path.name == shard_index.NAME else _reader(path.suffix)
-        found.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", read(path)))
-    return found
+        contents.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", read(path)))
+    return contents
 
 
 SHARDS = ".distcp"
@@ -203,17 +185,17 @@ SHARDS = ".distcp"
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """A file of which nothing is known but whether it is the same as another."""
+class OpaqueFile:
+    """A file that is compared by size and checksum alone."""
 
     size: int
     checksum: str
 
 
-def _seal(path: Path) -> Sealed:
+def _measure(path: Path) -> OpaqueFile:
     from accelerate.checkpointing import measure
 
-    return Sealed(*measure(path))
+    return OpaqueFile(*measure(path))
 
 
 def _reader(suffix: str) -> Callable[[Path], Any]:
@@ -221,7 +203,7 @@ def _reader(suffix: str) -> Callable[[Path], Any]:
     from accelerate.weights import read_safetensors
 
     readers = {".safetensors": read_safetensors, **dict.fromkeys((".bin", ".pt", ".pkl"), _read_saved)}
-    return readers.get(suffix, _seal)
+    return readers.get(suffix, _measure)
 
 
 def _read_saved(path: Path) -> Any:
@@ -232,7 +214,7 @@ def _read_saved(path: Path) -> Any:
         return read_torch(path)
     except CheckpointError:
         if is_zipfile(path) and refused_globals(path):
-            return _seal(path)
+            return _measure(path)
         raise
 
 
@@ -241,19 +223,20 @@ def _read_shards(path: Path) -> dict[str, Any]:
     from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
 
     index = shard_index.read(path.parent, "")
-    values = shard_files.read(index, {place: memory_for(index.stored(place)) for place in index.places}, {})
-    return {key: rejoin(values[place]) for place, key in index.places.items()}
+    values = shard_files.read(index, {place: memory_for(index.stored(name)) for name in index.places}, {})
+    return {key: rejoin(values[name]) for name, key in index.places.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flat(f"{path}{key}.", each)
+        entries: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
-        for index, each in enumerate(value):
-            yield from _flat(f"{path}{index}.", each)
+        entries = enumerate(value)
     else:
         yield path.rstrip(".:"), value
+        return
+    for key, inner in entries:
+        yield from _flat(f"{path}{key}.", inner)
 
 
 def _parent(folder: Path) -> Path:
@@ -272,10 +255,10 @@ def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, st
     if not os.path.isdir(top):
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
     with progress_bar("Verifying"):
-        found = [(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
-    if not found:
+        rows = [(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
+    if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint.")
-    return found
+    return rows
 
 
 def _row(path: Path, read: Manifest | None, fault: str) -> Row:
@@ -298,11 +281,11 @@ def _show(rows: list[Row], as_json: bool) -> None:
     for number, (folder, group) in enumerate(_groups(rows, console)):
         if number:
             console.print()
-        console.print(Text(_from_here(folder), "bold"), soft_wrap=True)
+        console.print(Text(_relative(folder), "bold"), soft_wrap=True)
         console.print(_table(group, folder))
     for row in rows:
         if row.fault:
-            print(_beside(f"{_from_here(row.path)} is not complete:", f"{row.fault}."))
+            print(_beside(f"{_relative(row.path)} is not complete:", f"{row.fault}."))
 
 
 def _groups(rows: list[Row], console: Console) -> Iterator[tuple[str, list[Row]]]:
@@ -313,15 +296,13 @@ def _groups(rows: list[Row], console: Console) -> Iterator[tuple[str, list[Row]]
     top = os.path.commonpath([os.path.dirname(row.path) for row in rows])
     names = [os.path.relpath(row.path, top) for row in rows]
     unlimited = console.options.update(max_width=sys.maxsize)
-    others = console.measure(_table(rows, top), options=unlimited).maximum - max(
-        map(len, [COLUMNS[0], *names])
-    )
-    short = [row for row, name in zip(rows, names, strict=True) if len(name) <= console.width - others]
+    widest = max(map(len, [COLUMNS[0], *names]))
+    room = console.width - console.measure(_table(rows, top), options=unlimited).maximum + widest
+    short = [row for row, name in zip(rows, names, strict=True) if len(name) <= room]
     if short:
         yield top, short
-    for folder, group in groupby(
-        [row for row in rows if row not in short], lambda row: os.path.dirname(row.path)
-    ):
+    others = [row for row in rows if row not in short]
+    for folder, group in groupby(others, lambda row: os.path.dirname(row.path)):
         yield folder, list(group)
 
 
@@ -354,10 +335,10 @@ def _minute(created: str) -> str:
     return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
-def _from_here(path: str) -> str:
-    """Return a path the way people name it: relative to where they are, where it lies below that."""
-    here = os.path.relpath(path)
-    return path if here.startswith(os.pardir) else here
+def _relative(path: str) -> str:
+    """Return a path below the working directory relative to it; another path as it is."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 main = entry_point(checkpoint_command_parser)
