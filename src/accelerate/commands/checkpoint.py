@@ -223,7 +223,7 @@ def _read_shards(path: Path) -> dict[str, Any]:
     from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
 
     index = shard_index.read(path.parent, "")
-    values = shard_files.read(index, {place: memory_for(index.stored(name)) for name in index.places}, {})
+    values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.places}, {})
     return {key: rejoin(values[name]) for name, key in index.places.items()}
 
 

@@ -107,13 +107,13 @@ def find_clients(package: metadata.Distribution) -> list[Client]:
     Args:
         package: what they find as `accelerate`.
     """
-    found = {}
-    for each in metadata.distributions():
-        ranges = list(_ranges(each.requires or ()))
+    clients = {}
+    for library in metadata.distributions():
+        ranges = list(_ranges(library.requires or ()))
         if ranges:
-            name = canonicalize_name(each.metadata["Name"])
-            found[name] = Client(name, each.version, tuple(_refusals(name, ranges, package)))
-    return [found[name] for name in sorted(found)]
+            name = canonicalize_name(library.metadata["Name"])
+            clients[name] = Client(name, library.version, tuple(_refusals(name, ranges, package)))
+    return [clients[name] for name in sorted(clients)]
 
 
 def _installed() -> metadata.Distribution:
@@ -138,12 +138,11 @@ def _ranges(requires: Iterable[str]) -> Iterator[SpecifierSet]:
 
 
 def _refusals(name: str, ranges: Iterable[SpecifierSet], package: metadata.Distribution) -> Iterator[str]:
-    for each in ranges:
-        if not each.contains(package.version, prereleases=True):
-            yield f"it requires {PACKAGE}{each}"
+    for specifiers in ranges:
+        if not specifiers.contains(package.version, prereleases=True):
+            yield f"it requires {PACKAGE}{specifiers}"
     gate = _GATES.get(name)
-    reason = gate(package) if gate else None
-    if reason:
+    if gate and (reason := gate(package)):
         yield reason
 
 
@@ -175,9 +174,9 @@ def _report(package: metadata.Distribution) -> Iterator[str]:
     if not clients:
         yield "No installed library asks for it."
         return
-    width = max(len(f"{each.name} {each.version}") for each in clients)
-    for client in clients:
-        head = f"{client.name} {client.version}"
+    heads = [f"{client.name} {client.version}" for client in clients]
+    width = max(map(len, heads))
+    for head, client in zip(heads, clients, strict=True):
         yield f"{head:{width}}  {'refuses' if client.refusals else 'accepts'}"
         yield from (f"  {reason}" for reason in client.refusals)
         if client.name in DIFFERENCES:
@@ -210,9 +209,9 @@ def _file(package: metadata.Distribution, name: str) -> Path:
     Raises:
         ConfigurationError: this installation keeps no list of its files.
     """
-    for each in package.files or ():
-        if each.name == name and each.parent.suffix == ".dist-info":
-            return Path(str(each.locate()))
+    for file in package.files or ():
+        if file.name == name and file.parent.suffix == ".dist-info":
+            return Path(str(file.locate()))
     raise ConfigurationError(
         f"The installation of {PACKAGE} {package.version} lists no {name}. Install it with pip: pip install ."
     )

@@ -134,7 +134,7 @@ def _rows(args: argparse.Namespace, model: Tensors) -> list[list[Any]]:
 
 
 def _training(args: argparse.Namespace) -> tuple[str, str, int]:
-    """How it is trained; a namespace made elsewhere may say nothing about it."""
+    """Optimizer, sharding and processes; a namespace that a program builds may lack them."""
     processes = getattr(args, "num_processes", 1)
     if processes < 1:
         raise wrong_value("--num_processes", processes, "there is at least one process", "Give 1 or more")
@@ -155,7 +155,9 @@ def estimate_command(args: argparse.Namespace) -> None:
     rows = _rows(args, model)
     plans = _plans(args, model)
     if getattr(args, "json", False):
-        maps = {"device_maps": {dtype: found for dtype, (found, _) in plans.items()}} if plans else {}
+        maps = (
+            {"device_maps": {dtype: device_map for dtype, (device_map, _) in plans.items()}} if plans else {}
+        )
         print(json.dumps({**_facts(args, model, rows), **maps}, indent=2))
         return
     from rich.console import Console
@@ -172,10 +174,9 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 def _plans(args: argparse.Namespace, model: Tensors) -> dict[str, tuple[dict[str, Any], str]]:
     """Plan a device map for each number format, where one is wanted."""
-    words = getattr(args, "device_map", None)
-    if words is None:
+    if getattr(args, "device_map", None) is None:
         return {}
-    memory = parse_memory(words)
+    memory = parse_memory(args.device_map)
     return {dtype: plan_of(model.weights, dtype, memory) for dtype in args.dtypes}
 
 

@@ -1,11 +1,11 @@
-"""Where the modules of a model would go, by its tensors alone: a plan for devices that need not be there."""
+"""The device map of a model, from its tensors alone, for devices that need not be present."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import wrong_value
+from accelerate.base import CustomDtype, wrong_value
 from accelerate.commands.model_tensors import Weight
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 WHOLE = "_Block"
 MOST_DIGITS = 6
 """Of the number of a device."""
-PLACES = ("mps", "cpu", "disk")
+DEVICES = ("mps", "cpu", "disk")
 
 
 def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
@@ -30,22 +30,21 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
         return None
     from accelerate.big_modeling import get_max_memory
 
-    found: dict[Any, str] = {}
+    limits: dict[Any, str] = {}
     for word in words:
-        place, equals, size = word.partition("=")
-        is_number = place.isdecimal() and len(place) <= MOST_DIGITS
-        if not equals or not (is_number or place in PLACES):
-            raise wrong_value(
-                "--device_map", word, "this is no device with its memory", "write 0=24GB, or cpu=64GB"
-            )
-        found[int(place) if is_number else place] = size
-    return get_max_memory(found)
+        device, equals, size = word.partition("=")
+        is_number = device.isdecimal() and len(device) <= MOST_DIGITS
+        if not equals or not (is_number or device in DEVICES):
+            fix = "write 0=24GB, or cpu=64GB"
+            raise wrong_value("--device_map", word, "this is no device with its memory", fix)
+        limits[int(device) if is_number else device] = size
+    return get_max_memory(limits)
 
 
 def plan_of(
     weights: Iterable[Weight], dtype: str, memory: Mapping[Any, int] | None
 ) -> tuple[dict[str, Any], str]:
-    """Plan where modules go.
+    """Plan a device map.
 
     Args:
         weights: all tensors of the model.
@@ -55,14 +54,13 @@ def plan_of(
     Returns:
         Devices by module, and the plan as a table.
     """
-    from accelerate.base import CustomDtype
     from accelerate.big_modeling import explain_device_map, infer_auto_device_map, plan_memory
 
     model = _build(weights)
-    chosen = CustomDtype.INT4 if dtype == "int4" else dtype
+    number_format = CustomDtype.INT4 if dtype == "int4" else dtype
     limits = plan_memory(memory)
-    found = infer_auto_device_map(model, limits, [WHOLE], chosen)
-    return dict(found), explain_device_map(model, found, limits, chosen)
+    device_map = infer_auto_device_map(model, limits, [WHOLE], number_format)
+    return dict(device_map), explain_device_map(model, device_map, limits, number_format)
 
 
 def _build(weights: Iterable[Weight]) -> nn.Module:

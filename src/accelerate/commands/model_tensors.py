@@ -60,7 +60,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a model, and where that is known from.
+    """The tensors of a model, and the source of that knowledge.
 
     Attributes:
         weights: all of them.
@@ -157,9 +157,9 @@ def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str
         if folder is None:
             raise ConfigurationError(str(error)) from error
         return _of_folder(folder, library, trust_remote_code)
-    found = _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token))
-    if found:
-        return Tensors(found, f"safetensors headers of {model} on the Hub")
+    weights = _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token))
+    if weights:
+        return Tensors(weights, f"safetensors headers of {model} on the Hub")
     return _of_empty_model(model, library or info.library_name or "", trust_remote_code, token)
 
 
@@ -168,17 +168,20 @@ def _headers_on_hub(hub: Any, model: str, token: str | None) -> tuple[Weight, ..
         files = hub.get_safetensors_metadata(model, token=token).files_metadata
     except hub.utils.NotASafetensorsRepoError:
         return ()
-    tensors: Iterator[tuple[str, Any]] = (each for file in files.values() for each in file.tensors.items())
-    return tuple(Weight(name, tuple(info.shape), str(info.dtype)) for name, info in tensors)
+    return tuple(
+        Weight(name, tuple(info.shape), str(info.dtype))
+        for file in files.values()
+        for name, info in file.tensors.items()
+    )
 
 
 def _cached_folder(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CONFIG_NAME):
-        found = try_to_load_from_cache(model, name)
-        if isinstance(found, str):
-            return Path(found).parent
+        path = try_to_load_from_cache(model, name)
+        if isinstance(path, str):
+            return Path(path).parent
     return None
 
 
@@ -229,16 +232,14 @@ def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
         reason, fix = next(text for kind, text in reasons.items() if isinstance(error, kind))
         raise wrong_value("MODEL", repo, reason, fix) from error
     except errors.OfflineModeIsEnabled as error:
-        raise Unreachable(
-            f"MODEL={repo!r}: the Hub is not asked, because HF_HUB_OFFLINE is set, and the model is in no "
-            f"cache of this machine. Unset it, or give a local folder."
-        ) from error
+        reason = (
+            "the Hub is not asked, because HF_HUB_OFFLINE is set, and no cache of this machine has the model"
+        )
+        raise Unreachable(f"MODEL={repo!r}: {reason}. Unset it, or give a local folder.") from error
     except failures as error:
-        first = " ".join(str(error).split("\n")[0].split())
-        raise Unreachable(
-            f"MODEL={repo!r}: the Hub cannot be asked ({first}). "
-            f"Check the connection, or give a local folder."
-        ) from error
+        reason = f"the Hub cannot be asked ({' '.join(str(error).partition(chr(10))[0].split())})"
+        fix = "Check the connection, or give a local folder"
+        raise Unreachable(f"MODEL={repo!r}: {reason}. {fix}.") from error
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
@@ -246,8 +247,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     modules = {kind.__module__.partition(".")[0] for kind in type(get_session()).__mro__}
-    found = [getattr(sys.modules[module], "TransportError", None) for module in modules]
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+    kinds = [getattr(sys.modules[module], "TransportError", None) for module in modules]
+    return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def _of_empty_model(model: str, library: str, trust_remote_code: bool, token: str | None = None) -> Tensors:

@@ -20,12 +20,12 @@ WIDE = 140
 """Columns of a table that no terminal shows."""
 
 Record = dict[str, Any]
-"""What one process wrote down in one run."""
+"""What one process recorded in one run."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one kind of loader.
+    """The result for one kind of loader.
 
     Attributes:
         name: the kind.
@@ -62,11 +62,11 @@ def check_resume(words: Sequence[str]) -> None:
             print(f"{run} run ...", flush=True)
             code = run_child([*AGENT, *words, "--module", SCRIPT, run, folder], {})
             if code:
-                raise LaunchError(f"The {run} run ended with exit code {code}: what it said is above.")
+                raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
         whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
     verdicts = compare(whole, interrupted, resumed)
     _show(whole[0], verdicts)
-    if different := [f"{each.name} ({each.workers} workers)" for each in verdicts if not each.is_same]:
+    if different := [f"{case.name} ({case.workers} workers)" for case in verdicts if not case.is_same]:
         raise CheckpointError(
             "A run that is interrupted and resumed is not the same run on this machine. These loaders give "
             f"other samples or weights: {', '.join(different)}."
@@ -75,7 +75,7 @@ def check_resume(words: Sequence[str]) -> None:
 
 
 def read_records(folder: Path, run: str) -> list[Record]:
-    """Read what the processes of this machine wrote down in a run, in the order of ranks.
+    """Read what the processes of this machine recorded in a run, in the order of ranks.
 
     Raises:
         LaunchError: there is nothing.
@@ -100,8 +100,8 @@ def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record
     verdicts = []
     for key, case in whole[0]["cases"].items():
         ranks = [
-            (first["cases"][key], before["cases"][key], behind["cases"][key])
-            for first, before, behind in zip(whole, interrupted, resumed, strict=True)
+            tuple(record["cases"][key] for record in records)
+            for records in zip(whole, interrupted, resumed, strict=True)
         ]
         samples = [_compare_steps(first["steps"], a["steps"] + b["steps"]) for first, a, b in ranks]
         weights = [_compare_weights(first["weights"], b["weights"]) for first, _, b in ranks]
@@ -110,24 +110,25 @@ def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record
     return verdicts
 
 
-def _compare_steps(expected: list[Any], found: list[Any]) -> str:
-    for (epoch, batch, samples), step in zip(expected, found, strict=False):
+def _compare_steps(expected: list[Any], actual: list[Any]) -> str:
+    for (epoch, batch, samples), step in zip(expected, actual, strict=False):
         if step != [epoch, batch, samples]:
             return f"differ from epoch {epoch}, batch {batch} on"
-    if len(expected) != len(found):
-        return f"{len(found)} batches instead of {len(expected)}"
+    if len(expected) != len(actual):
+        return f"{len(actual)} batches instead of {len(expected)}"
     return SAME
 
 
-def _compare_weights(expected: dict[str, list[float]], found: dict[str, list[float]]) -> str:
-    if {name: len(values) for name, values in expected.items()} != {
-        name: len(values) for name, values in found.items()
-    }:
+def _compare_weights(expected: dict[str, list[float]], actual: dict[str, list[float]]) -> str:
+    sizes, others = (
+        {name: len(values) for name, values in weights.items()} for weights in (expected, actual)
+    )
+    if sizes != others:
         return "have other names or sizes"
     differences = {
-        name: max((abs(a - b) for a, b in zip(values, found[name], strict=True)), default=0.0)
+        name: max((abs(a - b) for a, b in zip(values, actual[name], strict=True)), default=0.0)
         for name, values in expected.items()
-        if values != found[name]
+        if values != actual[name]
     }
     if not differences:
         return SAME
@@ -135,9 +136,9 @@ def _compare_weights(expected: dict[str, list[float]], found: dict[str, list[flo
     return f"differ by up to {differences[worst]:.1e} ({worst})"
 
 
-def _join(findings: list[str]) -> str:
+def _join(results: list[str]) -> str:
     """One text for all ranks: the first difference, with its rank."""
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(findings) if each != SAME), SAME)
+    return next((f"rank {rank}: {result}" for rank, result in enumerate(results) if result != SAME), SAME)
 
 
 def _show(about: Record, verdicts: list[Verdict]) -> None:
@@ -148,6 +149,6 @@ def _show(about: Record, verdicts: list[Verdict]) -> None:
     table = Table(title=f"{title}, mixed_precision={about['mixed_precision']}")
     for heading in ("loader", "workers", "batches", "samples", "weights"):
         table.add_column(heading, justify="right" if heading in ("workers", "batches") else "left")
-    for each in verdicts:
-        table.add_row(each.name, str(each.workers), str(each.batches), each.samples, each.weights)
+    for case in verdicts:
+        table.add_row(case.name, str(case.workers), str(case.batches), case.samples, case.weights)
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
