@@ -164,6 +164,7 @@ from accelerate.base.text import (
     convert_file_size_to_int as convert_file_size_to_int,
     describe as describe,
     get_pretty_name as get_pretty_name,
+    itemized as itemized,
     listed as listed,
     merge_dicts as merge_dicts,
     read_seconds as read_seconds,

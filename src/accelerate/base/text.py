@@ -132,6 +132,18 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def itemized(problems: Sequence[str], heading: str) -> str:
+    """Return one problem as it is, and several as a list: their number, the heading, and a line for each.
+
+    Args:
+        problems: At least one.
+        heading: What is said of several, such as "flags are wrong".
+    """
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} {heading}:", *(f"  - {problem}" for problem in problems)])
+
+
 def refuse_outside(name: object) -> str | None:
     """Say why a name read from a file does not stay inside the folder that it is relative to.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.base import require
 from accelerate.commands.utils import entry_point, make_parser
+from accelerate.settings import subcommands
 
 SHELLS = {
     "bash": 'eval "$(accelerate completion bash)"     # in ~/.bashrc',
@@ -63,27 +64,22 @@ def make_script(shell: str) -> str:
     from accelerate.commands.accelerate_cli import COMMANDS, make_cli_parser
 
     parser = make_cli_parser([])
-    for name, child in _children(parser).items():
+    for name, child in subcommands(parser).items():
         child.description = COMMANDS[name][1]
     for action in _actions(parser):
-        place = _place(action)
-        if place is not None:
-            action.complete = getattr(shtab, place)  # type: ignore[attr-defined]
+        kind = _path_kind(action)
+        if kind is not None:
+            action.complete = getattr(shtab, kind)  # type: ignore[attr-defined]
     return shtab.complete(parser, shell, root_prefix="accelerate")
-
-
-def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return {name: child for group in groups for name, child in group.choices.items()}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     yield from parser._actions
-    for child in _children(parser).values():
+    for child in subcommands(parser).values():
         yield from _actions(child)
 
 
-def _place(action: argparse.Action) -> str | None:
+def _path_kind(action: argparse.Action) -> str | None:
     """Which of shtab's completions of paths an option takes, if it takes a path."""
     if action.nargs == 0 or action.choices:
         return None

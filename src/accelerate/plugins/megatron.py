@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.base import environ, wrong_value
 from accelerate.plugins import megatron_checks as checks
 from accelerate.plugins.megatron_models import parse_network_size
-from accelerate.settings import find, refuse_all
+from accelerate.settings import read_with_problems, refuse_all
 from accelerate.settings.sections import MegatronSection
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        found, problems = find(environ.current(), (MegatronSection,))
+        found, problems = read_with_problems(environ.current(), (MegatronSection,))
         for option, value in found.items():
             field = option.removeprefix(_OPTION_PREFIX)
             if getattr(self, field) is None:

@@ -33,8 +33,8 @@ from accelerate.settings.deepspeed_checks import (
 )
 from accelerate.settings.env import (
     decode as decode,
-    find as find,
     read as read,
+    read_with_problems as read_with_problems,
 )
 from accelerate.settings.flags import (
     add_sections as add_sections,
@@ -76,6 +76,7 @@ from accelerate.settings.parser import (
     colored as colored,
     nearest as nearest,
     options_to_group as options_to_group,
+    subcommands as subcommands,
     unknown_command as unknown_command,
     unknown_flag as unknown_flag,
     wants_color as wants_color,

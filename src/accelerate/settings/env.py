@@ -76,12 +76,14 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
     Raises:
         ConfigurationError: variables hold values that cannot be; all of them are named.
     """
-    found, problems = find(environ, sections)
+    values, problems = read_with_problems(environ, sections)
     refuse_all(problems)
-    return found
+    return values
 
 
-def find(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> tuple[dict[str, Any], list[str]]:
+def read_with_problems(
+    environ: Mapping[str, str], sections: Iterable[type[Section]]
+) -> tuple[dict[str, Any], list[str]]:
     """Read as `read` does, and return what is wrong instead of raising it.
 
     Args:
@@ -91,20 +93,20 @@ def find(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> tuple
     Returns:
         Option name -> value, and a line for each variable whose value cannot be.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems: list[str] = []
     for section in sections:
         for row in section.options():
             try:
-                found.update(_find(row, environ))
+                values.update(_value_of(row, environ))
             except ValueError as error:
                 problems += [] if row.foreign else [str(error)]
-    return found, problems
+    return values, problems
 
 
-def _find(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
+def _value_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
     if len(row.variables) > 1:
-        return _find_tuple(row, environ)
+        return _tuple_of(row, environ)
     for variable in (*row.variables, *row.aliases):
         text = environ.get(variable, "")
         if text and not (text == "None" and row.default is None):
@@ -112,7 +114,7 @@ def _find(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
     return {}
 
 
-def _find_tuple(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
+def _tuple_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
     present = [variable for variable in row.variables if environ.get(variable)]
     if not present:
         return {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from accelerate.base import LARGEST, SMALLEST, ConfigurationError, shown, str_to_bool, wrong_value
+from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
 
 SAME: Any = object()
 """Marks what follows from the other arguments, where ``None`` is a value of its own."""
@@ -330,11 +330,6 @@ def true_or_false(text: str) -> bool:
 
 
 def refuse_all(problems: list[str]) -> None:
-    """Raise one error that lists every problem found, if there is any."""
-    if not problems:
-        return
-    if len(problems) == 1:
-        raise ConfigurationError(problems[0])
-    raise ConfigurationError(
-        "\n".join([f"{len(problems)} settings are wrong:", *(f"  - {p}" for p in problems)])
-    )
+    """Raise one error that lists every problem, if there is any."""
+    if problems:
+        raise ConfigurationError(itemized(problems, "settings are wrong"))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from accelerate.base import environ, shortened, shown
+from accelerate.base import environ, itemized, shortened, shown
 
 LONGEST_LINE = 1000
 """Characters of one line of an error."""
@@ -62,24 +62,22 @@ def _both_spellings(flags: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*flags, *dashed)))
 
 
-class CustomArgumentGroup(argparse._ArgumentGroup):
-    """A group whose flags can be written with underscores or dashes."""
-
+class _BothSpellings(argparse._ActionsContainer):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
         return super().add_argument(*_both_spellings(args), **kwargs)
 
 
-class CustomArgumentParser(argparse.ArgumentParser):
+class CustomArgumentGroup(_BothSpellings, argparse._ArgumentGroup):
+    """A group whose flags can be written with underscores or dashes."""
+
+
+class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
     """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
 
     # Newer versions of argparse would colour too: whatever they set, it stays off.
     color = property(lambda self: False, lambda self, value: None)
     _words: Sequence[str] = ()
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """As in argparse, with the dash form of each long flag added."""
-        return super().add_argument(*_both_spellings(args), **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
         """As in argparse; the group too adds dash forms."""
@@ -88,17 +86,17 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; the words are kept, since they tell which command speaks of an error."""
+        """As in argparse; the words are kept, since they say which command an error belongs to."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_args(self._words, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, with all wrong values in one message and not the first alone."""
         self._wrong: list[str] = []
-        found = super().parse_known_args(args, namespace)
+        parsed = super().parse_known_args(args, namespace)
         if self._wrong:
-            self.error(_listed(self._wrong))
-        return found
+            self.error(itemized(self._wrong, "flags are wrong"))
+        return parsed
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Some versions of argparse drop the value of `--flag=--` and go on with a list of nothing.
@@ -133,23 +131,27 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
-        speaker, hint = self.prog, f" (see {self.prog} --help)"
+        prog, hint = self.prog, f" (see {self.prog} --help)"
         if message.startswith(_UNKNOWN):
-            asked = _asked(self, self._words)
-            speaker, hint = asked.prog, unknown_flag(message, _all_flags(asked), asked.prog)
+            command = _command_of(self, self._words)
+            prog, hint = command.prog, unknown_flag(message, _all_flags(command), command.prog)
         short = "\n".join(shortened(line, LONGEST_LINE) for line in message.split("\n"))
-        self.exit(2, f"{speaker}: error: {short}{hint}\n")
+        self.exit(2, f"{prog}: error: {short}{hint}\n")
 
 
-def _asked(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the subcommands of a parser, by name."""
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: child for group in groups for name, child in group.choices.items()}
+
+
+def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the command that words name."""
-    below = next(
-        (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None
-    )
-    place = next((place for place, word in enumerate(words) if below and word in below.choices), None)
-    if below is None or place is None:
-        return parser
-    return _asked(below.choices[words[place]], words[place + 1 :])
+    children = subcommands(parser)
+    for index, word in enumerate(words):
+        if word in children:
+            return _command_of(children[word], words[index + 1 :])
+    return parser
 
 
 def _with_short(value: str, problem: str) -> str:
@@ -157,18 +159,10 @@ def _with_short(value: str, problem: str) -> str:
     return problem.replace(repr(value), shown(value))
 
 
-def _listed(problems: list[str]) -> str:
-    """One problem as it is, and several below each other."""
-    if len(problems) == 1:
-        return problems[0]
-    return "\n".join([f"{len(problems)} flags are wrong:", *(f"  - {problem}" for problem in problems)])
-
-
 def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
     """The flags of a parser and of its subcommands."""
-    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    below = (flag for group in groups for child in group.choices.values() for flag in _all_flags(child))
-    return [*parser._option_string_actions, *below]
+    nested = (flag for child in subcommands(parser).values() for flag in _all_flags(child))
+    return [*parser._option_string_actions, *nested]
 
 
 class OneSpellingFormatter(argparse.HelpFormatter):
@@ -177,11 +171,9 @@ class OneSpellingFormatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        shown = [
-            flag for flag in action.option_strings if "-" not in flag.lstrip("-")
-        ] or action.option_strings
+        flags = [flag for flag in action.option_strings if "-" not in flag.lstrip("-")]
         value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
-        return f"{', '.join(shown)}{value}"
+        return f"{', '.join(flags or action.option_strings)}{value}"
 
 
 class CustomHelpFormatter(OneSpellingFormatter):
@@ -244,14 +236,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         return None
     choices = list(known)
     same = next((row for row in SYNONYMS if word.lower() in row), ())
-    found = [choice for choice in choices if choice in same] or _alike(word, choices, 0.8)
-    if not found and len(word.lstrip("-")) >= 3:  # shorter ones are like anything
-        found = _abbreviated(word, choices) or _alike(word, choices, 0.6)
-    return found[0] if found else None
+    close = [choice for choice in choices if choice in same] or _similar(word, choices, 0.8)
+    if not close and len(word.lstrip("-")) >= 3:  # shorter words are similar to any
+        close = _abbreviated(word, choices) or _similar(word, choices, 0.6)
+    return close[0] if close else None
 
 
-def _alike(word: str, choices: list[str], likeness: float) -> list[str]:
-    return difflib.get_close_matches(word.lower(), choices, 1, likeness)
+def _similar(word: str, choices: list[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(word.lower(), choices, 1, cutoff)
 
 
 def _abbreviated(word: str, choices: Iterable[str]) -> list[str]:

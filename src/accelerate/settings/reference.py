@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.settings import pet
 from accelerate.settings.layers import SECTIONS
 from accelerate.settings.option import WANTED, Option, Section
-from accelerate.settings.parser import OneSpellingFormatter
+from accelerate.settings.parser import OneSpellingFormatter, subcommands
 
 PLACE = (
     ("RANK", "Index of this process among all, from 0."),
@@ -45,9 +45,7 @@ def commands_page(parser: argparse.ArgumentParser) -> str:
 
 def _children(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """All commands below a parser, each before its subcommands."""
-    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    found = (child for group in groups for child in group.choices.values())
-    return [each for child in found for each in (child, *_children(child))]
+    return [each for child in subcommands(parser).values() for each in (child, *_children(child))]
 
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
