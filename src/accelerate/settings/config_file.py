@@ -45,7 +45,7 @@ default_config_file = default_yaml_config_file
 
 
 def default_config_path() -> Path:
-    """Where the default file is, by the environment of now."""
+    """Return the path of the default file, by the environment at this time."""
     return Path(_cache_home(), "accelerate", "default_config.yaml")
 
 
@@ -59,7 +59,7 @@ def find_config_file(given: str | None) -> Path | None:
         That file, else the default file (YAML, then JSON) if there is one, else ``None``.
 
     Raises:
-        ConfigurationError: the given file is not there, or the place of the default one cannot be looked at.
+        ConfigurationError: there is no such file, or the folder of the default one cannot be read.
     """
     if given is not None:
         return existing_file("--config_file", given)
@@ -218,15 +218,15 @@ def _unknown(group: str, key: str) -> str:
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
     """The way of training that `distributed_type` and the presence of `parallelism_config` stand for."""
-    chosen = {"use_parallelism_config": True} if mapping.get("parallelism_config") else {}
+    switches = {"use_parallelism_config": True} if mapping.get("parallelism_config") else {}
     written = mapping.get("distributed_type")
     if written is None or is_sagemaker(mapping):
-        return chosen
+        return switches
     word = "NO" if isinstance(written, bool) else str(written).upper()
     if word not in PARADIGM_OF_TYPE:
         fix = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
         raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", fix)
-    return {**chosen, **{name: name == PARADIGM_OF_TYPE[word] for name in EXCLUSIVE}}
+    return {**switches, **{name: name == PARADIGM_OF_TYPE[word] for name in EXCLUSIVE}}
 
 
 def is_sagemaker(mapping: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, its own JSON among them, before anything runs: read, brought to one form, checked.
+"""DeepSpeed's settings, with its own JSON, before anything runs: read, normalized, checked.
 
 Launcher and workers do this alike, so that the launcher refuses what its workers would.
 
@@ -46,7 +46,7 @@ USUAL: dict[str, Any] = {
     "offload_param_nvme_path": "none",
     "zero3_save_16bit_model": False,
 }
-"""Their values where nobody gives one."""
+"""Their values where none is given."""
 
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Values of the configuration that are whole numbers of at least 1."""
@@ -153,31 +153,32 @@ def _decoded(source: str, name: str) -> str:
         raise wrong_value(name, source, reason, _WHAT_IT_IS) from None
 
 
-# One form
+# Normalize
 
 
 def straighten(config: dict[str, Any]) -> None:
-    """Bring a configuration to one form: numbers are no text, and null is as good as nothing.
+    """Normalize a configuration: numbers are not text, and null is the same as no entry.
 
     Args:
-        config: changed in place; what cannot be is left to `problems_of_config`.
+        config: changed in place; wrong values are left to `problems_of_config`.
     """
     for name in SHAPES:
-        place, key = _place_of(config, name)
-        if place is not None and key in place and place[key] is None:
-            del place[key]
+        part, key = _part_of(config, name)
+        if part.get(key, ...) is None:
+            del part[key]
     for name, form in _NUMBERS.items():
-        place, key = _place_of(config, name)
-        if place is not None and key in place:
-            place[key] = AUTO if place[key] is None else _as_number(place[key], form)
+        part, key = _part_of(config, name)
+        if key in part:
+            part[key] = AUTO if part[key] is None else _as_number(part[key], form)
 
 
-def _place_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any] | None, str]:
+def _part_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The object that holds a value, empty where there is none, and the last part of the value's name."""
     *nodes, key = name.split(".")
-    place: Any = config
+    part: Any = config
     for node in nodes:
-        place = place.get(node) if isinstance(place, dict) else None
-    return (place if isinstance(place, dict) else None), key
+        part = part.get(node) if isinstance(part, dict) else None
+    return (part if isinstance(part, dict) else {}), key
 
 
 def _as_number(value: Any, form: Callable[[str], int | float]) -> Any:
@@ -199,15 +200,15 @@ def look_up(config: dict[str, Any], name: str, otherwise: Any = None) -> Any:
         name: of the value.
         otherwise: returned where there is none.
     """
-    place, key = _place_of(config, name)
-    return otherwise if place is None else place.get(key, otherwise)
+    part, key = _part_of(config, name)
+    return part.get(key, otherwise)
 
 
 # Check
 
 
 def problems_of_config(config: dict[str, Any]) -> list[str]:
-    """Return one line for each part of a configuration that has not the form it needs.
+    """Return one line for each part of a configuration that has a wrong form.
 
     Args:
         config: straightened.
@@ -232,45 +233,40 @@ def problems_of_config(config: dict[str, Any]) -> list[str]:
 
 def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
     """Return one line for each count of a configuration that is none."""
-    told = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
+    counts = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
     return [
         f"{name} is {shown(value)}: it is no whole number of at least 1"
-        for name, value in told.items()
+        for name, value in counts.items()
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
 
 
 def likely_typos(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return keys that DeepSpeed would pass over in silence -> what each seems to mean."""
+    """Return keys that DeepSpeed would ignore without a message -> the key that each seems to mean."""
     unknown = [key for key in config if key not in _READ_HERE]
     near = {key: difflib.get_close_matches(str(key), _READ_HERE, 1, 0.9) for key in unknown}
     return {str(key): names[0] for key, names in near.items() if names}
 
 
 def problems_of_fields(fields: Fields) -> list[str]:
-    """Return one line for each value that cannot be, or does not go with another."""
+    """Return one line for each value that is wrong, or does not go with another."""
     problems = []
     stage = fields.zero_stage
     if str(stage) not in map(str, STAGES):
         problems.append(f"zero_stage={shown(stage)}: the stages of ZeRO are 0, 1, 2 and 3")
     for name in ("optimizer", "param"):
-        problems += _problems_of_place(fields, name)
-    if str(stage) in "012" and str(fields.offload_param_device).lower() in DEVICES[1:]:
-        problems.append(
-            f"offload_param_device={fields.offload_param_device!r}: parameters are kept elsewhere with ZeRO "
-            f"stage 3 only, and zero_stage is {stage}"
-        )
-    if str(stage) in "012" and str(fields.offload_optimizer_device).lower() == "nvme":
-        problems.append(
-            "offload_optimizer_device='nvme': optimizer states are kept there with ZeRO stage 3 only, and "
-            f"zero_stage is {stage}"
-        )
+        problems += _problems_of_offload(fields, name)
+    for name, devices in (("offload_param_device", DEVICES[1:]), ("offload_optimizer_device", ("nvme",))):
+        device = getattr(fields, name)
+        if str(stage) in "012" and str(device).lower() in devices:
+            only = f"this is supported with ZeRO stage 3 only, and zero_stage is {stage}"
+            problems.append(f"{name}={device!r}: {only}")
     problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
     problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
     return problems
 
 
-def _problems_of_place(fields: Fields, name: str) -> list[str]:
+def _problems_of_offload(fields: Fields, name: str) -> list[str]:
     device = getattr(fields, f"offload_{name}_device")
     path = getattr(fields, f"offload_{name}_nvme_path")
     if device is None or str(device).lower() in (*DEVICES[:2], AUTO):

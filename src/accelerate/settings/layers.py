@@ -59,12 +59,12 @@ FLAG = "flag"
 
 @dataclass(frozen=True)
 class Layer:
-    """Values that one place gives, by option name, already of the right type.
+    """Values from one source, by option name, already of the right type.
 
     Attributes:
-        source: the place, as the user knows it: "flag", "environment", a configuration file's path.
-        values: only what that place says.
-        notes: what the user should know about how the place was read.
+        source: its name for the user: "flag", "environment", a configuration file's path.
+        values: only those that the source sets.
+        notes: what the user should know about how the source was read.
     """
 
     source: str
@@ -97,15 +97,15 @@ class Settings:
         return section(**{row.name: self.values[row.name] for row in section.options()})
 
     def source(self, name: str) -> str:
-        """Where the value of an option came from; "built-in" when nobody gave it."""
+        """The source of the value of an option; "built-in" when no layer gives it."""
         return self._sources.get(name, BUILT_IN)
 
     def given(self, name: str) -> bool:
-        """Whether anybody gave a value."""
+        """Whether a layer gives a value."""
         return name in self._sources
 
     def replaced(self, source: str, **values: Any) -> Settings:
-        """The same settings with some values changed, and `source` as where those came from."""
+        """The same settings with some values changed, and `source` as the source of those."""
         return Settings(
             {**self.values, **values}, {**self._sources, **dict.fromkeys(values, source)}, self.notes
         )

@@ -64,8 +64,8 @@ def parse_yaml(text: str) -> Any:
     try:
         content = yaml.load(text, _loader())  # the safe loader, with limits
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
-        raise ConfigurationError(shortened(told, LONGEST_REPORT)) from error
+        reason = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigurationError(shortened(reason, LONGEST_REPORT)) from error
     check_values(content)
     return content
 
@@ -81,21 +81,21 @@ def check_values(content: Any) -> None:
     """
     level = [("", content)]
     for _ in range(DEEPEST + 1):
-        level = [inner for place, value in level for inner in _values_in(place, value)]
+        level = [inner for name, value in level for inner in _values_in(name, value)]
         if not level:
             return
     raise _too_deep()
 
 
-def _values_in(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, held in value.items():
+        for key, inner in value.items():
             if not isinstance(key, str):
-                where = f"{shortened(place) or 'it'} has the key {shown(key)}"
+                where = f"{shortened(name) or 'it'} has the key {shown(key)}"
                 raise ConfigurationError(f"{where}, which is no text: write it in quotes")
-            yield f"{place}.{key}" if place else key, held
+            yield f"{name}.{key}" if name else key, inner
     elif isinstance(value, (list, tuple)):
-        yield from ((place, held) for held in value)
+        yield from ((name, inner) for inner in value)
 
 
 def _too_deep() -> ConfigurationError:

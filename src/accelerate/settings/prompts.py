@@ -92,7 +92,7 @@ YES_OR_NO = {
 
 
 class TerminalPrompt:
-    """Lists that are walked with the arrow keys, and answers that are checked before they are taken."""
+    """Lists with arrow keys, and answers that are checked before they are accepted."""
 
     def say(self, text: str) -> None:
         """Print a line that is no question."""
@@ -102,8 +102,8 @@ class TerminalPrompt:
         """Ask for one of several values."""
         import questionary
 
-        chosen = default if default in offers else None
-        return str(_answer(questionary.select(text, choices=list(offers), default=chosen)))
+        marked = default if default in offers else None
+        return str(_answer(questionary.select(text, choices=list(offers), default=marked)))
 
     def confirm(self, text: str, default: bool) -> bool:
         """Ask for yes or no."""
@@ -112,17 +112,17 @@ class TerminalPrompt:
         return bool(_answer(questionary.confirm(text, default=default)))
 
     def write(self, text: str, default: str, check: Check) -> str:
-        """Ask for a text, again until `check` takes it."""
+        """Ask for a text, again until `check` accepts it."""
         import questionary
 
-        def judge(answer: str) -> bool | str:
+        def validate(answer: str) -> bool | str:
             try:
                 check(answer.strip())
             except ConfigurationError as error:
                 return str(error)
             return True
 
-        return str(_answer(questionary.text(text, default=default, validate=judge))).strip()
+        return str(_answer(questionary.text(text, default=default, validate=validate))).strip()
 
 
 def _answer(question: Any) -> Any:

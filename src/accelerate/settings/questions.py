@@ -1,4 +1,4 @@
-"""Declarations -> the questionnaire: only what applies is asked, and each answer is checked as it comes."""
+"""Declarations -> the questionnaire: only what applies is asked, and each answer is checked at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS = ("num_processes", "num_machines")
 
 
 class Questionnaire:
-    """One walk through the questions of some sections.
+    """The questions of some sections, asked once.
 
     Args:
         prompt: asks.
@@ -88,12 +88,12 @@ class Questionnaire:
             return self._prompt.confirm(text, bool(default))
         offers = self._offers.get(row.name, row.offers)
         if offers:
-            chosen = self._prompt.choose(text, offers, str(offers[0] if default is None else default))
-            return row.read(chosen, row.name)
-        answer = self._prompt.write(text, _as_answer(default), lambda given: self._judge(row, given))
+            choice = self._prompt.choose(text, offers, str(offers[0] if default is None else default))
+            return row.read(choice, row.name)
+        answer = self._prompt.write(text, _as_answer(default), lambda text: self._check(row, text))
         return row.read(answer, row.key or row.name) if answer else None
 
-    def _judge(self, row: Option, answer: str) -> None:
+    def _check(self, row: Option, answer: str) -> None:
         """Refuse what cannot be the answer, also in view of the other answers."""
         where = row.key or row.name
         if not answer:
@@ -129,6 +129,6 @@ def as_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
             value = values.get(row.name)
             if row.key is None or value is None:
                 continue
-            place = mapping.setdefault(section.file_key, {}) if section.file_key else mapping
-            place[row.key] = list(value) if isinstance(value, tuple) else value
+            group = mapping.setdefault(section.file_key, {}) if section.file_key else mapping
+            group[row.key] = list(value) if isinstance(value, tuple) else value
     return mapping

@@ -11,7 +11,7 @@ from accelerate.settings.layers import SECTIONS
 from accelerate.settings.option import WANTED, Option, Section
 from accelerate.settings.parser import OneSpellingFormatter, subcommands
 
-PLACE = (
+RANK_VARIABLES = (
     ("RANK", "Index of this process among all, from 0."),
     ("WORLD_SIZE", "Number of processes on all machines."),
     (
@@ -23,7 +23,7 @@ PLACE = (
     ("MASTER_ADDR", "Address of the machine of rank 0; absent, all processes are on this machine."),
     ("MASTER_PORT", "Port of that machine where the processes meet (29500)."),
 )
-"""Variables of `torch.distributed` that tell a process its place, and what they mean."""
+"""Variables of `torch.distributed` that say which process this is, and what they mean."""
 
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
 
@@ -118,17 +118,17 @@ def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
         if rows:
             heading = str(section.__doc__).splitlines()[0].removesuffix(".")
             parts += [f"## {heading}", _table(("variable", "flag", "meaning"), rows)]
-    place = [(f"`{name}`", meaning) for name, meaning in PLACE]
-    told = (
+    ranks = [(f"`{name}`", meaning) for name, meaning in RANK_VARIABLES]
+    launchers = (
         "A launcher sets these for each process: `accelerate launch`, torchrun, Kubernetes operators. The "
         "variables of Open MPI, Intel MPI, MPICH, MVAPICH, SLURM and SageMaker are understood too."
     )
-    parts += ["## Which process this is", told, _table(("variable", "meaning"), place)]
-    also = (
+    parts += ["## Which process this is", launchers, _table(("variable", "meaning"), ranks)]
+    torchrun = (
         "`accelerate launch` reads these variables of torchrun. They are weaker than flags, and stronger "
         "than other variables and files. `--num_machines 1` leaves out what says where machines meet."
     )
-    parts += ["## Variables of torchrun", also, _table(("variable", "flag"), _pet())]
+    parts += ["## Variables of torchrun", torchrun, _table(("variable", "flag"), _pet())]
     return "\n\n".join(parts) + "\n"
 
 

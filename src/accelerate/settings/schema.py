@@ -31,8 +31,6 @@ SHAPES: dict[type, list[dict[str, Any]]] = {
 }
 """What a file may say for an option of each type: the type itself, or the text that is read as one."""
 
-SPOKEN_DEFAULTS = (bool, int, float, str)
-
 
 def make_schema() -> dict[str, Any]:
     """Describe every key that a configuration file may have."""
@@ -105,10 +103,10 @@ def _rows(sections: Iterable[type[Section]]) -> list[Option]:
 
 
 def _property(row: Option) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": row.help, "anyOf": [*_shapes(row), {"type": "null"}]}
-    if isinstance(row.default, SPOKEN_DEFAULTS):
-        described["default"] = row.default
-    return described
+    schema: dict[str, Any] = {"description": row.help, "anyOf": [*_shapes(row), {"type": "null"}]}
+    if isinstance(row.default, (bool, int, float, str)):
+        schema["default"] = row.default
+    return schema
 
 
 def _shapes(row: Option) -> list[dict[str, Any]]:
