@@ -100,33 +100,31 @@ DESCRIPTION = (
 )
 DEFAULT_FILE = "default file"
 ENDED_BY_USER = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a run that somebody ended on purpose, unless the launcher saw ranks fail."""
+"""Exit codes of a run that the user ended, unless the launcher saw ranks fail."""
 
 
 class LaunchParser(CustomArgumentParser):
-    """Parses like any other, and notes which flags were really given."""
+    """A parser that records which flags were given."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; the namespace gets the attribute ``given``."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
         self._words = words
         parsed, rest = super().parse_known_args(words, namespace)
-        if (
-            rest
-        ):  # here and not in the parent parser, which knows none of these flags and could not suggest one
+        if rest:  # here: the parent parser knows none of these flags and could not suggest one
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         flags.mark_given(self, parsed, words)
         parsed.training_script_args = _own_words(parsed.training_script, parsed.training_script_args, words)
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """As for any other, with a word on the script where it is missing."""
+        """As for any parser; where the script is missing, say so."""
         missing = message.startswith("the following arguments are required: training_script")
         super().error(_missing_script(self._words) if missing else message)
 
 
 def _missing_script(words: Sequence[str]) -> str:
-    """Say that there is no script, and where it may have gone."""
+    """Say that there is no script, and which flag may have taken it as its value."""
     last = [part for word in words[-2:] for part in word.split("=", 1)]
     flag, value = ["", "", *last][-2:]
     is_value = flag.startswith("-") and value.endswith(".py")
@@ -134,10 +132,10 @@ def _missing_script(words: Sequence[str]) -> str:
     return f"the script to run is missing{taken}: accelerate launch [options] train.py"
 
 
-def _own_words(script: str, found: list[str], words: Sequence[str]) -> list[str]:
+def _own_words(script: str, rest: list[str], words: Sequence[str]) -> list[str]:
     """The script's words with the ``--`` that some versions of argparse drop when it comes first."""
-    before = words[: len(words) - len(found)]
-    return ["--", *found] if list(before[-2:]) == [script, "--"] else found
+    before = words[: len(words) - len(rest)]
+    return ["--", *rest] if list(before[-2:]) == [script, "--"] else rest
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -196,14 +194,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
-    """Decide everything, start nothing.
+    """Resolve the plan of a launch, and start nothing.
 
     Args:
         args: parsed by `launch_command_parser`.
     """
     settings = choose_cpu_or_devices(read_settings(args))
-    here = machine.look(environ.current(), cpu=settings.values["cpu"])
-    return resolve_plan(settings, here, Target.of(args))
+    this_machine = machine.look(environ.current(), cpu=settings.values["cpu"])
+    return resolve_plan(settings, this_machine, Target.of(args))
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -233,7 +231,6 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def _run(launcher: Launcher, plan: LaunchPlan) -> int:
     """Run a plan; when it fails, the last thing on the screen says how and why."""
-    keep = plan.rendezvous.log_dir
     folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
     recorded = record_failures(plan, folder)
     try:
@@ -242,23 +239,23 @@ def _run(launcher: Launcher, plan: LaunchPlan) -> int:
         shutil.rmtree(folder)
         raise
     if code and "SLURM_STEP_ID" in environ.current():
-        # srun ends its other tasks as soon as one has failed: what this one failed with shall still be told.
+        # srun ends its other tasks as soon as one has failed: this one still prints its failure.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kept = recorded is not plan and _explain_failure(folder, code, keep)
+    kept = recorded is not plan and _explain_failure(folder, code, plan.rendezvous.log_dir)
     if not kept:
         shutil.rmtree(folder)
     return code
 
 
 def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
-    """Print how a run failed, when there is something to say; whether the folder is still needed."""
+    """Print how a run failed, where a rank recorded it; return whether the folder is still needed."""
     if not code:
         return False
-    from accelerate.diagnostics import digest  # only runs that fail pay for it
+    from accelerate.diagnostics import digest  # a run that succeeds does not load it
 
     outcome = collect(folder, code)
-    is_meant = code in ENDED_BY_USER and not outcome.seen.codes
-    if is_meant or not digest.is_telling(outcome):
+    is_intended = code in ENDED_BY_USER and not outcome.seen.codes
+    if is_intended or not digest.is_telling(outcome):
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)
@@ -267,7 +264,7 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
 
 
 def _explained(args: argparse.Namespace, plan: LaunchPlan, settings: Settings) -> str:
-    from accelerate.launch import explain  # only those who ask pay for it
+    from accelerate.launch import explain  # a run does not load it
 
     return explain.as_json(plan, settings) if args.dry_run else explain.as_text(plan, settings)
 
@@ -278,7 +275,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     Returns:
         The namespace, the loaded configuration or ``None``, and whether the file chose the number format.
     """
-    from accelerate.settings import load_config_from_file
+    from accelerate.settings import load_config_from_file  # needed here alone
 
     _, settings = make_plan(args)
     for row, value, _ in settings:

@@ -232,9 +232,7 @@ def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
         reason, fix = next(text for kind, text in reasons.items() if isinstance(error, kind))
         raise wrong_value("MODEL", repo, reason, fix) from error
     except errors.OfflineModeIsEnabled as error:
-        reason = (
-            "the Hub is not asked, because HF_HUB_OFFLINE is set, and no cache of this machine has the model"
-        )
+        reason = "HF_HUB_OFFLINE is set, and the model is in no cache of this machine"
         raise Unreachable(f"MODEL={repo!r}: {reason}. Unset it, or give a local folder.") from error
     except failures as error:
         reason = f"the Hub cannot be asked ({' '.join(str(error).partition(chr(10))[0].split())})"

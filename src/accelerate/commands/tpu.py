@@ -68,9 +68,9 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
             "gcloud was not found. Install the Google Cloud CLI, or use --debug to see the command."
         )
     sys.stdout.flush()
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        raise LaunchError(f"gcloud ended with exit code {done.returncode}; its message stands above.")
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise LaunchError(f"gcloud ended with exit code {code}; its message is above.")
     print("The TPU pod is set up.")
 
 

@@ -78,13 +78,13 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `accelerate env | head -1`
+    except BrokenPipeError:  # the reader closed the pipe, as in `accelerate env | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
 
 
 def _print_everything() -> None:
-    """Escape characters that the output cannot take, such as parts of a path that are no UTF-8."""
+    """Escape characters that the output cannot encode, such as parts of a path that are not UTF-8."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -92,8 +92,10 @@ def get_user_input(
         chosen.say(fact)
     row = all_options()["compute_environment"]
     default = str(known.values.get(row.name, row.default))
-    place = chosen.choose(str(row.ask), row.choices, default)
-    ask = get_sagemaker_input if place == ComputeEnvironment.AMAZON_SAGEMAKER.value else get_cluster_input
+    environment = chosen.choose(str(row.ask), row.choices, default)
+    ask = (
+        get_sagemaker_input if environment == ComputeEnvironment.AMAZON_SAGEMAKER.value else get_cluster_input
+    )
     return ask(chosen, known)
 
 
@@ -101,7 +103,7 @@ def config_command(args: argparse.Namespace) -> None:
     """Ask all questions, show the file, and write it if the user agrees.
 
     Args:
-        args: ``config_file``: where the file is written; ``None`` for the default place.
+        args: ``config_file``: where the file is written; ``None`` for the default file.
 
     Raises:
         ConfigurationError: on a pipe, an answer is wrong or missing.

@@ -30,7 +30,7 @@ USUAL: dict[str, Any] = {
     "ec2_instance_type": "ml.p3.2xlarge",
     "iam_role_name": "accelerate_sagemaker_execution_role",
 }
-"""Where nothing is known about the machine."""
+"""Defaults on any machine."""
 
 BF16_CAPABILITY = 8.0
 """Compute capability from which NVIDIA GPUs compute in bfloat16."""
@@ -64,17 +64,16 @@ def suggest(config_file: str | None = None) -> Suggestions:
     """
     variables = environ.current()
     machine = look(variables, cpu=False)
-    found, facts = _of_machine(machine)
-    nodes, told = _of_slurm(variables)
+    devices, facts = _of_machine(machine)
+    nodes, slurm_facts = _of_slurm(variables)
     if "num_machines" in nodes:
-        found["num_processes"] = max(1, machine.devices) * nodes["num_machines"]
+        devices["num_processes"] = max(1, machine.devices) * nodes["num_machines"]
     kept, note = _of_file(config_file)
-    values = {**USUAL, **found, **nodes, **kept}
+    values = {**USUAL, **devices, **nodes, **kept}
     own = str(machine.hardware.distributed_type.value)
     offers = WAYS if own in WAYS else (*WAYS[:2], own, *WAYS[2:])
-    return Suggestions(
-        values, {"distributed_type": offers}, kept, (*facts, *told, *note), machine.has_accelerator
-    )
+    all_facts = (*facts, *slurm_facts, *note)
+    return Suggestions(values, {"distributed_type": offers}, kept, all_facts, machine.has_accelerator)
 
 
 def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:

@@ -19,16 +19,16 @@ class BulletMenu:
         self.position = 0
 
     def run(self, default_choice: int = 0) -> int:
-        """Ask, and return the place of the answer, from 0.
+        """Ask, and return the index of the answer, from 0.
 
         Args:
-            default_choice: The place of the answer that is offered first.
+            default_choice: The index of the answer that is offered first.
 
         Raises:
-            KeyboardInterrupt: The question was left.
+            KeyboardInterrupt: The user left the question.
         """
-        numbered = {f"{place}. {choice}": place for place, choice in enumerate(self.choices, start=1)}
+        numbered = {f"{number}. {choice}": number for number, choice in enumerate(self.choices, start=1)}
         offers = list(numbered)
-        chosen = TerminalPrompt().choose(self.prompt or "", offers, offers[default_choice])
-        self.position = numbered[chosen] - 1
+        answer = TerminalPrompt().choose(self.prompt or "", offers, offers[default_choice])
+        self.position = numbered[answer] - 1
         return self.position
