@@ -41,7 +41,7 @@ from accelerate.settings import (
 )
 
 # Names that can also be imported from here, on first use: a launch needs none of them.
-__getattr__, __dir__, _ = attach(
+__getattr__, __dir__, _RE_EXPORTS = attach(
     __name__,
     {
         "accelerate.base": (
