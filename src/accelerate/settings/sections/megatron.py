@@ -69,10 +69,10 @@ class MegatronSection(Section):
     )
     megatron_lm_use_distributed_optimizer: bool | None = option(
         None,
-        "LocalShards optimizer states over data-parallel processes (true or false).",
+        "Shard optimizer states over data-parallel processes (true or false).",
         text_flag=True,
         spell=unless_empty,
-        ask="LocalShards optimizer states over data-parallel processes?",
+        ask="Shard optimizer states over data-parallel processes?",
     )
     megatron_lm_gradient_clipping: float = option(
         1.0,
