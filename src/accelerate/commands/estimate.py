@@ -17,10 +17,11 @@ from accelerate.commands.model_memory import (
     SHARDINGS,
     estimate_training_usage as estimate_training_usage,
     largest_layer,
+    parse_memory,
+    plan_of,
     size_of,
     training_bytes,
 )
-from accelerate.commands.model_plan import parse_memory, plan_of
 from accelerate.commands.model_tensors import (
     Tensors,
     add_timm_hub_prefix as add_timm_hub_prefix,

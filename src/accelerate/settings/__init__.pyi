@@ -85,17 +85,15 @@ from accelerate.settings.parser import (
 from accelerate.settings.parsing import (
     parse_json as parse_json,
 )
-from accelerate.settings.prompts import (
+from accelerate.settings.questions import (
+    ADVANCED as ADVANCED,
     Check as Check,
     LinePrompt as LinePrompt,
     Prompt as Prompt,
-    TerminalPrompt as TerminalPrompt,
-    prompt_of_this_process as prompt_of_this_process,
-)
-from accelerate.settings.questions import (
-    ADVANCED as ADVANCED,
     Questionnaire as Questionnaire,
+    TerminalPrompt as TerminalPrompt,
     as_mapping as as_mapping,
+    prompt_of_this_process as prompt_of_this_process,
 )
 from accelerate.settings.schema import (
     SCHEMA_FILE as SCHEMA_FILE,

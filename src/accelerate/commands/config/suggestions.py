@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.base import ConfigurationError, StateError, environ, first_host
 from accelerate.devices import nvidia
 from accelerate.launch import Machine, look
-from accelerate.settings import find_config_file, read_layer
+from accelerate.settings import all_options, find_config_file, read_layer
 
 USUAL: dict[str, Any] = {
     "distributed_type": "NO",
@@ -34,7 +34,6 @@ USUAL: dict[str, Any] = {
 
 BF16_CAPABILITY = 8.0
 """Compute capability from which NVIDIA GPUs compute in bfloat16."""
-WAYS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def suggest(config_file: str | None = None) -> Suggestions:
     kept, note = _of_file(config_file)
     values = {**USUAL, **devices, **nodes, **kept}
     own = str(machine.hardware.distributed_type.value)
-    offers = WAYS if own in WAYS else (*WAYS[:2], own, *WAYS[2:])
+    usual = all_options()["distributed_type"].offers
+    offers = usual if own in usual else (*usual[:2], own, *usual[2:])
     all_facts = (*facts, *slurm_facts, *note)
     return Suggestions(values, {"distributed_type": offers}, kept, all_facts, machine.has_accelerator)
 

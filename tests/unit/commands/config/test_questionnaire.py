@@ -33,6 +33,7 @@ from accelerate.settings import (
     SCHEMA_FILE,
     ClusterConfig,
     SageMakerConfig,
+    all_options,
     config_file,
     load_config_from_file,
     merge_layers,
@@ -291,7 +292,7 @@ def test_a_broken_file_does_not_stop_the_questionnaire(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("way", suggestions.WAYS)
+@pytest.mark.parametrize("way", all_options()["distributed_type"].offers)
 def test_every_way_of_training_gives_a_file_that_loads_and_launches(
     way: str, precision: str, tmp_path: Path
 ) -> None:
