@@ -60,10 +60,7 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
 def _importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (
-        ModuleNotFoundError,
-        ValueError,
-    ):  # a missing parent package; a module put into sys.modules by hand
+    except (ModuleNotFoundError, ValueError):  # no parent package; a module put into sys.modules by hand
         return module in sys.modules
 
 
@@ -139,8 +136,8 @@ def require(package: str, feature: str) -> None:
         return
     wanted = row.distributions[0] + (f">={row.minimum}" if row.minimum else "")
     version = row.version()
-    found = f"version {version} is installed" if version else "it is not installed"
-    raise MissingPackageError(f"{feature} needs {wanted}, but {found}. Run `pip install '{wanted}'`.")
+    state = f"version {version} is installed" if version else "it is not installed"
+    raise MissingPackageError(f"{feature} needs {wanted}, but {state}. Run `pip install '{wanted}'`.")
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:

@@ -63,7 +63,7 @@ class Bar:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console(file=sys.stderr)
-        if not console.is_interactive:  # a terminal that cannot draw a line anew
+        if not console.is_interactive:  # a terminal that cannot redraw a line
             return
         bar = self
 
@@ -135,13 +135,13 @@ def size_of(paths: Iterable[Path]) -> int:
 
     A file that got its whole size before its content counts as far as blocks of the disk hold it.
     """
-    found = 0
+    total = 0
     with suppress(OSError):
         for path in paths:
             status = path.stat()
             held = 512 * getattr(status, "st_blocks", status.st_size)
-            found += min(status.st_size, held) if stat.S_ISREG(status.st_mode) else 0
-    return found
+            total += min(status.st_size, held) if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def is_visible() -> bool:

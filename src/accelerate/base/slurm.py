@@ -1,4 +1,4 @@
-"""What SLURM says about a job or a step of it: its hosts, its tasks on each of them, a port of its own."""
+"""A job or step of SLURM, from its variables: the hosts, the tasks on each host, and a port for the step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def per_node(counts: str) -> list[int]:
     matches = [_TASKS.fullmatch(entry.strip()) for entry in counts.split(",")]
     if None in matches:
         return []
-    runs = [repeat(int(found["tasks"]), int(found["nodes"] or 1)) for found in matches if found]
+    runs = [repeat(int(match["tasks"]), int(match["nodes"] or 1)) for match in matches if match]
     return list(islice(chain.from_iterable(runs), MOST_NODES))
 
 

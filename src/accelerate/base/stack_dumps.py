@@ -1,4 +1,4 @@
-"""The Python stack of another process of this machine, which writes it down when a signal asks for it.
+"""The Python stack of another process of this machine, which writes it when it gets a signal.
 
 A process that offers its stack lets `faulthandler` write it into a file in memory. That works while the
 process is blocked in C code, or while another thread keeps the interpreter. Forked processes inherit the
@@ -159,7 +159,7 @@ def _is_used(asking: int) -> bool:
 
 
 def _mask(pid: int, name: str) -> int:
-    """One of the sets of signals that the system keeps for a process; empty where it does not tell."""
+    """One of the signal masks of a process in /proc; 0 where it is not listed."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    found = re.search(rf"^{name}:\s*([0-9a-f]+)$", text, re.MULTILINE)
-    return 0 if found is None else int(found[1], 16)
+    match = re.search(rf"^{name}:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return 0 if match is None else int(match[1], 16)

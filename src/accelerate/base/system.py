@@ -42,7 +42,7 @@ def process_home() -> str | None:
 
     Returns:
         Equal in two processes when a number means the same process to both; None where the system does not
-        tell.
+        say.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -52,7 +52,7 @@ def process_home() -> str | None:
 
 
 def expanded(text: str | os.PathLike[str]) -> Path:
-    """Return a path with a leading `~` replaced; where nobody knows that home, it stays as it is."""
+    """Return a path with a leading `~` replaced; where that home is unknown, it stays as it is."""
     try:
         return Path(os.path.expanduser(text))
     except ValueError:  # characters that no name of a user has

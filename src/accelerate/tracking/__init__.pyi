@@ -44,7 +44,7 @@ from accelerate.tracking.senders import (
     Record as Record,
     Senders as Senders,
     Snapshot as Snapshot,
-    read as read,
-    take as take,
+    read_snapshot as read_snapshot,
+    take_snapshot as take_snapshot,
 )
 from accelerate.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker

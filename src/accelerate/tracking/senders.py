@@ -18,10 +18,13 @@ from accelerate.tracking.base import GeneralTracker
 
 logger = get_logger(__name__)
 
-CAPACITY = 1024  # calls that may wait; the next one waits for a place
+CAPACITY = 1024  # calls that may wait; the next `log` blocks until there is room
 IDLE_SECONDS = 2.0  # after which a thread without work ends
-EXIT_SECONDS = 60.0  # what the end of the program gives to calls that still wait
-STREAMED = ("cuda", "xpu")  # copies are in the order of a stream; elsewhere a value is read when logged
+EXIT_SECONDS = 60.0  # how long the end of the program waits for calls in the queue
+STREAMED = (
+    "cuda",
+    "xpu",
+)  # copies follow the order of a stream; on other devices a value is read when logged
 
 
 class Record(NamedTuple):
@@ -93,7 +96,7 @@ class QueuedSender(Sender):
         Raises:
             Exception: What the tracker raised on earlier values.
         """
-        copy = record._replace(values=take(record.values))
+        copy = record._replace(values=take_snapshot(record.values))
         with self._changed:
             self._raise_error()
             self._changed.wait_for(lambda: len(self._records) < CAPACITY)
@@ -136,7 +139,7 @@ class QueuedSender(Sender):
     def _send_all(self) -> None:
         while (record := self._next()) is not None:
             try:
-                self.tracker.log(read(record.values), step=record.step, **record.arguments)
+                self.tracker.log(read_snapshot(record.values), step=record.step, **record.arguments)
             except Exception as error:  # raised where the user's program can see it
                 self._error = self._error or error
             with self._changed:
@@ -216,35 +219,35 @@ class Snapshot:
         return self.tensor.cpu()
 
 
-def take(value: Any) -> Any:
+def take_snapshot(value: Any) -> Any:
     """Return a copy that later changes of tensors, arrays, lists and dictionaries do not reach.
 
     Args:
         value: Tensors, arrays, lists, tuples and dictionaries are copied; anything else is kept.
     """
     if isinstance(value, dict):
-        return {name: take(each) for name, each in value.items()}
+        return {name: take_snapshot(item) for name, item in value.items()}
     if isinstance(value, torch.Tensor):
         return _take_tensor(value.detach())
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) in (list, tuple):
-        return type(value)(take(each) for each in value)
+        return type(value)(take_snapshot(item) for item in value)
     return value
 
 
-def read(value: Any) -> Any:
-    """Return what `take` copied, with every tensor on the CPU.
+def read_snapshot(value: Any) -> Any:
+    """Return what `take_snapshot` copied, with every tensor on the CPU.
 
     Args:
-        value: What `take` returned.
+        value: What `take_snapshot` returned.
     """
     if isinstance(value, Snapshot):
         return value.read()
     if isinstance(value, dict):
-        return {name: read(each) for name, each in value.items()}
+        return {name: read_snapshot(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(read(each) for each in value)
+        return type(value)(read_snapshot(item) for item in value)
     return value
 
 

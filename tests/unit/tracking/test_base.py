@@ -18,8 +18,8 @@ from accelerate.tracking import (
     flatten,
     on_main_process,
     plain,
-    read,
-    take,
+    read_snapshot,
+    take_snapshot,
 )
 
 
@@ -105,27 +105,27 @@ def test_silence_takes_every_call() -> None:
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": v}, lambda v: [v], lambda v: ({"b": v},)])
 def test_later_changes_do_not_reach_a_copy(build: Any, wrap: Any) -> None:
     value = build(2)
-    copy = take(wrap(value))
+    copy = take_snapshot(wrap(value))
     value += 1
-    flat = str(read(copy))
+    flat = str(read_snapshot(copy))
     assert "1." in flat
     assert "2." not in flat
 
 
 def test_a_copy_has_no_graph() -> None:
-    assert not take(torch.ones(1, requires_grad=True) * 2).requires_grad
+    assert not take_snapshot(torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
 def test_other_objects_are_kept() -> None:
     thing = object()
-    assert take(thing) is thing
-    assert read({"a": thing})["a"] is thing
+    assert take_snapshot(thing) is thing
+    assert read_snapshot({"a": thing})["a"] is thing
 
 
 def test_a_snapshot_is_waited_for() -> None:
     waits: list[str] = []
     snapshot = Snapshot(torch.ones(1), lambda: waits.append("waited"))
-    assert read([snapshot])[0].tolist() == [1.0]
+    assert read_snapshot([snapshot])[0].tolist() == [1.0]
     assert waits == ["waited"]
 
 
@@ -162,7 +162,7 @@ def test_a_tensor_of_a_gpu_is_copied_in_its_own_stream() -> None:
         value = torch.zeros(1, device="cuda")
         torch.cuda._sleep(100_000_000)
         value += 1
-        copy = take(value)
+        copy = take_snapshot(value)
         value += 1
     assert isinstance(copy, Snapshot)
-    assert read(copy).tolist() == [1.0]
+    assert read_snapshot(copy).tolist() == [1.0]
