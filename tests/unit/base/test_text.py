@@ -173,3 +173,8 @@ def test_forms_of_a_time_span(span, seconds):
 def test_other_time_spans_are_refused(span):
     with pytest.raises(ValueError, match="could not convert|^" + re.escape(span)):
         text.read_seconds(span)
+
+
+def test_one_problem_stays_as_it_is_and_several_are_a_list():
+    assert text.itemized(["one"], "flags are wrong") == "one"
+    assert text.itemized(["one", "two"], "flags are wrong") == "2 flags are wrong:\n  - one\n  - two"

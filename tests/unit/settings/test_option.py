@@ -114,3 +114,25 @@ def test_each_spelling_writes_its_form() -> None:
     assert unless_empty(2) == "2"
     assert unless_empty_lower("CPU") == "cpu"
     assert unless_empty_lower(False) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixed(Section):
+    title = "Prefixed"
+    switch = "--use_it"
+    env_prefix = "SAMPLE_"
+
+    named: int = option(1, "A number.")
+    other: int = option(1, "A number with a variable of its own.", env="OTHER")
+    silent: int = option(1, "A number without a variable.", env=())
+
+
+def test_variables_follow_from_the_prefix_of_the_section() -> None:
+    assert [row.variables for row in Prefixed.options()] == [("SAMPLE_NAMED",), ("OTHER",), ()]
+    assert ROWS["count"].variables == ()
+
+
+def test_a_section_is_active_by_its_switch() -> None:
+    assert Sample.active({})
+    assert Prefixed.active({"use_it": True})
+    assert not Prefixed.active({"use_it": None})
