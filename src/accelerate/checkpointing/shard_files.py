@@ -92,7 +92,14 @@ class _Content(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Does not tell where the files were written: that is a hidden folder, which is renamed."""
+    """Writes in a thread, to a hidden folder that is renamed afterwards.
+
+    `seal` syncs the files. Tensors are copied to the CPU one by one, because DCP awaits its copies ahead on
+    the current device, which is another one in a new thread. The metadata does not name the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
@@ -111,7 +118,7 @@ def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
     first: dict[Any, MetadataIndex] = {}
     stored_as = {index: first.setdefault(_memory(value), index) for index, value in by_index.items()}
     items = [item for item in plan.items if stored_as[item.index] == item.index]
-    writer = _Writer(path.parent, sync_files=False)  # `seal` brings the file to the disk
+    writer = _Writer(path.parent)
     plans = [SavePlan([])] * rank + [SavePlan(items)]  # the number of a plan names its file
     own = writer.prepare_global_plan(plans)[rank]
     try:
@@ -164,7 +171,7 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
     _, metadata = create_default_global_save_plan(plans)
     _check_whole(metadata)
     metadata.planner_data = places
-    _Writer(folder, sync_files=False).finish(metadata, [results])
+    _Writer(folder).finish(metadata, [results])
 
 
 def _check_whole(metadata: Metadata) -> None:

@@ -129,6 +129,15 @@ def test_values_that_can_run_code_are_refused(tmp_path: Path) -> None:
     assert shard_files.read(found, {place: None}, {"weights_only": False}) == {place: Path("x")}
 
 
+def test_tensors_are_copied_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's copies ahead are awaited on the current device, and a thread that writes begins with device 0."""
+    from torch.distributed.checkpoint import filesystem
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
+    save(tmp_path / "shards", torch.zeros(3, 3), 1)
+
+
 def test_a_disk_that_is_full_is_an_error_of_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("unexpected pos")
