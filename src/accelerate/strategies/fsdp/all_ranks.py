@@ -14,7 +14,7 @@ from accelerate.ops import current_transport
 from accelerate.weights import write_torch
 
 
-def together(action: Callable[[], Any]) -> Any:
+def run_on_all_ranks(action: Callable[[], Any]) -> Any:
     """Do something on all ranks, called on all of them.
 
     Returns:
@@ -56,7 +56,7 @@ def write_whole(path: Path, content: Any) -> None:
         with replace_files([path]) as (temporary,):
             write_torch(content, temporary)
 
-    together(write if current_transport().rank == 0 else lambda: None)
+    run_on_all_ranks(write if current_transport().rank == 0 else lambda: None)
 
 
 def write_shards(target: Path, state: shard_files.State) -> None:
@@ -74,12 +74,12 @@ def write_shards(target: Path, state: shard_files.State) -> None:
     beside = transport.broadcast_object(target.with_name(f".{target.name}.{os.getpid()}"), 0)
     leads = transport.rank == 0
     try:
-        together((lambda: beside.mkdir(parents=True)) if leads else lambda: None)
+        run_on_all_ranks((lambda: beside.mkdir(parents=True)) if leads else lambda: None)
         written = _attempt(lambda: payload.write(payload.content, beside / Path(payload.name).name))
         answers = transport.gather_object(written)
         _refuse([failure for _, failure in answers])
         reports = [report for report, _ in answers]
-        together((lambda: _finish(payload, reports, beside, target)) if leads else lambda: None)
+        run_on_all_ranks((lambda: _finish(payload, reports, beside, target)) if leads else lambda: None)
     finally:
         if leads:
             shutil.rmtree(beside, ignore_errors=True)
