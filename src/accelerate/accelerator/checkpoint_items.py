@@ -26,7 +26,6 @@ from accelerate.checkpointing import (
     Part,
     Payload,
     Site,
-    StreamPart,
     folder_of,
     generators,
     loading,
@@ -56,8 +55,7 @@ def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload
     shards = _take_shards(runtime, site) if in_shards else []
     whole = [] if in_shards else _take_whole(runtime, site, safe)
     parts = [*whole, *_others(runtime), GeneratorsPart(runtime.state.process_index, step)]
-    files = [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
-    return [*shards, *files]
+    return [*shards, *(payload for part in parts for payload in part.collect(site.commits))]
 
 
 def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> list[Change]:
@@ -172,7 +170,6 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     return [
         *state_parts([], _own(prepared.schedulers), runtime.strategy.precision.scaler, prepared.custom),
         *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
-        *(StreamPart(index, each, rank) for index, each in enumerate(prepared.loaders)),
     ]
 
 

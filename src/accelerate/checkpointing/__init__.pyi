@@ -75,7 +75,6 @@ from accelerate.checkpointing.parts import (
     LoaderPart as LoaderPart,
     ModelPart as ModelPart,
     StatePart as StatePart,
-    StreamPart as StreamPart,
     custom_part as custom_part,
     fill as fill,
     number as number,

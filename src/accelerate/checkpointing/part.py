@@ -218,16 +218,14 @@ class Payload:
 
 
 class Part(Protocol):
-    """One thing that is saved and loaded.
+    """One thing that is saved and loaded."""
 
-    Attributes:
-        everywhere: whether each process has one of its own; otherwise all have the same, and one writes it.
-    """
+    def collect(self, leads: bool = True) -> list[Payload]:
+        """Take the content of the files that this process writes, without copying it.
 
-    @property
-    def everywhere(self) -> bool: ...
-    def collect(self) -> list[Payload]:
-        """Take the content of its files, without copying it."""
+        Args:
+            leads: whether this process writes what all processes have in common.
+        """
         ...
 
     def read(self, options: Load) -> Change:

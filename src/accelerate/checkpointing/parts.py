@@ -78,12 +78,11 @@ class StatePart:
     owner: Stateful
     on_device: bool = False
     is_optimizer: bool = False
-    everywhere: bool = False
     write: Callable[[Any, Path], None] = write_torch
     may_lack: bool = False
 
-    def collect(self) -> list[Payload]:
-        return [Payload(self.name, self.owner.state_dict(), self.write)]
+    def collect(self, leads: bool = True) -> list[Payload]:
+        return [Payload(self.name, self.owner.state_dict(), self.write)] if leads else []
 
     def read(self, options: Load) -> Change:
         if self.may_lack and options.is_foreign and not options.has(self.name):
@@ -144,10 +143,9 @@ class ModelPart:
     safe: bool = True
     load: Callable[[nn.Module, Mapping[str, Tensor], Fill], None] | None = None
     live: Callable[[], Mapping[str, Any]] | None = None
-    everywhere: bool = False
 
-    def collect(self) -> list[Payload]:
-        if self.state is None:
+    def collect(self, leads: bool = True) -> list[Payload]:
+        if self.state is None or not leads:
             return []
         if not self.safe:
             return [Payload(number(MODEL_NAME, self.index, ".bin"), dict(self.state))]
@@ -270,14 +268,13 @@ class GeneratorsPart:
 
     rank: int
     step: int = 0
-    everywhere: bool = True
 
     @property
     def name(self) -> str:
         """The file of this process."""
         return f"{RNG_STATE_NAME}_{self.rank}.pkl"
 
-    def collect(self) -> list[Payload]:
+    def collect(self, leads: bool = True) -> list[Payload]:
         return [Payload(self.name, {"step": self.step, **generators.capture()})]
 
     def read(self, options: Load) -> Change:
@@ -293,7 +290,7 @@ class GeneratorsPart:
 
 @dataclass(frozen=True)
 class LoaderPart:
-    """The order and position of one prepared loader.
+    """The order and position of one prepared loader, and the state of an iterable dataset on each process.
 
     Attributes:
         index: its place among the loaders of the run.
@@ -306,11 +303,14 @@ class LoaderPart:
     loader: Any
     rank: int = 0
     resized: bool = False
-    everywhere: bool = False
 
-    def collect(self) -> list[Payload]:
-        state = position.capture(self.loader)
-        return [] if state is None else [Payload(sampler_file(self.index), state)]
+    def collect(self, leads: bool = True) -> list[Payload]:
+        state = position.capture(self.loader) if leads else None
+        stream = position.capture_stream(self.loader)
+        return [
+            *([] if state is None else [Payload(sampler_file(self.index), state)]),
+            *([Payload(stream_file(self.index, self.rank), stream)] if stream else []),
+        ]
 
     def read(self, options: Load) -> Change:
         name = sampler_file(self.index)
@@ -367,29 +367,6 @@ def _check_position(state: Any, found: Any) -> None:
     drawn = [*state["generators"], *([] if start is None else start["generators"])]
     if not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in drawn):
         raise CheckpointError("it holds states of random generators that are none")
-
-
-@dataclass(frozen=True)
-class StreamPart:
-    """The state of an iterable dataset, as this process reads it; `LoaderPart` reads it back.
-
-    Attributes:
-        index: place of its loader among those of the run.
-        loader: the loader.
-        rank: of this process.
-    """
-
-    index: int
-    loader: Any
-    rank: int
-    everywhere: bool = True
-
-    def collect(self) -> list[Payload]:
-        state = position.capture_stream(self.loader)
-        return [Payload(stream_file(self.index, self.rank), state)] if state else []
-
-    def read(self, options: Load) -> Change:
-        return nothing
 
 
 def number(stem: str, index: int, suffix: str) -> str:

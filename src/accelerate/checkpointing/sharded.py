@@ -81,13 +81,8 @@ class EitherPart:
     owner: Callable[[], ShardOwner]
     whole: Part
 
-    @property
-    def everywhere(self) -> bool:
-        """Whether each process has one of its own."""
-        return self.whole.everywhere
-
-    def collect(self) -> list[Payload]:
-        return self.whole.collect()
+    def collect(self, leads: bool = True) -> list[Payload]:
+        return self.whole.collect(leads)
 
     def read(self, options: Load) -> Change:
         if not options.has(f"{self.folder}/{shard_index.NAME}"):

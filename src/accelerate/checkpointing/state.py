@@ -16,7 +16,6 @@ from accelerate.checkpointing.parts import (
     GeneratorsPart,
     LoaderPart,
     ModelPart,
-    StreamPart,
     custom_part,
     state_parts,
 )
@@ -57,8 +56,7 @@ def save_accelerator_state(
     parts: list[Part] = [
         *(ModelPart(index, state, safe=safe_serialization) for index, state in enumerate(model_states)),
         *state_parts(optimizers, schedulers, scaler),
-        *(LoaderPart(index, loader) for index, loader in enumerate(dataloaders)),
-        *(StreamPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
+        *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
         GeneratorsPart(process_index, step),
     ]
     _save(parts, Path(output_dir), save_on_each_node)
@@ -168,7 +166,6 @@ def _save(parts: Iterable[Part], folder: Path, save_on_each_node: bool) -> None:
     state = PartialState()
     leads = state.is_local_main_process if save_on_each_node else state.is_main_process
     for part in parts:
-        if part.everywhere or leads:
-            for payload in part.collect():
-                with replace_files([folder / payload.name]) as (temporary,):
-                    payload.write(payload.content, temporary)
+        for payload in part.collect(leads):
+            with replace_files([folder / payload.name]) as (temporary,):
+                payload.write(payload.content, temporary)

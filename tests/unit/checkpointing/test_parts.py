@@ -22,7 +22,6 @@ from accelerate.checkpointing import (
     Part,
     Payload,
     StatePart,
-    StreamPart,
     custom_part,
     generators,
     nothing,
@@ -164,9 +163,15 @@ def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content:
 def test_loaders_that_know_no_position_have_no_file(tmp_path: Path) -> None:
     plain = DataLoader(range(4))
     assert LoaderPart(0, plain).collect() == []
-    assert StreamPart(0, plain, 1).collect() == []
     assert LoaderPart(0, plain).read(Load(tmp_path)) is nothing
-    assert StreamPart(0, plain, 1).read(Load(tmp_path)) is nothing
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_one_process_writes_what_all_have(leads: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = [*state_parts([optimizer], [], None), ModelPart(0, {"a": torch.ones(1)}), GeneratorsPart(1)]
+    names = [payload.name for part in parts for payload in part.collect(leads)]
+    assert names == [*(["optimizer.bin", "model.safetensors"] if leads else []), "random_states_1.pkl"]
 
 
 class Hostile:

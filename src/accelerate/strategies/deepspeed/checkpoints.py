@@ -41,14 +41,13 @@ class EnginePart:
     engine: Any
     topology: Topology
     folder: Path | None = None
-    everywhere: bool = True
 
     @property
     def name(self) -> str:
         """The folder, which DeepSpeed calls a tag."""
         return number(MODEL_NAME, self.index, "")
 
-    def collect(self) -> list[Payload]:
+    def collect(self, leads: bool = True) -> list[Payload]:
         """Let DeepSpeed write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
         if self.engine.zero_nvme_offload_optimizer():

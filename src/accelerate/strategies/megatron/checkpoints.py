@@ -32,9 +32,8 @@ class MegatronPart:
     engine: Any
     topology: Topology
     folder: Path | None = None
-    everywhere: bool = True
 
-    def collect(self) -> list[Payload]:
+    def collect(self, leads: bool = True) -> list[Payload]:
         """Let Megatron-LM write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
         place = self.folder / FOLDER
