@@ -199,7 +199,8 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
 
     def write_files() -> None:
         if is_shown():
-            size = sum(tensor.nbytes for each in payloads for tensor in iterate_tensors(each.content))
+            tensors = iterate_tensors([payload.content for payload in payloads])
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             expect(2 * size)  # each byte is written, and read for its checksum
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
@@ -193,3 +194,12 @@ def test_what_was_loaded() -> None:
         "All random states loaded successfully",
         "Loading in 0 custom states",
     ]
+
+
+def test_a_sparse_tensor_is_saved_with_a_progress_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "is_shown", lambda: True)
+    site = open_site(request(tmp_path / "one"), Consensus())
+    saving.write(site, [Payload("a.bin", {"a": torch.eye(2).to_sparse()})])
+    assert torch.equal(torch.load(tmp_path / "one" / "a.bin")["a"].to_dense(), torch.eye(2))
