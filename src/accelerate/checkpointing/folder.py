@@ -195,22 +195,26 @@ def recover(target: Path) -> None:
 
 def recover_all(parent: Path) -> None:
     """Bring back all folders in a folder that interrupted saves had moved aside."""
-    for name in {each.name for each in temporary.find(parent, temporary.OLD) if each.has_whole_name}:
+    for name in {aside.name for aside in temporary.find(parent, temporary.OLD) if aside.has_whole_name}:
         recover(parent / name)
 
 
 def is_changing(target: Path) -> bool:
     """Whether the files of a folder that must stay are being exchanged for others."""
-    return any(each.is_in_use for each in temporary.find(target, temporary.OLD))
+    return any(aside.is_in_use for aside in temporary.find(target, temporary.OLD))
 
 
 def _writers(target: Path) -> list[HiddenFolder]:
     """Return the folders by which other processes write a checkpoint of a name at this moment."""
-    found = [
+    hidden = [
         *temporary.find(target.parent, temporary.SAVING),
         *temporary.find(target, temporary.SAVING, temporary.OLD),
     ]
-    return [each for each in found if each.belongs_to(target.name) and each.is_in_use and not each.is_own]
+    return [
+        writer
+        for writer in hidden
+        if writer.belongs_to(target.name) and writer.is_in_use and not writer.is_own
+    ]
 
 
 def _refuse_writers(target: Path) -> None:
@@ -243,10 +247,10 @@ def _works_in(folder: Path) -> bool:
 
 def _make_parents(folder: Path) -> None:
     """Make a folder and those above it, and bring their names to the disk."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        sync_folder(each.parent)
+    for parent in new:
+        sync_folder(parent.parent)
 
 
 def _await(folder: Path, *, there: bool) -> None:
@@ -420,8 +424,8 @@ def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
-    for each in {target, *((target / name).parent for name in files)}:
-        sync_folder(each)
+    for changed in {target, *((target / name).parent for name in files)}:
+        sync_folder(changed)
     if (source / manifest.NAME).is_file():
         os.replace(source / manifest.NAME, target / manifest.NAME)
         sync_folder(target)

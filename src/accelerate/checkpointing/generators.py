@@ -41,11 +41,11 @@ def check(states: Any) -> dict[str, Any]:
             f"The checkpoint holds no state for the random generators {', '.join(missing)}: it was saved on "
             'other hardware. Load it with world_size_policy="reseed" or "ignore".'
         )
-    found = {name: _own(states[_name_in_file(name)]) for name in current}
-    try_on_cpu(found)
+    own = {name: _own(states[_name_in_file(name)]) for name in current}
+    try_on_cpu(own)
     for name in current.keys() - {"python", "numpy", "torch"}:
-        _check_device(name, current[name], found[name])
-    return found
+        _check_device(name, current[name], own[name])
+    return own
 
 
 def try_on_cpu(states: Mapping[str, Any]) -> None:

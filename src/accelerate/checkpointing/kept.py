@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,11 @@ class _Tensors:
     """
 
     def __init__(self, tensors: Iterable[Tensor], largest: float) -> None:
-        found = list({id(each): each for each in tensors}.values())
-        is_small = _size_of(found) <= largest
-        self._found = [
+        unique = list({id(each): each for each in tensors}.values())
+        is_small = _size_of(unique) <= largest
+        self._kept = [
             (each, _version(each), each.detach().clone() if is_small else None)
-            for each in found
+            for each in unique
             if not each.is_meta
         ]
 
@@ -51,10 +51,10 @@ class _Tensors:
         Raises:
             CheckpointError: large ones were changed.
         """
-        for each, _, kept in self._found:
+        for each, _, kept in self._kept:
             if kept is not None and not torch.equal(each, kept):
                 each.copy_(kept)
-        if any(kept is None and _version(each) != version for each, version, kept in self._found):
+        if any(kept is None and _version(each) != version for each, version, kept in self._kept):
             raise CheckpointError("its tensors were changed before it failed")
 
 
@@ -81,6 +81,19 @@ def _restore_attributes(
         vars(owner).update({name: value for name, value in attributes.items() if isinstance(value, only)})
 
 
+def _reachable(owner: Any, inside: Callable[[Mapping[str, Any]], list[Any]]) -> list[Any]:
+    """Return an object and those inside it, each once; `inside` chooses them by the attributes of one."""
+    objects: list[Any] = []
+    queue = [owner]
+    while queue:
+        each = queue.pop()
+        if any(each is known for known in objects) or not hasattr(each, "__dict__"):
+            continue
+        objects.append(each)
+        queue += inside(vars(each))
+    return objects
+
+
 # Optimizers
 
 
@@ -90,15 +103,8 @@ _WRAPPED = ("optimizer", "owner", "base_optimizer")
 
 def inner_optimizers(owner: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers of torch that an object wraps, maybe several times, or is."""
-    found: list[Any] = []
-    queue = [owner]
-    while queue:
-        each = queue.pop()
-        if any(each is known for known in found) or not hasattr(each, "__dict__"):
-            continue
-        found.append(each)
-        queue += [vars(each)[name] for name in _WRAPPED if name in vars(each)]
-    return [each for each in found if isinstance(each, torch.optim.Optimizer) and "state" in vars(each)]
+    objects = _reachable(owner, lambda values: [values[name] for name in _WRAPPED if name in values])
+    return [each for each in objects if isinstance(each, torch.optim.Optimizer) and "state" in vars(each)]
 
 
 def keep_optimizer(owner: Any) -> Apply:
@@ -122,8 +128,8 @@ def keep_optimizer(owner: Any) -> Apply:
                     values.clear()
                     values.update(content)
                 state[key] = values
-        for found, kept in groups:
-            found[:] = [group for group, _ in kept]
+        for own, kept in groups:
+            own[:] = [group for group, _ in kept]
             for group, content in kept:
                 group.clear()
                 group.update(content)
@@ -142,8 +148,8 @@ def _contents(state: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
 def keep_weights(model: nn.Module) -> Apply:
     """Keep copies of the tensors of a model: as much memory as it has."""
     places = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
-    both = [found for _, parameters, buffers in places for found in (parameters, buffers)]
-    tensors = _Tensors([each for found in both for each in found.values() if each is not None], math.inf)
+    both = [named for _, parameters, buffers in places for named in (parameters, buffers)]
+    tensors = _Tensors([each for named in both for each in named.values() if each is not None], math.inf)
 
     def bring_back() -> None:
         for module, parameters, buffers in places:
@@ -208,17 +214,13 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def _stateful(owner: Any) -> list[Any]:
     """Return an object and those with states that are its attributes, or are in lists that are."""
-    found: list[Any] = []
-    queue = [owner]
-    while queue:
-        each = queue.pop()
-        if any(each is known for known in found) or not hasattr(each, "__dict__"):
-            continue
-        found.append(each)
-        values = [value for value in vars(each).values() if isinstance(value, (list, tuple))]
-        inside = [*vars(each).values(), *(item for value in values for item in value)]
-        queue += [item for item in inside if _has_state(item)]
-    return found
+
+    def inside(attributes: Mapping[str, Any]) -> list[Any]:
+        lists = [value for value in attributes.values() if isinstance(value, (list, tuple))]
+        values = [*attributes.values(), *(item for items in lists for item in items)]
+        return [value for value in values if _has_state(value)]
+
+    return _reachable(owner, inside)
 
 
 def _has_state(value: Any) -> bool:

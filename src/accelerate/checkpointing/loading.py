@@ -176,14 +176,14 @@ class Candidate:
 
 def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """Return what is wrong with a checkpoint, and whether it may be right when it is read again."""
-    if any(each["replaced"] for each in answers):
+    if any(answer["replaced"] for answer in answers):
         return f"{REPLACED}: load it when no other run saves to this name", True
-    if problems := "; ".join(dict.fromkeys(line for each in answers for line in each["problems"])):
+    if problems := "; ".join(dict.fromkeys(line for answer in answers for line in answer["problems"])):
         return problems, False
     first: dict[str, tuple[int, str]] = {}
-    for rank, each in enumerate(answers):
-        other, save = first.setdefault(each["place"], (rank, each["save"]))
-        if save != each["save"]:
+    for rank, answer in enumerate(answers):
+        other, save = first.setdefault(answer["place"], (rank, answer["save"]))
+        if save != answer["save"]:
             return (
                 f"process {rank} finds another save under this name than process {other}: let all of them "
                 "see the same folder, or copy one checkpoint to all machines",
@@ -242,11 +242,11 @@ def open_newest(
 def _open_numbered(
     parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
 ) -> Iterator[Candidate]:
-    found = {each.number: each for each in _survey(parent)}
-    answers = consensus.decide(CALL, sorted(found), list, patience)
+    checkpoints = {checkpoint.number: checkpoint for checkpoint in _survey(parent)}
+    answers = consensus.decide(CALL, sorted(checkpoints), list, patience)
     for number in sorted({number for numbers in answers for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
-        fault = found[number].fault if number in found else "it is not on all machines"
+        fault = checkpoints[number].fault if number in checkpoints else "it is not on all machines"
         yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 

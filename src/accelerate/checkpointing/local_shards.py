@@ -216,9 +216,9 @@ def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[S
         shape: of the whole tensor.
         start: number of the first element, counted row by row.
     """
-    found, done = [], 0
+    shards, done = [], 0
     for offsets, sizes in boxes(shape, start, start + values.numel()):
         count = math.prod(sizes)
-        found.append(Shard(offsets, values[done : done + count].view(sizes)))
+        shards.append(Shard(offsets, values[done : done + count].view(sizes)))
         done += count
-    return tuple(found)
+    return tuple(shards)

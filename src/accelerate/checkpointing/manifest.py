@@ -150,10 +150,10 @@ def problems(
         names: the files to look at; None for all.
         deep: read them whole and compare checksums; otherwise sizes only.
     """
-    found = (
+    lines = (
         _problem(folder, manifest.files[name], deep) for name in (manifest.files if names is None else names)
     )
-    return [problem for problem in found if problem]
+    return [problem for problem in lines if problem]
 
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:

@@ -54,11 +54,11 @@ def read_metadata(content: bytes) -> Metadata:
 
     reader = _Careful(io.BytesIO(content))  # reads no more than there is, whatever lengths the file gives
     with _without_collection():
-        found = reader.run()
-        if not isinstance(found, Metadata) or not reader.is_complete():
+        metadata = reader.run()
+        if not isinstance(metadata, Metadata) or not reader.is_complete():
             raise CheckpointError("is no metadata of shards")
-        _check(found)
-    return found
+        _check(metadata)
+    return metadata
 
 
 @contextmanager
@@ -158,10 +158,10 @@ def _make_size(dims: Any) -> torch.Size:
 
 
 def _find_layout(name: Any) -> torch.layout:
-    found = vars(torch).get(name.removeprefix("torch.")) if isinstance(name, str) else None
-    if not isinstance(found, torch.layout):
+    layout = vars(torch).get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    if not isinstance(layout, torch.layout):
         _refuse("a layout that there is not")
-    return found
+    return layout
 
 
 def _make_member(kind: Callable[[int], Any], value: Any) -> Any:
@@ -288,8 +288,8 @@ class _Careful(_PythonReader):  # type: ignore[misc]
         return not any(kind.fields for _, kind in self._empty.values())
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := vars(torch).get(name), (torch.dtype, torch.layout)):
-            return found
+        if module == "torch" and isinstance(value := vars(torch).get(name), (torch.dtype, torch.layout)):
+            return value
         if (module, name) not in self._known:
             _refuse(f"a `{f'{module}.{name}'[:SHOWN]}`")
         return self._known[module, name]
@@ -313,10 +313,10 @@ class _Careful(_PythonReader):  # type: ignore[misc]
 
     def _build(self) -> None:
         state, instance = self.stack.pop(), self.stack[-1]
-        found = self._empty.pop(id(instance), None)
-        if found is None:
+        made = self._empty.pop(id(instance), None)
+        if made is None:
             _refuse("a state of something that has one already, or none")
-        found[1].fill(instance, state)
+        made[1].fill(instance, state)
 
     def _append(self) -> None:
         self._extend([self.stack.pop()])
@@ -356,7 +356,7 @@ class _Careful(_PythonReader):  # type: ignore[misc]
     }
 
 
-def _check(found: Metadata) -> None:
+def _check(metadata: Metadata) -> None:
     """Compare the parts with each other: nothing may claim more than there is.
 
     Raises:
@@ -366,13 +366,13 @@ def _check(found: Metadata) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
     stored: dict[str, int] = {}
-    for index, info in found.storage_data.items():
+    for index, info in metadata.storage_data.items():
         if not isinstance(info, _StorageInfo) or not hasattr(index, "fqn"):
             _refuse("a place of something that is not in a file")
         unlimited = LARGEST if info.transform_descriptors else 0  # compressed
         stored[index.fqn] = stored.get(index.fqn, 0) + info.length + unlimited
     seen: set[int] = set()
-    for key, entry in found.state_dict_metadata.items():
+    for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             if id(entry.chunks) in seen:
                 _refuse("chunks that belong to several tensors")
@@ -380,7 +380,7 @@ def _check(found: Metadata) -> None:
             _check_tensor(key, entry, stored.get(key, 0))
         elif not isinstance(entry, BytesStorageMetadata):
             _refuse(f"something else than a tensor or a value for {key[:SHOWN]!r}")
-    for place in (found.planner_data or {}).values():
+    for place in (metadata.planner_data or {}).values():
         keys = place if type(place) is tuple and len(place) <= DIMENSIONS else [None]
         if not all(isinstance(key, str) or _is_size(key) for key in keys):
             _refuse("a place that is not a tuple of names and numbers")

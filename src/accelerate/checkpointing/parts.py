@@ -319,12 +319,12 @@ class LoaderPart:
         if not (self._is_known(options) if options.is_foreign else options.has(name)):
             return nothing
         streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
-        found: Any = next((options.read(each) for each in streams if options.has(each)), {})
+        stream: Any = next((options.read(each) for each in streams if options.has(each)), {})
         state = options.read(name)
         with options.fitting(name, type(self.loader).__name__):
-            _check_position(state, found)
+            _check_position(state, stream)
         return Change(
-            partial(self._apply, state, found, options),
+            partial(self._apply, state, stream, options),
             f"{type(self.loader).__name__} ({name})",
             partial(keep_loader, self.loader),
         )
@@ -332,34 +332,34 @@ class LoaderPart:
     def _is_known(self, options: Load) -> bool:
         """Whether what other software says of order and position can be taken over; a line says if not."""
         names = [sampler_file(self.index), number(LOADER_NAME, self.index, ".bin")]
-        found = next((name for name in names if options.has(name)), None)
-        if found is None:
+        name = next((name for name in names if options.has(name)), None)
+        if name is None:
             return False
         try:
-            if position.is_state(options.read(found)):
+            if position.is_state(options.read(name)):
                 return True
         except CheckpointError as error:
             logger.debug(f"{error}")
         logger.warning(
-            f"{options.folder / found} tells order and position of a loader in a way that is not known here: "
+            f"{options.folder / name} tells order and position of a loader in a way that is not known here: "
             "the loader begins a new epoch. Skip the batches that were used: skip_first_batches(loader, n)."
         )
         return False
 
-    def _apply(self, state: Any, found: Any, options: Load) -> None:
+    def _apply(self, state: Any, stream: Any, options: Load) -> None:
         with options.fitting(sampler_file(self.index), type(self.loader).__name__):
-            position.restore(self.loader, state, found.get("dataset"))
-            if "torchdata" in found and state["seen"] and not state["is_over"]:
-                self.loader.go_on_by_torchdata(found)
+            position.restore(self.loader, state, stream.get("dataset"))
+            if "torchdata" in stream and state["seen"] and not state["is_over"]:
+                self.loader.go_on_by_torchdata(stream)
 
 
-def _check_position(state: Any, found: Any) -> None:
+def _check_position(state: Any, stream: Any) -> None:
     """Refuse what a loader would notice when its next pass begins.
 
     Raises:
         Exception: something is missing, or of another kind.
     """
-    if not position.is_state(state) or not isinstance(found, Mapping):
+    if not position.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
     start = state.get("start")
     if start is not None:

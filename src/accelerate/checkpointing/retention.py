@@ -56,8 +56,8 @@ def survey(parent: Path, *, deep: bool = False) -> list[NumberedCheckpoint]:
         return []
     folder.recover_all(parent)
     numbered = ((PATTERN.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
-    found = [_look_at(int(match[1]), path, deep) for match, path in numbered if match]
-    return sorted(found, key=lambda each: each.number, reverse=True)
+    checkpoints = [_look_at(int(match[1]), path, deep) for match, path in numbered if match]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.number, reverse=True)
 
 
 def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
@@ -72,10 +72,10 @@ def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
     """
     for _ in range(ATTEMPTS):
         stamp = manifest.stamp(path)
-        found = _read_and_compare(path, deep)
-        if not found[1] or stamp == manifest.stamp(path):
+        result = _read_and_compare(path, deep)
+        if not result[1] or stamp == manifest.stamp(path):
             break
-    return found
+    return result
 
 
 def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None, str]:
@@ -90,10 +90,15 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
 def taken_numbers(parent: Path) -> set[int]:
     """Return the numbers of the checkpoints that are in a folder, or that other processes write to it."""
     writing = [
-        each.name for each in temporary.find(parent, temporary.SAVING) if each.is_in_use and not each.is_own
+        hidden.name
+        for hidden in temporary.find(parent, temporary.SAVING)
+        if hidden.is_in_use and not hidden.is_own
     ]
     numbers = (PATTERN.fullmatch(name) for name in writing)
-    return {*(each.number for each in survey(parent)), *(int(match[1]) for match in numbers if match)}
+    return {
+        *(checkpoint.number for checkpoint in survey(parent)),
+        *(int(match[1]) for match in numbers if match),
+    }
 
 
 def prune(parent: Path, keep: int) -> list[Path]:
@@ -102,12 +107,12 @@ def prune(parent: Path, keep: int) -> list[Path]:
     Returns:
         The deleted ones, the oldest first.
     """
-    found = survey(parent)
-    newest = next((each for each in found if not each.fault), None)
-    surplus = [each for each in found[keep:] if each is not newest]
-    for each in reversed(surplus):
-        folder.remove(each.path)
-    return [each.path for each in reversed(surplus)]
+    checkpoints = survey(parent)
+    newest = next((checkpoint for checkpoint in checkpoints if not checkpoint.fault), None)
+    surplus = [checkpoint for checkpoint in checkpoints[keep:] if checkpoint is not newest]
+    for checkpoint in reversed(surplus):
+        folder.remove(checkpoint.path)
+    return [checkpoint.path for checkpoint in reversed(surplus)]
 
 
 def _look_at(number: int, path: Path, deep: bool) -> NumberedCheckpoint:

@@ -196,11 +196,11 @@ class StagingArea:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, before, copied)
         if isinstance(value, Mapping):
-            items = {key: self._copy(each, (*path, key), before, copied) for key, each in value.items()}
+            items = {key: self._copy(item, (*path, key), before, copied) for key, item in value.items()}
             return items if type(value) is dict else _like(value, items)
         if isinstance(value, (list, tuple)):
             return honor_type(
-                value, (self._copy(each, (*path, index), before, copied) for index, each in enumerate(value))
+                value, (self._copy(item, (*path, index), before, copied) for index, item in enumerate(value))
             )
         return copy.deepcopy(value)
 
@@ -223,6 +223,6 @@ class StagingArea:
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     twin: Any = copy.copy(value)
-    for key, each in items.items():  # `update` of a Counter would add
-        twin[key] = each
+    for key, item in items.items():  # `update` of a Counter would add
+        twin[key] = item
     return twin

@@ -62,7 +62,7 @@ def payload(folder: str, rank: int, state: State) -> Payload:
             key = _key(place)
             places[key] = place
             owned[key] = own.content if isinstance(own, Value) else own
-    plan = replace(create_default_local_save_plan(owned, False), planner_data=places)
+    plan = replace(create_default_local_save_plan(owned, is_coordinator=True), planner_data=places)
     content = [_look_up(owned, item.index) for item in plan.items]
     return Payload(f"{folder}/__{rank}_0.distcp", content, partial(write, plan, rank), finish)
 

@@ -80,10 +80,10 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
     name = f"{folder.name}/{NAME}"
     try:
         content = (folder / NAME).read_bytes()
-        found = pickle.loads(content) if trusted else read_metadata(content)
-        places = dict(found.planner_data or {})
-        keys = list(found.state_dict_metadata)
-        iter(found.storage_data.items())
+        metadata = pickle.loads(content) if trusted else read_metadata(content)
+        places = dict(metadata.planner_data or {})
+        keys = list(metadata.state_dict_metadata)
+        iter(metadata.storage_data.items())
     except FileNotFoundError as error:
         raise CheckpointError(f"{name} is missing") from error
     except AccelerateError as error:
@@ -97,4 +97,4 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
     by_place = {place if nested else (root, key): key for key, place in known.items()}
     if len(by_place) != len(known):
         raise CheckpointError(f"{name} gives several entries the same place")
-    return ShardIndex(folder, found, by_place)
+    return ShardIndex(folder, metadata, by_place)

@@ -191,14 +191,14 @@ class OptimizerShards:
     root: str = OPTIMIZER
 
     def state(self) -> dict[Place, Any]:
-        found = self.optimizer.state_dict()
+        saved = self.optimizer.state_dict()
         first = [names[0] for group in self.names for names in group]
         states = {
             (OPTIMIZER, STATE, first[index], key): value
-            for index, values in found[STATE].items()
+            for index, values in saved[STATE].items()
             for key, value in values.items()
         }
-        return {**states, **group_places(found[GROUPS], [[n[0] for n in group] for group in self.names])}
+        return {**states, **group_places(saved[GROUPS], [[n[0] for n in group] for group in self.names])}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         by_name = self._by_name()

@@ -153,16 +153,16 @@ def find_shards(checkpoint: Path) -> list[Path]:
         return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else [checkpoint]
     if not checkpoint.is_dir():
         raise wrong_value("checkpoint", str(checkpoint), "there is no such file or folder", "pass one")
-    found = [checkpoint / name for name in _FILES_OF_A_FOLDER if (checkpoint / name).is_file()]
-    found = found or sorted(checkpoint.glob("*.index.json"))
-    if not found or (len(found) > 1 and found[0].name not in _FILES_OF_A_FOLDER):
+    paths = [checkpoint / name for name in _FILES_OF_A_FOLDER if (checkpoint / name).is_file()]
+    paths = paths or sorted(checkpoint.glob("*.index.json"))
+    if not paths or (len(paths) > 1 and paths[0].name not in _FILES_OF_A_FOLDER):
         raise wrong_value(
             "checkpoint",
             str(checkpoint),
             f"the folder holds none of {', '.join(_FILES_OF_A_FOLDER)}, nor one other *.index.json",
             "pass the file with the weights, or their index",
         )
-    return find_shards(found[0])
+    return find_shards(paths[0])
 
 
 def _read_index(path: Path) -> list[Path]:

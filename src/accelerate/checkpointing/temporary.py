@@ -127,10 +127,10 @@ def find(parent: Path, *kinds: str) -> list[HiddenFolder]:
         names = sorted(os.listdir(parent))
     except OSError:
         return []
-    found = ((parent / name, _PATTERN.fullmatch(name)) for name in names)
+    matches = ((parent / name, _PATTERN.fullmatch(name)) for name in names)
     return [
         _read_name(path, match)
-        for path, match in found
+        for path, match in matches
         if match and match[2] in kinds and path.is_dir() and not path.is_symlink()
     ]
 

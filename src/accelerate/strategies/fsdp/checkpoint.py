@@ -113,9 +113,9 @@ def load_fsdp_model(
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), folder_of(MODEL, model_index), whole_model(model_index))
     if path.is_dir():
-        found = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
-        _load_shards(found, owner, options)
-        stored = {str(place[1]) for place in found.places}
+        index = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
+        _load_shards(index, owner, options)
+        stored = {str(place[1]) for place in index.places}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
         apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
@@ -215,9 +215,9 @@ def _strategy(accelerator: Any) -> Strategy:
     return strategy
 
 
-def _renamed(found: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
+def _renamed(index: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
     return replace(
-        found, places={(MODEL, names.get(place[1], place[1])): key for place, key in found.places.items()}
+        index, places={(MODEL, names.get(place[1], place[1])): key for place, key in index.places.items()}
     )
 
 
@@ -225,9 +225,9 @@ def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
     """Return the folder of shards or the file; the form that the plugin says, where there are both."""
     if (folder / shard_index.NAME).is_file():
         return folder
-    found = [path for path in (folder / shards,) if (path / shard_index.NAME).is_file()]
-    found += [path for path in (folder / whole,) if path.is_file()]
-    if not found:
+    paths = [path for path in (folder / shards,) if (path / shard_index.NAME).is_file()]
+    paths += [path for path in (folder / whole,) if path.is_file()]
+    if not paths:
         raise wrong_value(
             "input_dir",
             str(folder),
@@ -235,12 +235,12 @@ def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
             "pass another",
             FileNotFoundError,
         )
-    return found[0] if saves_shards(plugin) else found[-1]
+    return paths[0] if saves_shards(plugin) else paths[-1]
 
 
-def _load_shards(found: ShardIndex, owner: ShardOwner, options: Load) -> None:
+def _load_shards(index: ShardIndex, owner: ShardOwner, options: Load) -> None:
     change = run_on_all_ranks(
-        lambda: owner.plan(shard_files.read(found, owner.targets(found, options), options.reading), options)
+        lambda: owner.plan(shard_files.read(index, owner.targets(index, options), options.reading), options)
     )
     apply_all([change], _agree)
 
@@ -340,10 +340,10 @@ def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> 
         return {name: name for name in names}
     from peft import get_peft_model_state_dict
 
-    found: dict[str, str] = get_peft_model_state_dict(
+    names_in_file: dict[str, str] = get_peft_model_state_dict(
         inner,
         state_dict={name: name for name in names},
         adapter_name=inner.active_adapter,
         save_embedding_layers=False,
     )
-    return found
+    return names_in_file

@@ -93,12 +93,12 @@ def local_ranges(root: FSDP) -> list[LocalRange]:
     Raises:
         ConfigurationError: a parameter is not contiguous in memory.
     """
-    found: list[LocalRange] = []
+    ranges: list[LocalRange] = []
     for prefix, unit in root.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:
             _reshard(unit._handle)
-            found += _ranges_of(unit, f"{prefix}." if prefix else "")
-    return found
+            ranges += _ranges_of(unit, f"{prefix}." if prefix else "")
+    return ranges
 
 
 def _reshard(handle: Any) -> None:
@@ -147,13 +147,13 @@ def _range(handle: Any, index: int) -> Shape:
 
 def _aliases(flat: Any, prefix: str) -> dict[str, list[str]]:
     """Return the further names of tied parameters."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for tied in flat._shared_param_infos:
         first = clean_name(f"{prefix}{tied.prim_module_name}.{tied.prim_param_name}".replace("..", "."))
-        found.setdefault(first, []).append(
+        names.setdefault(first, []).append(
             clean_name(f"{prefix}{tied.module_name}.{tied.param_name}".replace("..", "."))
         )
-    return found
+    return names
 
 
 def _copies(unit: Any) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
 
 def whole_shapes(root: FSDP) -> dict[str, Any]:
     """Return what whole weights of a model have by name, without values; in any order of memory."""
-    found: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for prefix, unit in root.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:
             flat, path = unit._handle.flat_param, f"{prefix}." if prefix else ""
@@ -188,8 +188,8 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
             for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
                 name = clean_name(path + fqn)
                 empty = torch.empty(shape, dtype=flat.dtype, device="meta")
-                found.update(dict.fromkeys((name, *aliases.get(name, ())), empty))
-    return {**found, **dict(_others(root, set(found)))}
+                shapes.update(dict.fromkeys((name, *aliases.get(name, ())), empty))
+    return {**shapes, **dict(_others(root, set(shapes)))}
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class FlatModuleShards:
         spreads = [
             (local, local.spread(local.values, turn)) for turn, local in enumerate(local_ranges(self.module))
         ]
-        found: dict[Place, Any] = {(MODEL, name): own for local, own in spreads for name in local.names}
-        others = _others(self.module, {place[1] for place in found})
-        return {**found, **{(MODEL, name): value for name, value in others}}
+        state: dict[Place, Any] = {(MODEL, name): own for local, own in spreads for name in local.names}
+        others = _others(self.module, {place[1] for place in state})
+        return {**state, **{(MODEL, name): value for name, value in others}}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         return model_targets(self.module, self.state(), index, options)
@@ -234,12 +234,12 @@ class FlatModuleShards:
 def _owner_of(root: nn.Module, name: str) -> str:
     """Return the path, with wrappers, of the module that has an extra state."""
     wanted = name.rpartition(".")[0]
-    found: str = next(
+    owner: str = next(
         path
         for path, module in root.named_modules()
         if clean_name(path) == wanted and type(module).get_extra_state is not nn.Module.get_extra_state
     )
-    return found
+    return owner
 
 
 @dataclass(frozen=True)
@@ -261,13 +261,13 @@ class FlatOptimizerShards:
     def state(self) -> dict[Place, Any]:
         saved = self.optimizer.state_dict()
         places = self._places()
-        found: dict[Place, Any] = {}
+        state: dict[Place, Any] = {}
         for turn, local in enumerate(local_ranges(self.module)):
             values = saved[STATE].get(places.get(id(local.stepped)), {})
             if local.values.numel():
                 for key, value in values.items():
-                    found[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
-        return {**found, **group_places(saved[GROUPS], self.names)}
+                    state[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
+        return {**state, **group_places(saved[GROUPS], self.names)}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         known = self._by_name()

@@ -117,12 +117,12 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
         {**group, "params": [next(places) for _ in inside]}
         for group, inside in zip(named["param_groups"], names, strict=True)
     ]
-    found = {
+    states = {
         index: {key: _own(value) for key, value in named["state"][name].items()}
         for index, name in enumerate(flat)
         if name in named["state"]
     }
-    return {"state": found if keep else {}, "param_groups": groups}
+    return {"state": states if keep else {}, "param_groups": groups}
 
 
 def _own(value: Any) -> Any:

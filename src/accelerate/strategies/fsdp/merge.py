@@ -116,13 +116,13 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 
 def _find(source: Path) -> Path:
     candidates = (source, source / f"{FSDP_MODEL_NAME}_0")
-    found = next((path for path in candidates if os.path.isfile(path / shard_index.NAME)), None)
-    if found is None:
+    folder = next((path for path in candidates if os.path.isfile(path / shard_index.NAME)), None)
+    if folder is None:
         reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
         raise wrong_value(
             "checkpoint_directory", str(source), reason, "Name the folder with the model's shards"
         )
-    return found
+    return folder
 
 
 def _read_tensors(folder: Path) -> tuple[ShardIndex, Tensors]:
