@@ -165,3 +165,16 @@ def test_move_to_device_keeps_the_structure() -> None:
     assert moved["state"][0]["name"] == "a"
     assert moved["groups"][0][0].device.type == "meta"
     assert moved["groups"][0][1] == 3
+
+
+def test_each_scaled_step_is_judged_by_itself() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer = make(scaler)
+    skipped = []
+    for value in (1.0, float("inf"), 1.0, float("nan")):
+        scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    assert skipped == [False, True, False, True]
+    assert optimizer.num_updates == 2

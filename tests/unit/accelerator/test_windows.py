@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,33 @@ def test_a_checkpoint_between_windows_knows_what_was_used(tmp_path: Path, after:
     accelerator.load_state(str(tmp_path / "checkpoint"))
     assert list(windows_of(accelerator, loader)) == whole[after + 1 :]
     assert list(windows_of(accelerator, loader)) == whole
+
+
+@pytest.mark.parametrize(("sync_each_batch", "kept_apart"), [(False, ["model", "model"]), (True, [])])
+def test_gradients_of_all_but_the_last_batch_stay_on_this_rank(
+    monkeypatch: pytest.MonkeyPatch, sync_each_batch: bool, kept_apart: list[str]
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    loader, model = accelerator.prepare(DataLoader([0, 1, 2, 3]), torch.nn.Linear(1, 1))
+    entered = []
+
+    def no_sync(entering: Any) -> AbstractContextManager[None]:
+        assert entering is model
+        entered.append("model")
+        return nullcontext()
+
+    monkeypatch.setattr(accelerator._runtime.strategy, "no_sync", no_sync)
+    for window in accelerator.windows(loader):
+        list(window)
+    assert entered == kept_apart
+
+
+def test_the_optimizer_does_not_step_for_a_window_that_is_passed_over() -> None:
+    accelerator, loader = accelerator_with(1, 2)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for window in accelerator.windows(loader):
+        window.close()
+        optimizer.step()
+    assert optimizer.num_updates == 0

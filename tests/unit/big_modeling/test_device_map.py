@@ -142,6 +142,13 @@ def test_a_limit_for_the_disk() -> None:
         infer_auto_device_map(chain(3), {"cpu": 3 * LAYER - 1, "disk": 10})
 
 
+def test_a_limit_for_the_disk_may_be_used_up() -> None:
+    memory = {"cpu": 3 * LAYER - 1, "disk": 2 * LAYER}
+    assert infer_auto_device_map(chain(3), memory) == {"0": "cpu", "1": "disk", "2": "disk"}
+    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a place"):
+        infer_auto_device_map(chain(3), {**memory, "disk": 2 * LAYER - 1})
+
+
 def test_verbose_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(chain(3), {0: "1MB"}, verbose=True)
     assert capsys.readouterr().out.splitlines()[1].split() == [

@@ -281,7 +281,12 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_one_that_comes_back_has_another_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("swaps", [True, False])
+def test_one_that_comes_back_has_another_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(exchange, "swap", unable_to_swap)
     target = tmp_path / "checkpoint"
     save(target, "old")
     stamp, sync = manifest.stamp(target), folder.sync_folder
@@ -296,6 +301,53 @@ def test_one_that_comes_back_has_another_stamp(tmp_path: Path, monkeypatch: pyte
         save(target, "new")
     assert content(target) == "old"
     assert manifest.stamp(target) != stamp
+
+
+def test_a_file_of_the_user_does_not_overwrite_one_of_the_new_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "old", "scheduler.bin")
+    (target / "optimizer.bin").write_text("mine")  # the old checkpoint has no such file
+    save(target, "new")
+    assert content(target) == "new"
+
+
+def test_what_a_process_of_another_machine_may_still_need_stays(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    save(target, "new")
+    aside = tmp_path / f".checkpoint.{temporary.OLD}-other-host-7-1x0"
+    aside.mkdir()
+    recover(target)
+    assert aside.exists()
+    long_ago = time.time() - temporary.SECONDS_TO_KEEP_STRANGERS - 1
+    os.utime(aside, (long_ago, long_ago))
+    recover(target)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert content(target) == "new"
+
+
+@pytest.mark.usefixtures("in_place")
+def test_a_folder_that_has_a_manifest_has_all_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace, moved = tmp_path / "checkpoint", os.replace, []
+
+    def look(old: Any, new: Any) -> None:
+        replace(old, new)
+        moved.append(Path(new).name)
+        arrived = Path(new).parent
+        if (arrived / manifest.NAME).exists():
+            assert manifest.problems(arrived, manifest.read(arrived), deep=True) == []
+
+    save(target, "old", "scheduler.bin")
+    monkeypatch.setattr(os, "replace", look)
+    save(target, "new", "zoo.bin")
+    moves = [name for name in moved if name.endswith((".bin", manifest.NAME))]
+    assert moves == ["zoo.bin", manifest.NAME] or moves[-4:] == [
+        "scheduler.bin",
+        manifest.NAME,
+        "zoo.bin",
+        manifest.NAME,
+    ]
 
 
 # Folders that cannot be renamed

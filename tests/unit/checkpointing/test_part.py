@@ -46,10 +46,6 @@ def test_errors_that_say_so_themselves_stay(tmp_path: Path) -> None:
         raise ConfigurationError("mine")
 
 
-def test_nothing_changes_nothing() -> None:
-    nothing()
-
-
 def settle(failure: str) -> None:
     if failure:
         raise CheckpointError(failure)
@@ -145,3 +141,10 @@ def test_a_change_alone_does_all_of_it() -> None:
     notes = Notes()
     notes.change("weights", first=(notes.change("extra"),))()
     assert notes == ["extra", "weights"]
+
+
+def test_an_object_without_state_in_the_checkpoint_stands_in_the_way_of_no_undo() -> None:
+    notes = Notes()
+    with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses$"):
+        apply_all([notes.change("a"), nothing, Change(fail, "b", notes.keeping("b"))], settle)
+    assert notes == ["keep a", "a", "keep b", "undo b", "undo a"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import IterableDatasetShard, ShardPlan, data_groups
-from accelerate.data_loader.plan import plan
+from accelerate.data_loader.plan import may_read_own_share, nominal_batch_size, plan
 
 
 class Stream(IterableDataset[int]):
@@ -56,6 +56,7 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
         (SHARED, {"dispatch": True}, "dispatch", 4),
         (SHARED, {"world": 3}, "dispatch", 4),
         (SHARED, {"group": 1}, "dispatch", 4),
+        (DataLoader(IterableDatasetShard(Stream(), 4), batch_size=4), {"world": 1}, "leave", 4),
         (DataLoader([1], batch_size=None), {}, "shard", None),
         (DataLoader([1], batch_sampler=[[0]]), {"split": True}, "shard", None),
     ],
@@ -117,3 +118,59 @@ def test_groups_that_are_counted_already_are_kept() -> None:
     mesh = SimpleNamespace(mesh_dim_names=("tp",), size=lambda: 8)
     assert data_groups(mesh, 2, 1) == (2, 1)
     assert data_groups(None, 8, 3) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("decided", "rows"),
+    [
+        (ShardPlan("shard", 2, 0, 3), 3),
+        (ShardPlan("shard", 2, 0, 3, split=True), 6),
+        (ShardPlan("dispatch", 4, 0, 3, split=True), 12),
+        (ShardPlan("shard", 2, 0, None, split=True), None),
+    ],
+)
+def test_rows_are_those_of_a_batch_of_the_dataset(decided: ShardPlan, rows: int | None) -> None:
+    assert decided.rows_in_batch == rows
+
+
+IN_FIVES = BatchSampler(SequentialSampler(range(8)), 5, drop_last=False)
+
+
+class OfSizes(list[list[int]]):
+    """Batches of a size for each of two kinds of sample."""
+
+    batch_size = (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("loader", "size"),
+    [
+        (MAPPED, 4),
+        (DataLoader(range(8), batch_sampler=IN_FIVES), 5),  # type: ignore[arg-type]  # a range has a length
+        (DataLoader(range(8), sampler=IN_FIVES, batch_size=None), 5),  # type: ignore[arg-type]
+        (DataLoader(range(8), batch_sampler=OfSizes([[0, 1]])), None),  # type: ignore[arg-type]
+        (DataLoader(range(8), batch_size=None), None),  # type: ignore[arg-type]
+    ],
+)
+def test_the_batch_size_is_the_declared_one(loader: DataLoader[Any], size: int | None) -> None:
+    assert nominal_batch_size(loader) == size
+    assert isinstance(decide(MAPPED, split=True).batch_size, int)
+
+
+@pytest.mark.parametrize(
+    ("given", "dispatch", "drop_last", "allowed"),
+    [
+        (True, None, True, True),
+        (True, False, True, True),
+        (True, True, False, False),
+        (False, None, False, True),
+        (False, None, True, False),
+        (False, False, False, False),
+        (False, True, False, False),
+    ],
+)
+def test_when_the_share_of_the_dataset_may_be_read(
+    given: bool, dispatch: bool | None, drop_last: bool, allowed: bool
+) -> None:
+    loader = DataLoader(Stream(), batch_size=4, drop_last=drop_last)
+    assert may_read_own_share(loader, given=given, dispatch=dispatch) is allowed

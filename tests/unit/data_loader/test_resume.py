@@ -235,3 +235,53 @@ def test_advance_equals_reading(source: Any, count: int) -> None:
     iterator = iter(source)
     advance(iterator, count)
     assert list(iterator) == whole[count:]
+
+
+def test_the_last_batch_is_known_as_such_and_a_pass_that_is_over_begins_anew() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(3)))  # type: ignore[arg-type]
+    states = [position.capture(loader)["is_over"] for _ in loader]  # type: ignore[index]
+    assert states == [False, False, True]
+    assert position.capture(loader)["is_over"] is False  # type: ignore[index]
+
+
+def test_a_state_restored_in_the_middle_of_a_pass_replaces_its_position() -> None:
+    loader = Accelerator(cpu=True).prepare(build("own generator", 0))
+    fresh = position.capture(loader)
+    assert fresh is not None
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert position.capture(loader)["seen"] == 2  # type: ignore[index]
+    position.restore(loader, fresh)
+    state = position.capture(loader)
+    assert state is not None
+    assert (state["seen"], state["consumed"], state["start"]) == (0, 0, None)
+
+
+def test_the_shuffle_of_torch_is_known_by_the_state_of_the_global_generator() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    order = [int(batch) for batch in DataLoader(range(20), shuffle=True)]  # type: ignore[arg-type]
+    generator = torch.Generator()
+    generator.set_state(position._state_of_plain_shuffle(before))
+    assert list(RandomSampler(range(20), generator=generator)) == order
+
+
+class Around(IterableDataset[Any]):
+    """A dataset that reads another one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+def test_the_stream_is_the_dataset_that_has_a_state() -> None:
+    stream = StreamWithState()
+    assert position.stream_of(DataLoader(stream)) is stream
+    assert position.stream_of(DataLoader(Around(stream))) is stream
+    assert position.stream_of(DataLoader(Stream())) is None
+    assert position.stream_of(DataLoader(stream, num_workers=1)) is None  # each worker has a copy
+    mapped = Plain()
+    mapped.state_dict = mapped.load_state_dict = dict  # type: ignore[attr-defined]
+    assert position.stream_of(DataLoader(mapped)) is None

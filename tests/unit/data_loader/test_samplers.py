@@ -44,6 +44,14 @@ def test_a_pass_left_early_does_not_advance_the_epoch() -> None:
     assert sampler.epoch == 1
 
 
+def test_an_epoch_chosen_during_a_pass_is_the_next_one() -> None:
+    sampler = SeedableRandomSampler(range(5), data_seed=1)
+    for number, _ in enumerate(sampler):
+        if number == 2:
+            sampler.set_epoch(7)
+    assert sampler.epoch == 7
+
+
 def test_two_passes_at_once_do_not_disturb_each_other() -> None:
     sampler = SeedableRandomSampler(range(40), replacement=True, num_samples=90, data_seed=5)
     whole = list(sampler)
@@ -55,7 +63,10 @@ def test_two_passes_at_once_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1, -1])
 def test_any_seed_will_do(size: int) -> None:
-    assert sorted(SeedableRandomSampler(range(4), data_seed=size)) == [0, 1, 2, 3]
+    sampler = SeedableRandomSampler(range(20), data_seed=size)
+    for epoch in range(2):  # the seed and the epoch wrap around together
+        same = SeedableRandomSampler(range(20), data_seed=(size + epoch) % 2**64)
+        assert list(sampler) == list(same)
 
 
 def test_shard_says_where_the_filler_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accelerate.ops import ALONE, Head, TransferPlan, mark_of, plan_for, put_together, take_apart
+from accelerate.ops import ALONE, Head, TransferPlan, mark_of, packing, plan_for, put_together, take_apart
 
 Pair = namedtuple("Pair", ["first", "second"])
 DTYPES = [
@@ -199,3 +199,18 @@ def test_other_leaves_and_several_devices_are_refused() -> None:
         take_apart([torch.ones(1), "text"])
     with pytest.raises(ValueError, match="are on cpu, meta"):
         take_apart([torch.ones(1), torch.ones(1, device="meta")])
+
+
+def test_what_fills_the_room_exactly_travels_in_it() -> None:
+    parts = take_apart([torch.zeros(5), torch.zeros(3, dtype=torch.int64)])
+    whole = plan_for("op", parts, size=2, room=10**6).whole
+    assert whole is not None
+    assert plan_for("op", parts, size=2, room=whole.width).whole == whole
+    assert plan_for("op", parts, size=2, room=whole.width - 1).whole is None
+
+
+def test_buffers_are_filled_up_to_their_limit() -> None:
+    lengths, dtypes = [4, 4, 1, 3, 8], (torch.int8, torch.int8, torch.int8, torch.uint8, torch.int8)
+    assert packing._load([0, 1, 2, 3, 4], lengths, 8, dtypes, True) == [[0, 1], [2, 3], [4]]
+    assert packing._load([0, 1, 2, 3, 4], lengths, 8, dtypes, False) == [[0, 1], [2], [4], [3]]
+    assert packing._load([4, 0, 1], lengths, 6, dtypes, True) == [[4], [0], [1]]

@@ -70,6 +70,7 @@ def test_replaced_values_name_their_source() -> None:
     settings = merge_layers().replaced("chosen", num_processes=2)
     assert settings[LaunchSection].num_processes == 2
     assert settings.source("num_processes") == "chosen"
+    assert settings.given("num_processes")
     assert merge_layers().values["num_processes"] is None
 
 
@@ -77,3 +78,13 @@ def test_all_values_can_be_listed_with_their_sources() -> None:
     rows = {row.name: (value, source) for row, value, source in merge_layers(Layer(FLAG, {"debug": True}))}
     assert rows["debug"] == (True, FLAG)
     assert rows["num_machines"] == (1, BUILT_IN)
+
+
+def test_what_is_not_replaced_stays() -> None:
+    before = merge_layers(Layer(FLAG, {"debug": True, "num_machines": 2}, ("read twice",)))
+    after = before.replaced("chosen", num_machines=3).noted("and again")
+    assert (after.values["debug"], after.source("debug")) == (True, FLAG)
+    assert (after.values["num_machines"], after.source("num_machines")) == (3, "chosen")
+    assert after.notes == ("read twice", "and again")
+    assert (before.values["num_machines"], before.source("num_machines")) == (2, FLAG)
+    assert before.notes == ("read twice",)

@@ -27,6 +27,7 @@ class Sample(Section):
     words: bool = option(True, "A word.", text_flag=True)
     count: int | None = option(None, "A number.")
     share: float = option(0.5, "A fraction.")
+    room: int = option(1, "A number within limits.", limits=(0, 1))
     name: str | None = option(None, "A text.", env="NAME")
     kind: str = option("A", "A choice.", choices=("A", "B"))
     parts: tuple[str, ...] | None = option(None, "A list.", flags=(), key=None)
@@ -62,6 +63,10 @@ def test_the_row_follows_from_the_declaration() -> None:
         ("name", True, "true"),
         ("kind", "b", "B"),
         ("parts", "a, b", ("a", "b")),
+        ("parts", " a ,, b,", ("a", "b")),
+        ("parts", " , ", ()),
+        ("room", 0, 0),
+        ("room", "1", 1),
         ("parts", ["a"], ("a",)),
     ],
 )
@@ -76,6 +81,10 @@ def test_text_and_values_of_a_file_become_the_type(name: str, written: object, v
         ("count", "many", "whole number"),
         ("count", 1.5, "whole number"),
         ("count", True, "whole number"),
+        ("count", {"a": 1}, "whole number"),
+        ("share", [0.5], "a number"),
+        ("room", -1, "out of range.*Use one from 0 to 1"),
+        ("room", 2, "out of range"),
         ("share", "half", "a number"),
         ("share", False, "a number"),
         ("name", ["a"], "one text"),
@@ -87,6 +96,11 @@ def test_a_wrong_value_is_named_with_its_place(name: str, written: object, reaso
     with pytest.raises(ConfigurationError, match=reason) as caught:
         ROWS[name].read(written, "the place")
     assert str(caught.value).startswith(f"the place={written!r}")
+
+
+def test_a_number_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"0: this must be a number\. Change the value"):
+        ROWS["share"].read(10**400, "the place")
 
 
 def test_several_problems_are_one_error() -> None:
