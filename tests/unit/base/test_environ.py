@@ -68,6 +68,8 @@ def test_first_number_wins_and_negative_ones_are_passed_over(variable):
     assert environ.get_int_from_env(["NEVER_SET", "FIRST", "SECOND", "THIRD"], 7) == 3
     assert environ.get_int_from_env(["NEVER_SET"], 7) == 7
     assert environ.get_int_from_env("THIRD", 7) == 4
+    variable("FOURTH", "0")
+    assert environ.get_int_from_env(["FIRST", "FOURTH", "SECOND"], 7) == 0
 
 
 def test_a_number_that_is_none_is_refused_by_name(variable):

@@ -20,6 +20,8 @@ from accelerate.base import ConfigurationError, text
         (433_000_000, "412.94 MB"),
         (1024**5 * 3, "3.0 PB"),
         (1024**6, "1024.0 PB"),
+        (1024**5 * 1234.5678, "1234.57 PB"),
+        (-1536, "-1.5 KB"),
     ],
 )
 def test_convert_bytes(size, written):
@@ -90,6 +92,7 @@ def test_listed_names_the_first_and_counts_the_rest():
 def test_ranks_are_spelled_with_their_runs() -> None:
     assert text.spell_ranks([3]) == "rank 3"
     assert text.spell_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
+    assert text.spell_ranks([4, 5, 6, 8, 9]) == "ranks 4-6, 8-9"
 
 
 @pytest.mark.parametrize(

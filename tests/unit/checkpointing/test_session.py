@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -114,3 +115,31 @@ def test_strided_and_sparse_tensors() -> None:
     (staged,) = StagingArea().stage([Payload("x", tensors)])
     assert torch.equal(staged.content["t"], tensors["t"])
     assert torch.equal(staged.content["s"].to_dense(), torch.eye(2))
+
+
+class Notes:
+    """An object with a state that changes."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+
+def test_mappings_keep_their_kind_and_other_objects_are_copied() -> None:
+    state = {"count": Counter("aab"), "order": OrderedDict(b=1, a=2), "notes": Notes(["first"])}
+    (staged,) = StagingArea().stage([Payload("x", state)])
+    state["notes"].lines.append("second")  # type: ignore[attr-defined]
+    assert type(staged.content["count"]) is Counter
+    assert staged.content["count"] == {"a": 2, "b": 1}
+    assert type(staged.content["order"]) is OrderedDict
+    assert list(staged.content["order"].items()) == [("b", 1), ("a", 2)]
+    assert staged.content["notes"].lines == ["first"]
+
+
+def test_tensors_of_one_shape_have_memory_of_their_own_in_each_save() -> None:
+    area = StagingArea()
+    for offset in (0.0, 10.0):
+        state = {"a": torch.tensor([offset + 1]), "b": torch.tensor([offset + 2])}
+        staged = area.stage([Payload("x", state), Payload("y", state["a"] + 2)])
+        assert staged[0].content["a"].item() == offset + 1
+        assert staged[0].content["b"].item() == offset + 2
+        assert staged[1].content.item() == offset + 3

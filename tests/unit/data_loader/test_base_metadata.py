@@ -19,6 +19,7 @@ def test_a_loader_says_again_what_it_said() -> None:
     for ended, remainder, moment in moments:
         recall_moment(loader, moment)
         assert (loader.end_of_dataloader, loader.remainder) == (ended, remainder)
+        assert loader.position.is_over is ended
 
 
 def test_without_a_loader_there_is_nothing_to_say() -> None:

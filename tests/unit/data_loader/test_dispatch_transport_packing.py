@@ -71,3 +71,18 @@ def test_a_failure_is_raised_with_its_story() -> None:
         failure.raise_here()
     assert "process 0" in str(caught.value.__cause__)
     assert "raise KeyError" in str(caught.value.__cause__)
+    assert "KeyError: 'gone'" in str(caught.value.__cause__)
+
+
+class Unpicklable(Exception):
+    """Cannot be made again from its pickle."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name} has no {number}")
+
+
+def test_a_failure_that_cannot_travel_is_raised_as_text() -> None:
+    failure = Failure.of(Unpicklable("dataset", 3))
+    assert failure.error is None
+    with pytest.raises(RuntimeError, match=r"process 0(.|\n)*Unpicklable: dataset has no 3"):
+        failure.raise_here()

@@ -143,3 +143,9 @@ def test_nothing_is_left_of_too_short_a_loader() -> None:
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="num_batches=-1"):
         skip_first_batches(DataLoader([1]), -1)
+
+
+def test_a_late_start_of_a_plain_stream_keeps_the_settings_of_its_loader() -> None:
+    loader = DataLoader(Stream(), batch_size=4, drop_last=True, collate_fn=tuple)
+    late = skip_first_batches(loader, 1)
+    assert list(late) == [(4, 5, 6, 7)]

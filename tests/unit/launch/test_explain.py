@@ -35,6 +35,17 @@ def test_every_value_is_shown_with_its_source() -> None:
 def test_ways_of_training_that_are_not_used_are_left_out() -> None:
     text, _ = explained()
     assert "megatron_lm_tp_degree" not in text
+    titles = [part.splitlines()[0] for part in text.split("\n\n")]
+    assert titles[:2] == ["Notes", "Processes"]
+    assert titles[-2:] == ["Environment added", "Command"]
+    assert all(titles)
+
+
+def test_values_stand_below_each_other() -> None:
+    text, _ = explained()
+    section = next(part for part in text.split("\n\n") if "\n  mixed_precision" in part)
+    columns = {line.index(line.split()[1]) for line in section.splitlines()[1:] if line.startswith("  ")}
+    assert len(columns) == 1
 
 
 def test_the_command_can_be_copied() -> None:
@@ -54,4 +65,10 @@ def test_json_holds_the_whole_plan() -> None:
     assert (plan["launcher"], plan["processes"], plan["machines"]) == ("elastic", 2, 1)
     assert plan["environment"]["ACCELERATE_USE_FSDP"] == "true"
     assert plan["command"][0] == "torchrun"
+    assert plan["meeting"] == {"backend": "static", "address": "127.0.0.1", "port": 29500}
+    assert plan["files"] == {}
+    assert set(plan) == {
+        *("launcher", "processes", "machines", "machine", "meeting", "command", "files", "environment"),
+        *("notes", "settings"),
+    }
     assert plan["settings"]["zero_stage"] == {"value": None, "source": "built-in"}

@@ -6,7 +6,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from accelerate.base import ConfigurationError, constants
 from accelerate.plugins import fsdp_choices as choices
@@ -27,6 +33,8 @@ def test_objects_of_torch_come_back() -> None:
     assert choices.read_state_dict_type(StateDictType.FULL_STATE_DICT) is StateDictType.FULL_STATE_DICT
     assert choices.read_dtype(torch.float16) is torch.float16
     assert choices.read_prefetch(None) is None
+    assert choices.read_prefetch("no_prefetch") is None
+    assert choices.read_prefetch("backward_post") is BackwardPrefetch.BACKWARD_POST
 
 
 @pytest.mark.parametrize("number", ["0", "6", 6])
@@ -38,6 +46,8 @@ def test_numbers_of_strategies_end(number: Any) -> None:
 def test_fp8_layers_leave_bfloat16_over() -> None:
     assert choices.read_dtype("fp8") is torch.bfloat16
     assert choices.read_dtype("FP32") is torch.float32
+    with pytest.raises(ConfigurationError, match="mixed_precision='int4'"):
+        choices.read_dtype("int4")
 
 
 def test_fields_of_policies() -> None:
@@ -45,6 +55,7 @@ def test_fields_of_policies() -> None:
     assert choices.policy_of_mapping(2, fields) == MixedPrecisionPolicy(
         torch.bfloat16, torch.float32, None, cast_forward_inputs=False
     )
+    assert choices.policy_of_mapping(1, {"param_dtype": "bf16"}) == MixedPrecision(torch.bfloat16)
     assert choices.policy_of_dtype(1, torch.float16, torch.float32) == MixedPrecision(
         torch.float16, torch.float16, torch.float32
     )

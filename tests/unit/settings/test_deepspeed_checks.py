@@ -108,3 +108,22 @@ def test_parts_of_the_wrong_form_are_all_named(config, said):
 def test_values_are_looked_up_by_dotted_names():
     assert checks.look_up(ZERO, checks.STAGE) == 2
     assert checks.look_up(ZERO, "zero_optimization.stage.deeper", 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"offload_param_device": "gpu"}, "offload_param_device='gpu': it is none of none, cpu, nvme"),
+        (
+            {"offload_optimizer_device": "NVME", "zero_stage": 3},
+            "offload_optimizer_device='nvme' needs offload_optimizer",
+        ),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: it is no number of at least 1"),
+        ({"gradient_clipping": "x"}, "gradient_clipping='x': it is no number of at least 0"),
+        ({"gradient_clipping": True}, "gradient_clipping=True: it is no number of at least 0"),
+    ],
+)
+def test_a_field_that_deepspeed_cannot_take_is_named(changed, problem):
+    fields = SimpleNamespace(**{**checks.USUAL, **changed})
+    (said,) = checks.problems_of_fields(fields)
+    assert said.startswith(problem)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import BUILT_IN, FLAG, Layer, config_file, env, merge_layers
+from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Layer, config_file, env, merge_layers
 from accelerate.settings.sections import LaunchSection, PrecisionSection
 
 
@@ -51,6 +51,7 @@ def test_flag_wins_over_environment_over_file_over_built_in(
     wanted = next((value for (value, _), there in rows if there), "no")
     settings = merge_layers(*reversed(layers))
     assert settings.values["mixed_precision"] == wanted
+    assert environment_layer(tmp_path).source == ENVIRONMENT
     sources = [layer.source for layer, there in zip(layers, present, strict=True) if there]
     assert settings.source("mixed_precision") == (sources[0] if sources else BUILT_IN)
 

@@ -98,6 +98,31 @@ def test_a_wrong_value_is_named_with_its_place(name: str, written: object, reaso
     assert str(caught.value).startswith(f"the place={written!r}")
 
 
+def test_what_is_not_declared_follows_from_the_type() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Declared(Section):
+        title = "Declared"
+
+        on: bool = option(False, "A switch.")
+        word: bool | None = option(None, "A word.", text_flag=True)
+        read: bool = option(False, "A flag that is read.", flag_type=str)
+        other: int = option(3, "With its own.", key="its_key", flag_default=7, action="append", limits=(1, 9))
+        text: str = option(
+            "a", "Spelled.", env=("A", "B"), spell=str.upper, group="Group", choices=("a", "b")
+        )
+
+    rows = {row.name: row for row in Declared.options()}
+    assert [row.action for row in rows.values()] == ["store_true", "store", "store", "append", "store"]
+    assert [row.flag_type for row in rows.values()] == [str, str, str, int, str]
+    assert [row.flag_default for row in rows.values()] == [False, None, False, 7, "a"]
+    assert [row.key for row in rows.values()] == ["on", "word", "read", "its_key", "text"]
+    assert [row.limits for row in rows.values()] == [None, None, None, (1, 9), None]
+    assert [row.group for row in rows.values()] == [*["Declared"] * 4, "Group"]
+    assert (rows["text"].variables, rows["text"].offers) == (("A", "B"), ("a", "b"))
+    assert rows["text"].spell is str.upper
+    assert rows["other"].default == 3
+
+
 def test_a_number_too_large_for_a_float_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"0: this must be a number\. Change the value"):
         ROWS["share"].read(10**400, "the place")

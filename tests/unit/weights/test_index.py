@@ -54,6 +54,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, content: Any, named: str) -> N
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+    make_folder(tmp_path / "a" / "b")  # it may be there
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file cannot be a folder for weights"):
         make_folder(tmp_path / "file")
@@ -96,3 +97,9 @@ def test_a_weight_map_names_files_of_its_folder(tmp_path: Path) -> None:
     assert read_weight_map(path) == {"a": "a.safetensors", "b": "x/b.bin"}
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_weight_map(tmp_path / "none.index.json")
+
+
+def test_a_weight_in_a_file_may_have_its_own_name_and_dtype(tmp_path: Path) -> None:
+    entry = {"safetensors_file": "model.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"a": entry}))
+    assert read_index(tmp_path / INDEX) == {"a": entry}

@@ -15,6 +15,7 @@ from accelerate.weights import (
     find_tied_parameters,
     retie_parameters,
 )
+from accelerate.weights.tied import retie_on_same_device
 
 
 class Tied(nn.Module):
@@ -66,5 +67,19 @@ def test_a_configuration_says_that_words_are_tied() -> None:
     assert check_tied_parameters_in_config(model)
     model.get_output_embeddings = lambda: None
     assert not check_tied_parameters_in_config(model)
+    for halves in ({"is_encoder_decoder": True}, {"tie_encoder_decoder": True}):
+        model.config = SimpleNamespace(**halves)
+        assert not check_tied_parameters_in_config(model)
     model.config = SimpleNamespace(is_encoder_decoder=True, tie_encoder_decoder=True)
     assert check_tied_parameters_in_config(model)
+
+
+def test_they_are_tied_again_where_they_are_alike() -> None:
+    model = Tied()
+    model.b.weight = nn.Parameter(torch.zeros(3, 3))
+    model.c.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))
+    first = model.a.weight
+    retie_on_same_device(model, [["a.weight", "b.weight", "c.weight"]])
+    assert model.a.weight is first
+    assert model.b.weight is first
+    assert model.c.weight.dtype == torch.float16
