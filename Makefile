@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# How many mutants of each module `make mutate` runs; 0 stands for all.
+SAMPLE ?= 10
 # Debian packages that tests of several machines start; without them those tests skip, and say so.
 INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
@@ -16,7 +18,7 @@ CHECKPOINT := $(VENV)/.checkpoint-installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench reference pictures docs clean
+.PHONY: help demo test test-slow mutate check bench reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -32,6 +34,10 @@ test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## r
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+
+mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which small faults in pure modules their tests notice (SAMPLE=0: all of them)
+	rm -rf mutants
+	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
 
 check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/ruff check
@@ -52,7 +58,7 @@ docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an erro
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean: ## remove .venv and what the other targets wrote
-	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
 $(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)
