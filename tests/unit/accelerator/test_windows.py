@@ -270,6 +270,18 @@ def test_gradients_of_all_but_the_last_batch_stay_on_this_rank(
     assert entered == kept_apart
 
 
+def test_only_the_models_that_are_named_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, loader = accelerator_with(2, 2)
+    first, _ = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    entered: list[Any] = []
+    monkeypatch.setattr(
+        accelerator._runtime.strategy, "no_sync", lambda model: nullcontext(entered.append(model))
+    )
+    for window in accelerator.windows(loader, first):
+        list(window)
+    assert entered == [first]
+
+
 def test_the_optimizer_does_not_step_for_a_window_that_is_passed_over() -> None:
     accelerator, loader = accelerator_with(1, 2)
     model = torch.nn.Linear(1, 1)

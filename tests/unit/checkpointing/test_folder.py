@@ -286,7 +286,7 @@ def test_one_that_comes_back_has_another_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(exchange, "swap", unable_to_swap)
+        monkeypatch.setattr(folder, "swap", unable_to_swap)
     target = tmp_path / "checkpoint"
     save(target, "old")
     stamp, sync = manifest.stamp(target), folder.sync_folder

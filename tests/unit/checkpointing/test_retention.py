@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from accelerate.checkpointing import Manifest, checkpoints_below, manifest, retention
+from accelerate.checkpointing import Manifest, checkpoints_below, manifest, retention, seal
 
 
 def make(parent: Path, *numbers: int, complete: bool = True) -> None:
@@ -203,6 +203,9 @@ def test_links_are_followed_where_checkpoints_are_expected(tmp_path: Path) -> No
     (project / "latest").symlink_to("../disk/best")
     (tmp_path / "disk/checkpoints").symlink_to("../project")
     assert names(project) == ["checkpoints/checkpoint_1", "checkpoints/best"]
+    save(tmp_path / "archive/first")
+    (project / "checkpoint_7").symlink_to("../archive/first")
+    assert names(project) == ["checkpoint_7", "checkpoints/checkpoint_1", "checkpoints/best"]
 
 
 def test_what_is_being_written_is_no_checkpoint_and_what_was_moved_aside_is_back(tmp_path: Path) -> None:
@@ -227,3 +230,16 @@ def test_a_folder_that_cannot_be_read_is_named(
     monkeypatch.setattr(os, "scandir", refuse)
     assert names(tmp_path) == ["best"]
     assert "closed cannot be read" in caplog.text
+
+
+def test_a_changed_byte_is_a_fault_where_checksums_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / retention.name_of(1)
+    path.mkdir()
+    (path / "optimizer.bin").write_text("state")
+    Manifest({"optimizer.bin": seal(path, "optimizer.bin")}, world_size=1).write(path)
+    (path / "optimizer.bin").write_text("stale")
+    (shallow,), (deep,) = retention.survey(tmp_path), retention.survey(tmp_path, deep=True)
+    assert shallow.manifest is not None
+    assert shallow.fault == ""
+    assert deep.manifest is None
+    assert "optimizer.bin" in deep.fault

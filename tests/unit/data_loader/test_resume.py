@@ -239,20 +239,20 @@ def test_advance_equals_reading(source: Any, count: int) -> None:
 
 def test_the_last_batch_is_known_as_such_and_a_pass_that_is_over_begins_anew() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(3)))  # type: ignore[arg-type]
-    states = [position.capture(loader)["is_over"] for _ in loader]  # type: ignore[index]
+    states = [resume.capture(loader)["is_over"] for _ in loader]  # type: ignore[index]
     assert states == [False, False, True]
-    assert position.capture(loader)["is_over"] is False  # type: ignore[index]
+    assert resume.capture(loader)["is_over"] is False  # type: ignore[index]
 
 
 def test_a_state_restored_in_the_middle_of_a_pass_replaces_its_position() -> None:
     loader = Accelerator(cpu=True).prepare(build("own generator", 0))
-    fresh = position.capture(loader)
+    fresh = resume.capture(loader)
     assert fresh is not None
     batches = iter(loader)
     next(batches), next(batches)
-    assert position.capture(loader)["seen"] == 2  # type: ignore[index]
-    position.restore(loader, fresh)
-    state = position.capture(loader)
+    assert resume.capture(loader)["seen"] == 2  # type: ignore[index]
+    resume.restore(loader, fresh)
+    state = resume.capture(loader)
     assert state is not None
     assert (state["seen"], state["consumed"], state["start"]) == (0, 0, None)
 
@@ -262,7 +262,7 @@ def test_the_shuffle_of_torch_is_known_by_the_state_of_the_global_generator() ->
     before = torch.get_rng_state()
     order = [int(batch) for batch in DataLoader(range(20), shuffle=True)]  # type: ignore[arg-type]
     generator = torch.Generator()
-    generator.set_state(position._state_of_plain_shuffle(before))
+    generator.set_state(resume._state_of_plain_shuffle(before))
     assert list(RandomSampler(range(20), generator=generator)) == order
 
 
@@ -278,10 +278,10 @@ class Around(IterableDataset[Any]):
 
 def test_the_stream_is_the_dataset_that_has_a_state() -> None:
     stream = StreamWithState()
-    assert position.stream_of(DataLoader(stream)) is stream
-    assert position.stream_of(DataLoader(Around(stream))) is stream
-    assert position.stream_of(DataLoader(Stream())) is None
-    assert position.stream_of(DataLoader(stream, num_workers=1)) is None  # each worker has a copy
+    assert resume.stream_of(DataLoader(stream)) is stream
+    assert resume.stream_of(DataLoader(Around(stream))) is stream
+    assert resume.stream_of(DataLoader(Stream())) is None
+    assert resume.stream_of(DataLoader(stream, num_workers=1)) is None  # each worker has a copy
     mapped = Plain()
     mapped.state_dict = mapped.load_state_dict = dict  # type: ignore[attr-defined]
-    assert position.stream_of(DataLoader(mapped)) is None
+    assert resume.stream_of(DataLoader(mapped)) is None
