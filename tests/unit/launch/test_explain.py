@@ -13,7 +13,9 @@ LAYERS = (
 
 def explained() -> tuple[str, str]:
     plan, settings = resolve_plan(
-        merge_layers(*LAYERS), Machine(cores=4), Target("script", "my train.py", ("--lr", "1"))
+        merge_layers(*LAYERS),
+        Machine(cores=4, port_in_use=lambda port: False),
+        Target("script", "my train.py", ("--lr", "1")),
     )
     return as_text(plan, settings), as_json(plan, settings)
 
@@ -46,6 +48,7 @@ def test_values_stand_below_each_other() -> None:
     section = next(part for part in text.split("\n\n") if "\n  mixed_precision" in part)
     columns = {line.index(line.split()[1]) for line in section.splitlines()[1:] if line.startswith("  ")}
     assert len(columns) == 1
+    assert all(line.startswith("  ") and line[2] != " " for line in section.splitlines()[1:])
 
 
 def test_the_command_can_be_copied() -> None:
