@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from accelerate.checkpointing.saving import Request, Site
 from accelerate.checkpointing.staging import StagingArea
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
-from accelerate.state import PartialState, process_group
+from accelerate.state import PartialState, process_group, services
 
 logger = get_logger(__name__)
 
@@ -32,9 +31,6 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """How long one request to the store may take."""
-
-_numbers = count()
-"""Numbers the consensus objects of this process; all ranks open theirs in the same order."""
 
 
 class Session:
@@ -57,20 +53,12 @@ class Session:
     @property
     def consensus(self) -> Consensus:
         """How the ranks agree; every session of a process counts their decisions together."""
-        consensus: Consensus | None = PartialState._shared_state.get("_consensus")
-        if consensus is None:
-            # the store may still hold what was said before the state was reset
-            purpose = f"checkpoints/{next(_numbers)}"
-            channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
-            consensus = open_consensus(current_transport(), channel)
-            PartialState._shared_state["_consensus"] = consensus
-        return consensus
+        return services.get(Consensus, _open_consensus)
 
     @property
     def background(self) -> Background:
         """What writes; the sessions of a process take turns in it, because they agree over one consensus."""
-        background: Background = PartialState._shared_state.setdefault("_checkpoints", Background())
-        return background
+        return services.get(Background, Background)
 
     @staticmethod
     def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
@@ -142,3 +130,9 @@ class Session:
             yield from loading.open_checkpoint(folder, self.consensus, place, self.patience)
         elif parent is not None:
             yield from loading.open_newest(parent, self.consensus, place, self.patience)
+
+
+def _open_consensus() -> Consensus:
+    # All ranks open theirs in the same order; the store may still hold values from before a reset.
+    purpose = f"checkpoints/{services.next_number('checkpoints')}"
+    return open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))

@@ -74,6 +74,7 @@ from accelerate.data_loader.skip import (
     SkipDataLoader as SkipDataLoader,
     skip_first_batches as skip_first_batches,
 )
+from accelerate.data_loader.workers import WorkersObserver as WorkersObserver
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.logging import get_logger as get_logger
 from accelerate.nested import (

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from accelerate.logging import get_logger
+from accelerate.state import services
 
 MESSAGE_BYTES = 256 * 1024
 """Small items are taken together up to this size."""
@@ -165,7 +166,7 @@ class ReadAhead(Generic[T]):
         self.thread = threading.Thread(
             target=copy_context().run, args=(self._run, modes), name="accelerate-read-ahead", daemon=True
         )
-        _OPEN.add(self)
+        services.of_process(_OpenReaders).add(self)
         self.thread.start()
 
     def _run(self, modes: Callable[[], ExitStack]) -> None:
@@ -237,11 +238,12 @@ def _generators() -> tuple[Any, ...]:
     )
 
 
-_OPEN: WeakSet[ReadAhead[Any]] = WeakSet()
+class _OpenReaders(WeakSet[ReadAhead[Any]]):
+    """The readers of this process whose threads run."""
 
 
 @atexit.register
 def _close_all() -> None:
     """A thread that runs on while the interpreter is taken down crashes it now and then."""
-    for reader in list(_OPEN):
+    for reader in list(services.of_process(_OpenReaders)):
         reader.close()

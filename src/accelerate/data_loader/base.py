@@ -21,7 +21,7 @@ from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, Ski
 from accelerate.data_loader.validity import CountingCollate, Counts, Fillers, untagged
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import current_transport
-from accelerate.state import GradientState
+from accelerate.state import GradientState, services
 
 _KEPT = (
     "num_workers",
@@ -423,8 +423,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         finally:
             self.collate_fn, self.generator, self.worker_init_fn = collate, generator, init
         if self.num_workers:
-            for call in workers.after_start:
-                call(iterator)
+            services.get(workers.WorkersObserver, workers.WorkersObserver).follow(iterator)
         return iterator
 
     @property

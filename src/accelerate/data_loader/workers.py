@@ -10,8 +10,16 @@ from torch.utils.data import DataLoader
 
 from accelerate.base import stack_dumps
 
-after_start: list[Callable[[Any], None]] = []
-"""Called with torch's iterator when its workers have been started, by the thread that will wait for them."""
+
+class WorkersObserver:
+    """Is told of worker processes when they have been started: a service of the run."""
+
+    def follow(self, iterator: Any) -> None:
+        """Take note of workers; called by the thread that will wait for them.
+
+        Args:
+            iterator: torch's, with its workers.
+        """
 
 
 def make_askable(loader: DataLoader[Any]) -> Callable[[int], None] | None:

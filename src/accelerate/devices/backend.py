@@ -39,6 +39,7 @@ class DeviceBackend:
             driver and the process can still be forked.
         largest_index: The largest number that torch takes in the name of a device where all numbers mean the
             same device, as for the CPU; None: numbers tell devices apart.
+        has_gloo: Whether its processes may open a gloo group for values on the CPU.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DeviceBackend:
     lacks: frozenset[str] = frozenset()
     probe_variables: tuple[tuple[str, str], ...] = ()
     largest_index: int | None = None
+    has_gloo: bool = True
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""

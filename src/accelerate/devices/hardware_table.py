@@ -111,6 +111,7 @@ XLA = XlaBackend(
     module="torch_xla.core.xla_model",
     rng_type=RNGType.XLA,
     extension="torch_xla",
+    has_gloo=False,
 )
 CPU = CpuBackend(
     name="cpu",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from accelerate.diagnostics.signals import SignalNotes
 from accelerate.diagnostics.stop import TRIGGERS, Source, asked, find_sources, rounds_between
@@ -17,12 +18,11 @@ from accelerate.logging import get_logger
 from accelerate.ops import Answer, combine_aside
 from accelerate.settings import decode
 from accelerate.settings.sections import StoppingSection
-from accelerate.state import PartialState
+from accelerate.state import PartialState, services
 
 logger = get_logger(__name__)
 
 _PURPOSE = "accelerate.Accelerator.should_stop"
-_PLACE = "_agreement"
 _STOP_READ, _SAVE_READ = 1, 2
 _CYCLES_TO_WARM = 2  # the first exchange opens a group, the first steps compile
 
@@ -143,14 +143,13 @@ def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
     Raises:
         ConfigurationError: a variable holds what cannot be.
     """
-    shared = PartialState._shared_state
-    agreement: Agreement | None = shared.get(_PLACE)
-    if agreement is None:
-        state, notes = PartialState(), SignalNotes()
-        sources = find_sources(
-            decode(StoppingSection, environ), environ, looks_at_files=state.is_local_main_process
-        )
-        agreement = Agreement(state.process_index, sources, notes)
-        weakref.finalize(agreement, notes.restore).atexit = False
-        shared[_PLACE] = agreement
+    return services.get(Agreement, partial(_open_agreement, environ))
+
+
+def _open_agreement(environ: Mapping[str, str]) -> Agreement:
+    state, notes = PartialState(), SignalNotes()
+    settings = decode(StoppingSection, environ)
+    sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
+    agreement = Agreement(state.process_index, sources, notes)
+    weakref.finalize(agreement, notes.restore).atexit = False
     return agreement

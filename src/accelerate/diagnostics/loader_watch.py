@@ -14,6 +14,7 @@ import time
 import weakref
 from typing import Any
 
+from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import loading, stacks
 from accelerate.diagnostics.hang_channel import Report
 from accelerate.diagnostics.hang_outlet import Outlet
@@ -21,7 +22,7 @@ from accelerate.diagnostics.hang_report import DATA, RankState, compose
 from accelerate.diagnostics.watchdog import GROWTH, Limits
 
 
-class LoaderWatch:
+class LoaderWatch(WorkersObserver):
     """Follows the passes over loaders with workers.
 
     Args:

@@ -152,7 +152,6 @@ class StoreAttempts(Attempts):
             device_id=device if device.type == "cuda" else None,
         )
         process_group.own_group()
-        PartialState._shared_state.pop("_transport", None)
 
     def _open_channel(self) -> StoreChannel:
         scope = f"accelerate/attempts/{self._search}/{self._attempt}"

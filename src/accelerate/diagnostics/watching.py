@@ -11,11 +11,11 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import Any
 
 from accelerate.base import environ as variables
-from accelerate.data_loader import workers
+from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.arrivals import ArrivalWatch
 from accelerate.diagnostics.hang_channel import HangChannel, Report, connect
@@ -25,17 +25,15 @@ from accelerate.diagnostics.loader_watch import LoaderWatch
 from accelerate.diagnostics.observation import Observation
 from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.ops import RING
+from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
-from accelerate.state import PartialState, StoreChannel, Topology, process_group
+from accelerate.state import PartialState, StoreChannel, Topology, process_group, services
 
 DEFAULT_SECONDS = 60.0
 SECONDS_TO_END = 10.0
 
 _logger = logging.getLogger(__name__)
-_KEY = "_watching"
-_LOADERS = "_watching_loaders"
 
 
 class Watching:
@@ -154,12 +152,11 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
         ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
     """
     limits = read_limits(environ)
-    shared = PartialState._shared_state
     if limits.seconds and state.num_processes == 1:
-        shared[_LOADERS] = LoaderWatch(limits, Outlet(0, 1, environ))
+        services.put(WorkersObserver, LoaderWatch(limits, Outlet(0, 1, environ)))
     if state.num_processes == 1 or not limits.seconds or not process_group.is_open():
         return
-    if _KEY in shared:
+    if services.find(Watching) is not None:
         return
     try:
         channel = connect()
@@ -167,7 +164,8 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return
     if channel is not None:
-        shared[_KEY] = Watching(_build(state, limits, channel, environ))
+        watching = Watching(_build(state, limits, channel, environ))
+        services.put(Watching, watching, close=partial(stop, "closed its process group"))
 
 
 def stop(ending: str) -> None:
@@ -176,7 +174,7 @@ def stop(ending: str) -> None:
     Args:
         ending: how this process ends its part, as what follows "rank 1 has".
     """
-    watching: Watching | None = PartialState._shared_state.pop(_KEY, None)
+    watching = services.remove(Watching)
     if watching is not None:
         watching.stop(ending)
 
@@ -187,8 +185,9 @@ def _build(
     rank, size, own = state.process_index, state.num_processes, own_identity()
     hang_channel = HangChannel(channel, rank)
     hang_channel.introduce(own)
-    RING.reset()  # the thread that builds the state is the one that trains
-    observation = Observation(RING, rank, own.host, own.pid)
+    record = flight_recorder()
+    record.reset()  # the thread that builds the state is the one that trains
+    observation = Observation(record, rank, own.host, own.pid)
     peers = Peers(hang_channel, own, tuple(other for other in range(size) if other != rank))
     outlet = Outlet(rank, size, environ)
     dog = Watchdog(rank, limits, hang_channel, peers, observation, outlet)
@@ -209,7 +208,7 @@ def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:
     if not stacks.may_wait(trace.tb_frame):
         return None
     position = stacks.read_position(trace.tb_frame)
-    last = RING.entries()[-1:]
+    last = flight_recorder().entries()[-1:]
     if last and (last[0].file, last[0].line) == (position.file, position.line):
         operation, sequence, doing = last[0].operation, last[0].sequence, COLLECTIVE
     else:
@@ -217,10 +216,6 @@ def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:
     return RankState(
         rank, doing, operation=operation, sequence=sequence, file=position.file, line=position.line
     )
-
-
-def _stop_with_group() -> None:
-    stop("closed its process group")
 
 
 def _stop_at_exit() -> None:
@@ -234,14 +229,6 @@ def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[o
     return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()
 
 
-def _watch_loader(iterator: Any) -> None:
-    watch: LoaderWatch | None = PartialState._shared_state.get(_LOADERS)
-    if watch is not None:
-        watch.follow(iterator)
-
-
-workers.after_start.append(_watch_loader)
-process_group.while_opening.append(_watch_arrivals)
-process_group.before_closing.append(_stop_with_group)
+services.while_opening.append(_watch_arrivals)
 # Registered after the process group's own, and so called before it.
 atexit.register(_stop_at_exit)

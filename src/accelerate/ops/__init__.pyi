@@ -1,4 +1,8 @@
-from accelerate.ops.async_reduce import Answer as Answer, combine_aside as combine_aside
+from accelerate.ops.async_reduce import (
+    Answer as Answer,
+    AsyncGroup as AsyncGroup,
+    combine_aside as combine_aside,
+)
 from accelerate.ops.base import Transport as Transport, one_for_each as one_for_each
 from accelerate.ops.casting import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
@@ -32,11 +36,11 @@ from accelerate.ops.dtypes import (
 from accelerate.ops.flat_buffers import joined_shape as joined_shape
 from accelerate.ops.flight_record import (
     LENGTH as LENGTH,
-    RING as RING,
     Entry as Entry,
     RecordingTransport as RecordingTransport,
     Ring as Ring,
     calling_frame as calling_frame,
+    flight_recorder as flight_recorder,
     line_of as line_of,
 )
 from accelerate.ops.header import Head as Head, width_of as width_of

@@ -20,7 +20,7 @@ from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
 from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
-from accelerate.state import PartialState, process_group
+from accelerate.state import PartialState, services
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ def wait_for_everyone() -> None:
 
 
 # Waiting is an operation like the others, whoever asks for it.
-process_group.wait_through(wait_for_everyone)
+services.barrier = wait_for_everyone
 
 
 def _concatenated(parts: Iterable[Iterable[Any]]) -> list[Any]:

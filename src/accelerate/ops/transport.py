@@ -8,16 +8,15 @@ from collections.abc import Callable
 from accelerate.ops.base import Transport as Transport
 from accelerate.ops.flight_record import RecordingTransport
 from accelerate.ops.wires import NeuronTransport, TorchTransport, XlaTransport, open_wire
-from accelerate.state import PartialState
+from accelerate.state import PartialState, services
 
 
 def current_transport() -> Transport:
     """Return the wire of this process, decided at the first call after `PartialState` was set up.
 
-    It lies in the shared dictionary of `PartialState` and goes with it at a reset. Without a state one is
-    made.
+    It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
     """
-    transport: Transport | None = PartialState._shared_state.get("_transport")
+    transport = services.find(Transport)
     return _open_transport() if transport is None else transport
 
 
@@ -27,8 +26,7 @@ def _open_transport() -> Transport:
         transport = Transport()
     else:
         transport = RecordingTransport(open_wire(state.device_backend.name, state))
-    PartialState._shared_state["_transport"] = transport
-    return transport
+    return services.put(Transport, transport, uses_group=True)
 
 
 def _transport_here() -> Transport:

@@ -40,10 +40,12 @@ from accelerate.state.gradient import GradientState as GradientState
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
 from accelerate.state.processes import ProcessControl as ProcessControl
 from accelerate.state.shared import (
+    ProcessServices as ProcessServices,
     SharedDict as SharedDict,
     SharedState as SharedState,
     ThreadLocalSharedDict as ThreadLocalSharedDict,
     do_nothing as do_nothing,
+    services as services,
 )
 from accelerate.state.splitting import plan_share as plan_share, share_of as share_of
 from accelerate.state.store_channel import StoreChannel as StoreChannel, as_dataclass as as_dataclass

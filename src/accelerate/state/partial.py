@@ -19,7 +19,7 @@ from accelerate.base import (
 from accelerate.devices import DeviceBackend, hardware_table, set_numa_affinity
 from accelerate.state import environments, process_group
 from accelerate.state.processes import ProcessControl
-from accelerate.state.shared import SharedDict, SharedState
+from accelerate.state.shared import SharedDict, SharedState, services
 from accelerate.state.topology import Topology
 
 _logger = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class PartialState(SharedState, ProcessControl):
     def _reset_state() -> None:
         """Forget everything; an open process group stays open, and the next instance uses it."""
         PartialState._shared_state.clear()
+        services.reset()
 
     def __repr__(self) -> str:
         # Programs parse these lines, so the words and their order are fixed.

@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -29,6 +29,7 @@ from accelerate.base import ConfigurationError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend
 from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
 from accelerate.state import hosts, restarts
+from accelerate.state.shared import services
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
@@ -42,15 +43,6 @@ PROVIDERS = {
     "hpu": "habana_frameworks.torch.distributed.hccl",
 }
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-_opened = [0]  # how many groups this process has opened; each has keys of its own in the store
-while_opening: list[Callable[[Topology, int], AbstractContextManager[object]]] = []
-"""Entered by each of several ranks that meet at the address of a topology, until the group is open.
-The number tells apart the groups that a process opens one after the other."""
-before_closing: list[Callable[[], None]] = []
-"""Called before the default group is closed, in this order."""
-
-_owner: list[int] = []  # the process that uses the group: a fork inherits the group, but must not close it
 
 
 def is_open() -> bool:
@@ -112,7 +104,7 @@ def _store_at(topology: Topology, init_method: str | None, timeout: timedelta) -
 
 
 def _exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topology:
-    channel = StoreChannel(store, f"accelerate/hosts/{_opened[0]}", environ.current())
+    channel = StoreChannel(store, f"accelerate/hosts/{services.groups_opened}", environ.current())
     return hosts.find_place(topology, channel, timeout)
 
 
@@ -120,8 +112,8 @@ def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
     """The contexts in which this rank waits for the others to open the group with it."""
     stack = ExitStack()
     if topology.size > 1 and not {"init_method", "store"} & set(kwargs):
-        for watch in while_opening:
-            stack.enter_context(watch(topology, _opened[0]))
+        for watch in services.while_opening:
+            stack.enter_context(watch(topology, services.groups_opened))
     return stack
 
 
@@ -144,7 +136,7 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
-    _opened[0] += 1
+    services.groups_opened += 1
     held = _listen_on_loopback(topology)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     del held  # the group keeps the store open from here on
@@ -172,7 +164,7 @@ def _listen_on_loopback(topology: Topology) -> object:
 
 def own_group() -> None:
     """Take charge of the open group, whoever opened it: it is closed when this process ends."""
-    _owner[:] = [os.getpid()]
+    services.own_group(os.getpid())
 
 
 def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
@@ -190,7 +182,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     store.set_timeout(timeout)
     # The store may outlive a restart, and a group that was closed.
     return StoreChannel(
-        store, f"accelerate/{purpose}/{restarts.generation()}.{_opened[0]}", environ.current()
+        store, f"accelerate/{purpose}/{restarts.generation()}.{services.groups_opened}", environ.current()
     )
 
 
@@ -237,8 +229,7 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
     """
     if is_open():
         if group is None:
-            for call in before_closing:
-                call()
+            services.before_close()
         dist.destroy_process_group(group)
         _settle()
 
@@ -253,16 +244,8 @@ def _settle() -> None:
     time.sleep(SECONDS_TO_SETTLE)
 
 
-_ways: list[Callable[[], None]] = []
-
-
-def wait_through(function: Callable[[], None]) -> None:
-    """Let `wait_for_everyone` go through a function that notes or checks the call, and then waits."""
-    _ways[:] = [function]
-
-
 def wait_for_everyone(device: torch.device) -> None:
-    """Wait until all ranks have come here, through what `wait_through` was given.
+    """Wait until all ranks have come here, through `ProcessServices.barrier` where it is set.
 
     Args:
         device: where this process computes.
@@ -270,8 +253,8 @@ def wait_for_everyone(device: torch.device) -> None:
     Raises:
         StateError: the process group is closed.
     """
-    if _ways and is_open():
-        _ways[0]()
+    if services.barrier is not None and is_open():
+        services.barrier()
     else:
         wait(device)
 
@@ -348,7 +331,7 @@ def _abandon_group() -> None:
 
 
 def _close_at_exit() -> None:
-    if _owner != [os.getpid()]:
+    if services.group_owner != os.getpid():
         return
     if is_open():
         _close_now()

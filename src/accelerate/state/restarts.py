@@ -14,18 +14,17 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from accelerate.base import StateError, environ
+from accelerate.state.shared import services
 from accelerate.state.store_channel import StoreChannel
 from accelerate.state.topology import Topology
 
 LOOK_AGAIN = 0.5
 """Seconds that a rank waits for the others before it looks whether another generation has begun."""
 
-_generation: list[str] = []
-
 
 def generation() -> str:
     """Return the name of this generation: the same on all ranks that use the same part of the store."""
-    return _generation[0] if _generation else _restart_count()
+    return services.generation or _restart_count()
 
 
 def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
@@ -41,7 +40,7 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
     Raises:
         StateError: a rank did not come in time.
     """
-    _generation.clear()
+    services.generation = None
     if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     on_one_machine = topology.local_size == topology.size
@@ -56,7 +55,7 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
     else:
         channel = StoreChannel(store, "generation", environ.current())
         name = agree_on_generation(channel, topology.rank, topology.size, timeout)
-    _generation[:] = [name]
+    services.generation = name
     return PrefixStore(f"generation_{name}", store)
 
 

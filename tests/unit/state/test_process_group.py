@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.devices import hardware_table
-from accelerate.state import Topology, process_group, restarts
+from accelerate.state import Topology, process_group, restarts, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -73,7 +73,7 @@ def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.Mon
 
 def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     process_group.open_group(Topology(), hardware_table.CPU)
-    monkeypatch.setattr(process_group, "_owner", [1])
+    monkeypatch.setattr(services, "group_owner", 1)
     process_group._close_at_exit()
     assert process_group.is_open()
     process_group.own_group()
@@ -166,7 +166,7 @@ def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pyte
     def fail(*args: Any, **kwargs: Any) -> None:
         raise TimeoutError("nobody came")
 
-    monkeypatch.setattr(process_group, "while_opening", [watch])
+    monkeypatch.setattr(services, "while_opening", [watch])
     monkeypatch.setattr(dist, "init_process_group", fail)
     several = Topology(1, 2, 1, 2, address="127.0.0.1", port=1)
     for name, text in several.variables().items():
