@@ -18,7 +18,7 @@ UNPICKLING = {
 }
 """Each file that may import such a module, and what for."""
 
-STORE = ("state/restarts.py", "state/process_group.py", "state/store_channel.py", "diagnostics/oom_retry.py")
+STORE = ("state/agreement.py", "state/process_group.py", "state/rendezvous.py", "diagnostics/oom_retry.py")
 """The files that hold a store of torch."""
 
 REQUESTS = {"get", "multi_get", "compare_set", "wait"}
@@ -50,7 +50,7 @@ def test_only_the_channel_reads_from_a_store(sources: list[Any]) -> None:
     found = [
         f"{source}:{node.lineno}"
         for source in sources
-        if str(source) in STORE and str(source) != "state/store_channel.py"
+        if str(source) in STORE and str(source) != "state/agreement.py"
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -62,5 +62,5 @@ def test_only_the_channel_reads_from_a_store(sources: list[Any]) -> None:
 
 def test_no_file_that_holds_a_store_unpickles(sources: list[Any]) -> None:
     assert not set(STORE) & set(UNPICKLING)
-    channel = next(source for source in sources if str(source) == "state/store_channel.py")
+    channel = next(source for source in sources if str(source) == "state/agreement.py")
     assert "json" in {each.target for each in channel.imports}

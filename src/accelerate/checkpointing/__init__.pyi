@@ -18,12 +18,6 @@ from accelerate.checkpointing.changes import (
     apply_all as apply_all,
     nothing as nothing,
 )
-from accelerate.checkpointing.consensus import (
-    CollectiveConsensus as CollectiveConsensus,
-    Consensus as Consensus,
-    StoreConsensus as StoreConsensus,
-    open_consensus as open_consensus,
-)
 from accelerate.checkpointing.fields import (
     LARGEST as LARGEST,
     check_fields as check_fields,

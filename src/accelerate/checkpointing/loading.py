@@ -20,10 +20,10 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.checkpointing import folder, manifest, retention
-from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.part import Load
 from accelerate.logging import get_logger
+from accelerate.state import Consensus
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,6 @@ import torch
 
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
 from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
 from accelerate.checkpointing.manifest import SAVE, Manifest
@@ -23,6 +22,7 @@ from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.report import saved_lines
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
+from accelerate.state import Consensus
 
 logger = get_logger(__name__)
 

@@ -14,14 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpointing import loading, retention, saving
 from accelerate.checkpointing.background import Background
-from accelerate.checkpointing.consensus import Consensus, open_consensus
 from accelerate.checkpointing.loading import Source
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Request, Site
 from accelerate.checkpointing.staging import StagingArea
 from accelerate.logging import get_logger
-from accelerate.ops import current_transport
-from accelerate.state import PartialState, process_group, services
+from accelerate.ops import current_transport, open_consensus
+from accelerate.state import Consensus, PartialState, rendezvous, services
 
 logger = get_logger(__name__)
 
@@ -135,4 +134,4 @@ class Session:
 def _open_consensus() -> Consensus:
     # All ranks open theirs in the same order; the store may still hold values from before a reset.
     purpose = f"checkpoints/{services.next_number('checkpoints')}"
-    return open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    return open_consensus(current_transport(), rendezvous.connect_channel(purpose, STORE_TIMEOUT))

@@ -40,6 +40,7 @@ class DeviceBackend:
         largest_index: The largest number that torch takes in the name of a device where all numbers mean the
             same device, as for the CPU; None: numbers tell devices apart.
         has_gloo: Whether its processes may open a gloo group for values on the CPU.
+        binds_group: Whether the default process group is bound to the device of each rank (`device_id`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class DeviceBackend:
     probe_variables: tuple[tuple[str, str], ...] = ()
     largest_index: int | None = None
     has_gloo: bool = True
+    binds_group: bool = False
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""

@@ -18,6 +18,7 @@ CUDA = DeviceBackend(
     module="torch.cuda",
     rng_type=RNGType.CUDA,
     probe_variables=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
+    binds_group=True,
 )
 XPU = DeviceBackend(
     name="xpu",

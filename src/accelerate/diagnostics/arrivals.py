@@ -21,7 +21,7 @@ from accelerate.diagnostics.hang_outlet import Outlet
 from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, RankState, compose
 from accelerate.diagnostics.peers import own_identity
 from accelerate.diagnostics.watchdog import SECONDS_TO_ANSWER, Limits
-from accelerate.state import StoreChannel, Topology, as_dataclass, process_group
+from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
 
 SECONDS_TO_END = 10.0
 _PAUSES = 3
@@ -175,7 +175,7 @@ class ArrivalWatch:
 
     def _connect(self) -> StoreChannel | None:
         # Restarts share this part of the store: they tell themselves apart by the tokens of their processes.
-        return process_group.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
+        return rendezvous.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
 
     def _take_part(self, channel: StoreChannel) -> None:
         """Say that this rank waits, and do what another one asks for."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from accelerate.diagnostics.hang_report import RankState
-from accelerate.state import StoreChannel, as_dataclass, process_group
+from accelerate.state import StoreChannel, as_dataclass, rendezvous
 
 PATIENCE = timedelta(seconds=5)
 """How long a request to the store may take."""
@@ -94,7 +94,7 @@ class HangChannel:
 
     def ask(self, last: int) -> bool:
         """Begin the inquiry after `last`; whether this rank was the first to do so."""
-        if not self._channel.post_first(f"asked/{last + 1}", self._rank):
+        if self._channel.decide(f"asked/{last + 1}", self._rank) != self._rank:
             return False
         self._channel.count("inquiry", 1)
         return True
@@ -119,7 +119,7 @@ class HangChannel:
 
     def is_first_to_tell(self) -> bool:
         """Whether no other rank has told yet why the run fails."""
-        return self._channel.post_first("told", self._rank)
+        return bool(self._channel.decide("told", self._rank) == self._rank)
 
     def confirm(self, number: int) -> int:
         """Say that this rank has done what a report demands; how many have by now."""
@@ -132,4 +132,4 @@ class HangChannel:
 
 def connect() -> StoreChannel | None:
     """Open a connection of its own to the store of the default group; None where there is no such store."""
-    return process_group.connect_channel("hangs", PATIENCE)
+    return rendezvous.connect_channel("hangs", PATIENCE)

@@ -1,3 +1,9 @@
+from accelerate.ops.agreement import (
+    CollectiveConsensus as CollectiveConsensus,
+    open_consensus as open_consensus,
+    run_on_all_ranks as run_on_all_ranks,
+    run_on_rank_0 as run_on_rank_0,
+)
 from accelerate.ops.async_reduce import (
     Answer as Answer,
     AsyncGroup as AsyncGroup,

@@ -32,6 +32,15 @@ from accelerate.state.accelerator_state import (
     deepspeed_required as deepspeed_required,
     is_initialized as is_initialized,
 )
+from accelerate.state.agreement import (
+    Consensus as Consensus,
+    Judge as Judge,
+    StoreChannel as StoreChannel,
+    StoreConsensus as StoreConsensus,
+    as_dataclass as as_dataclass,
+    pack_verdict as pack_verdict,
+    unpack as unpack,
+)
 from accelerate.state.environments import (
     CPUInformation as CPUInformation,
     get_cpu_distributed_information as get_cpu_distributed_information,
@@ -48,5 +57,4 @@ from accelerate.state.shared import (
     services as services,
 )
 from accelerate.state.splitting import plan_share as plan_share, share_of as share_of
-from accelerate.state.store_channel import StoreChannel as StoreChannel, as_dataclass as as_dataclass
 from accelerate.state.topology import Topology as Topology

@@ -12,7 +12,6 @@ import pytest
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
-    Consensus,
     FileRecord,
     Load,
     Manifest,
@@ -27,6 +26,7 @@ from accelerate.checkpointing import (
     seal,
 )
 from accelerate.checkpointing.loading import Place
+from accelerate.state import Consensus
 
 ALONE = Place(0, 1)
 

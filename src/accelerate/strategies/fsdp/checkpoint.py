@@ -34,8 +34,9 @@ from accelerate.checkpointing import (
     shard_index,
     weights_change,
 )
+from accelerate.ops import run_on_all_ranks
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.fsdp.all_ranks import together, write_shards, write_whole
+from accelerate.strategies.fsdp.all_ranks import write_shards, write_whole
 from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
 from accelerate.weights import read_torch
 
@@ -112,12 +113,12 @@ def load_fsdp_model(
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), folder_of(MODEL, model_index), whole_model(model_index))
     if path.is_dir():
-        found = together(lambda: _renamed(shard_index.read(path, MODEL), names))
+        found = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
         _load_shards(found, owner, options)
         stored = {str(place[1]) for place in found.places}
     else:
-        state = together(lambda: _read_whole(path, names))
-        apply_all([together(lambda: _whole_change(strategy, model, state, path, options))], _settle)
+        state = run_on_all_ranks(lambda: _read_whole(path, names))
+        apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _settle)
         stored = set(state)
     wanted = set(names.values())
     return LoadedKeys(sorted(wanted - stored), sorted(stored - own))
@@ -188,12 +189,12 @@ def load_fsdp_optimizer(
     path = _find(fsdp_plugin, folder, folder_of(OPTIMIZER, optimizer_index), whole_optimizer(optimizer_index))
     if path.is_dir():
         owner = strategy.optimizer_shards(optimizer, [model])
-        _load_shards(together(lambda: shard_index.read(path, OPTIMIZER)), owner, Load(folder))
+        _load_shards(run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), owner, Load(folder))
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
     part = StatePart(path.name, ByOrder(whole, lambda: names), is_optimizer=True)
-    apply_all([together(lambda: part.read(Load(path.parent)))], _settle)
+    apply_all([run_on_all_ranks(lambda: part.read(Load(path.parent)))], _settle)
 
 
 def whole_model(index: int) -> str:
@@ -238,7 +239,7 @@ def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
 
 
 def _load_shards(found: ShardIndex, owner: ShardOwner, options: Load) -> None:
-    change = together(
+    change = run_on_all_ranks(
         lambda: owner.plan(shard_files.read(found, owner.targets(found, options), options.reading), options)
     )
     apply_all([change], _settle)
@@ -266,4 +267,4 @@ def _settle(failure: str) -> None:
         if failure:
             raise CheckpointError(failure)
 
-    together(fail)
+    run_on_all_ranks(fail)
