@@ -12,7 +12,7 @@ UNPICKLING = {
     "checkpointing/shard_reader.py": "names the exception class alone",
     "data_loader/dispatch_messages.py": "what rank 0 sends through a collective or shared memory",
     "data_loader/dispatch_packing.py": "errors and specs in such messages",
-    "diagnostics/flight.py": "what torch's flight recorder returns inside this process",
+    "diagnostics/observation.py": "what torch's flight recorder returns inside this process",
     "ops/objects.py": "objects in collectives",
     "weights/files.py": "names the exception class alone",
 }

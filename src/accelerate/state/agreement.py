@@ -103,6 +103,8 @@ class StoreChannel:
 
     def gather(self, topic: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
         """Wait for the values that ranks post as `topic/rank`; see `wait`."""
+        if not ranks:
+            return {}
         values = self.wait([f"{topic}/{rank}" for rank in ranks], seconds)
         return dict(zip(ranks, values.values(), strict=True))
 
