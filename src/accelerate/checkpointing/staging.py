@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from accelerate.checkpointing.part import Payload
+from accelerate.devices import of_device
 from accelerate.nested import honor_type
-from accelerate.weights import WITHOUT_ADDRESS
 
 
 class StagingArea:
@@ -40,7 +40,7 @@ class StagingArea:
             replace(payload, content=self._copy(payload.content, (payload.name,), before, copied))
             for payload in payloads
         ]
-        for device in {key[0] for key in copied if key[0].type != "cpu"}:
+        for device in {key[0] for key in copied if not of_device(key[0]).is_host}:
             torch.get_device_module(device).synchronize(device)
         return staged
 
@@ -61,7 +61,7 @@ class StagingArea:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...], before: Any, copied: Any) -> Tensor:
-        if tensor.device.type in WITHOUT_ADDRESS:
+        if not of_device(tensor.device).is_addressable:
             return tensor.cpu()
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.cpu().clone()
@@ -71,7 +71,7 @@ class StagingArea:
             return shared
         buffer: Tensor | None = before.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
         buffer.copy_(tensor, non_blocking=True)
         self._buffers[path] = copied[identity] = buffer
         return buffer

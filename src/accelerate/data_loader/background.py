@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.state import services
 
@@ -219,7 +220,7 @@ def _modes_of_this_thread() -> Callable[[], ExitStack]:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad and not inference))
-        if device.type != "cpu":
+        if not of_device(device).is_host:
             stack.enter_context(device)
         return stack
 

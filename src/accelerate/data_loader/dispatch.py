@@ -17,12 +17,9 @@ from accelerate.data_loader.late import start_where_saved
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_placement, last_remainder
 from accelerate.data_loader.rounds import Dealer
+from accelerate.devices import of_device
 from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState
-
-_UNADDRESSED = frozenset(
-    {"xla", "neuron"}
-)  # devices whose tensors are no stretch of bytes that can be viewed
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -167,7 +164,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._goes_on_with = first
 
     def _enter_thread(self) -> None:
-        if self.device.type != "cpu":
+        if not of_device(self.device).is_host:
             self.state.device_backend.set_current(self.device.index or 0)
 
     def _route_over(self, transport: Transport) -> Route:
@@ -177,7 +174,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self._route
 
     def _block_device(self) -> torch.device:
-        return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device
+        return self.device if of_device(self.device).is_addressable else torch.device("cpu")
 
     def __len__(self) -> int:
         rounds, rest = divmod(self._source_length(), self._dealer().take)

@@ -132,7 +132,7 @@ class _Layout:
 def _is_its_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor, as they lie on the CPU, are what it means."""
     return (
-        tensor.device.type == "cpu"
+        tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

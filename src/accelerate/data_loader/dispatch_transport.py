@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerate.base import process_home
+from accelerate.devices import of_device
 from accelerate.ops import Transport
 
 LARGE = 256 * 1024
@@ -46,7 +47,7 @@ class Route:
         self._group_of = group_of
         self._unused = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory: SharedMemory | None = None
-        self._may_share = device.type == "cpu"
+        self._may_share = of_device(device).is_host
 
     def send(self, head: Head, blocks: Mapping[int, Sequence[Tensor]]) -> None:
         """Process 0: send a message.

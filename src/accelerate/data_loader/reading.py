@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.data_loader.validity import Counts, Fillers
+from accelerate.devices import of_device
 from accelerate.display import track
 from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
 
@@ -123,7 +124,7 @@ def choose_placement(device: Any, non_blocking: bool) -> Callable[[Any], Any] | 
     """
     if device is None:
         return None
-    if torch.device(device).type == "cpu":
+    if of_device(torch.device(device)).is_host:
         return _CpuPlacement()
     return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
 
@@ -137,7 +138,7 @@ class _CpuPlacement:
     def __call__(self, batch: Any) -> Any:
         if self.elsewhere is None:
             found = find_device(batch)
-            self.elsewhere = found is not None and found.type != "cpu"
+            self.elsewhere = found is not None and not of_device(found).is_host
         return send_to_device(batch, "cpu") if self.elsewhere else batch
 
 

@@ -39,6 +39,7 @@ from accelerate.devices.hardware_table import (
     detect as detect,
     get_current_device_type as get_current_device_type,
     named as named,
+    of_device as of_device,
 )
 from accelerate.devices.memory import (
     clear_device_cache as clear_device_cache,

@@ -68,7 +68,8 @@ class AsyncGroup:
     def __init__(self, purpose: str) -> None:
         has_gloo = dist.is_initialized() and dist.is_gloo_available()
         self.group: dist.ProcessGroup | None = None
-        if has_gloo and dist.get_backend() not in _NO_SECOND_GROUP and PartialState().device_backend.has_gloo:
+        own_runtime = PartialState().device_backend.own_runtime
+        if has_gloo and dist.get_backend() not in _NO_SECOND_GROUP and not own_runtime:
             with flight_recorder().entry(purpose):
                 self.group = dist.new_group(backend="gloo")
 

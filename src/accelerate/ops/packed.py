@@ -147,7 +147,7 @@ def _begin(
 
 def _rides(parts: Parts, transport: Transport) -> bool:
     """Whether the tensors travel by way of the CPU, as the head does."""
-    return transport.verifies or not parts.leaves or parts.leaves[0].device.type == "cpu"
+    return transport.verifies or not parts.leaves or parts.leaves[0].is_cpu
 
 
 def _combine(rows: Tensor, slot: Slot, how: str) -> Tensor:
@@ -168,6 +168,6 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 
 def _back_on_device(results: list[Any], parts: Parts) -> list[Any]:
-    if not parts.leaves or parts.leaves[0].device.type == "cpu":
+    if not parts.leaves or parts.leaves[0].is_cpu:
         return results
     return [result.to(parts.leaves[0].device) for result in results]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate.base import wrong_value
-from accelerate.devices import mark_step
+from accelerate.devices import mark_step, of_device
 from accelerate.ops.base import REDUCTIONS, Transport, one_for_each
 from accelerate.ops.dtypes import as_carried, finished_reduction, reducible_dtype
 from accelerate.ops.header import Head
@@ -51,7 +51,7 @@ class TorchTransport(Transport):
         self.device = wire.device
         self._carried = _carried_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
-        self.verifies = self._fallback.type == "cpu"
+        self.verifies = of_device(self._fallback).is_host
         self._copies_results = self.size <= IN_TURN_PROCESSES and "cpu:gloo" in dist.get_backend_config()
         self.head = Head(self.size, _all_gather) if "cpu" in self._carried else None
 
@@ -62,7 +62,7 @@ class TorchTransport(Transport):
         joined = torch.empty(
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
-        if self._copies_results and local.device.type == "cpu" and local.nbytes >= IN_TURN:
+        if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
             self._gather_in_turn(joined, local)
         else:
             _all_gather(as_carried(joined), as_carried(local))
@@ -136,7 +136,7 @@ class TorchTransport(Transport):
         return other.add_(local)
 
     def _wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried and device.type == "cpu" else self._fallback
+        return device if device.type in self._carried and of_device(device).is_host else self._fallback
 
     def _onto_wire(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().to(self._wire_device(tensor.device)).contiguous()

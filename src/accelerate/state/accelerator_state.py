@@ -21,7 +21,7 @@ from accelerate.base import (
     parse_flag_from_env,
     wrong_value,
 )
-from accelerate.devices import DeviceBackend, hardware_table
+from accelerate.devices import DeviceBackend, of_device
 from accelerate.state import process_group
 from accelerate.state.partial import FACTS, PartialState
 from accelerate.state.processes import ProcessControl
@@ -116,7 +116,7 @@ class AcceleratorState(SharedState, ProcessControl):
             distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
-        if partial.device_backend == hardware_table.XLA and asked == PrecisionType.BF16:
+        if partial.device_backend.own_runtime and asked == PrecisionType.BF16:
             self.downcast_bfloat = _publish_xla_bf16()
 
     def _check_initialized(
@@ -134,13 +134,13 @@ class AcceleratorState(SharedState, ProcessControl):
                 f"this process already runs with mixed_precision={self._mixed_precision!r}",
                 ONE_STATE,
             )
-        if cpu and self.device.type != "cpu":
+        if cpu and not of_device(self.device).is_host:
             raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
     @property
     def mixed_precision(self) -> PrecisionType | PrecisionName:
         """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
-        if self.distributed_type != DistributedType.DEEPSPEED:
+        if self.__dict__.get("deepspeed_plugins") is None:
             return self._mixed_precision
         config = self.deepspeed_plugin.deepspeed_config
         formats: tuple[PrecisionName, ...] = ("fp16", "bf16")

@@ -262,7 +262,7 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
     if (
         not hardware_table.XLA.installed()
         or read_flag(environ, "ACCELERATE_USE_CPU")
-        or hardware_table.detect() != hardware_table.XLA
+        or not hardware_table.detect().own_runtime
     ):
         return None
     runtime = import_module("torch_xla.runtime")

@@ -93,7 +93,7 @@ class PartialState(SharedState, ProcessControl):
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         device_backend, wanted = _choose_hardware(use_cpu, environ)
-        if device_backend == hardware_table.CPU:  # so that no runtime of other hardware is asked
+        if device_backend.is_host:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
         topology = process_group.find_hosts(_find_place(environ), kwargs)
         device = wanted or _own_device(device_backend, topology)
@@ -177,7 +177,7 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
     if not name:
         return (hardware_table.CPU if use_cpu else hardware_table.detect()), None
     backend = hardware_table.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
-    if use_cpu and backend != hardware_table.CPU:
+    if use_cpu and not backend.is_host:
         _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
         return hardware_table.CPU, None
     return backend, _named_device(name, backend)
@@ -220,7 +220,7 @@ def _prepare_process(
         backend.set_current(device.index)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank)
-    if backend == hardware_table.CPU and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
+    if backend.is_host and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, _cores() // topology.local_size))
 
 
@@ -247,16 +247,16 @@ def _join_group(
     if process_group.is_open():
         process_group.own_group()
         return str(dist.get_backend())
-    if topology.size == 1 or backend == hardware_table.XLA:
+    if topology.size == 1 or backend.own_runtime:
         return None
     comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
-    if device.type == "cuda" and not comm:
+    if backend.binds_group and not comm:
         kwargs.setdefault("device_id", device)
     return process_group.open_group(topology, backend, comm, **kwargs)
 
 
 def _label(backend: DeviceBackend, topology: Topology) -> DistributedType:
-    if topology.size == 1 and backend != hardware_table.XLA:
+    if topology.size == 1 and not backend.own_runtime:
         return DistributedType.NO
     if backend.distributed_type == DistributedType.NO:  # hardware that has no data-parallel label of its own
         return DistributedType.MULTI_CPU

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
-from accelerate.devices import DeviceBackend
+from accelerate.devices import DeviceBackend, of_device
 from accelerate.state import rendezvous
 from accelerate.state.shared import services
 from accelerate.state.topology import Topology
@@ -183,7 +183,7 @@ def wait(device: torch.device) -> None:
     if is_open():
         on_device = device.index is not None and "nccl" in dist.get_backend()
         dist.barrier(device_ids=[device.index] if on_device else None)
-    elif device.type == "xla":
+    elif of_device(device).own_runtime:
         import_module("torch_xla.core.xla_model").rendezvous("accelerate.wait_for_everyone")
     else:
         raise StateError(

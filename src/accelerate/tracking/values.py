@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from accelerate.devices import of_device
+
 # Their work is done in the order of a stream; on other devices a value is read when it is logged.
-STREAMED = ("cuda", "xpu")
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def _elements(value: Any) -> int:
 
 
 def _take_tensor(tensor: torch.Tensor) -> Any:
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return tensor.clone()
-    if tensor.device.type not in STREAMED:
+    if not of_device(tensor.device).has_streams:
         return tensor.cpu()
     copy = tensor.clone()
     ready = getattr(torch, tensor.device.type).current_stream(tensor.device).record_event()
