@@ -31,6 +31,14 @@ ALLOWED = {
 }
 
 
+def own_statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements of a file and of the bodies of its classes, whose attributes all instances share."""
+    yield from tree.body
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from node.body
+
+
 def names_of(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     """The names that a statement binds, with their value."""
     if isinstance(statement, ast.Assign):
@@ -80,7 +88,7 @@ def test_no_module_holds_state(sources: list[Any]) -> None:
     found = set()
     for source in (source for source in sources if source.parts[1] != "state"):
         changed = set(changed_names(source.tree)) - local_names(source.tree)
-        for statement in source.tree.body:
+        for statement in own_statements(source.tree):
             found |= {
                 f"{source}: {name}"
                 for name, value in names_of(statement)

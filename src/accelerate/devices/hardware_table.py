@@ -1,9 +1,10 @@
 """The one ordered table of backends, and look-up in it: the only place that chooses hardware."""
 
+import gc
 import platform
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base import DistributedType, RNGType, current, installed_version, wrong_value
 from accelerate.devices import nvidia
@@ -218,3 +219,29 @@ def _ask_torch() -> tuple[DeviceBackend, int]:
     if backend is XLA:  # asking its runtime would take the chips from the processes that are to use them
         return XLA, max(1, count_chips())
     return backend, backend.count()
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that torch holds but does not use back to the device.
+
+    Args:
+        garbage_collection: Collect unreachable Python objects first, so that their memory is among it.
+    """
+    if garbage_collection:
+        gc.collect()
+    detect().empty_cache()
+
+
+def release_memory(*objects: Any) -> list[Any]:
+    """Drop references and free what they held: `model, optimizer = release_memory(model, optimizer)`.
+
+    Args:
+        *objects: What is no longer needed. The memory is free once the caller's own names are rebound too.
+
+    Returns:
+        A None for each object, to assign to the same names.
+    """
+    released: list[None] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released

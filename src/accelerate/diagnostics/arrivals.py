@@ -219,7 +219,7 @@ class ArrivalWatch:
             **{rank: found.get(rank) or self._unseen(rank) for rank in missing},
         }
         self._reported = set(missing)
-        channel.post("told", asdict(SentReport(self._rank, self._token, missing)))
+        channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
         advice = _advice([states[rank] for rank in missing])
         self._publish([states[rank] for rank in sorted(states)], advice, channel, notes)
 
@@ -227,7 +227,7 @@ class ArrivalWatch:
         """Whether this rank, or one that waits too, has reported all of these already."""
         if self._reported is not None and self._reported >= set(missing):
             return True
-        sent = as_dataclass(SentReport, channel.read("told"))
+        sent = as_dataclass(SentReport, channel.read("reported"))
         teller = None if sent is None else others.get(sent.rank)
         if sent is None or teller is None or teller.token != sent.token:
             return False

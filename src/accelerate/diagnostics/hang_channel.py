@@ -111,7 +111,7 @@ class HangChannel:
 
     def is_first_to_tell(self) -> bool:
         """Whether no other rank has reported yet why the run fails."""
-        return bool(self._channel.decide("told", self._rank) == self._rank)
+        return bool(self._channel.decide("reported", self._rank) == self._rank)
 
     def confirm(self, number: int) -> int:
         """Post that this rank has done what a report demands; how many have by now."""

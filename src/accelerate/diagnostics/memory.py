@@ -116,7 +116,7 @@ def find_executable_batch_size(
             fits, result, reason = _attempt(attempts, functools.partial(function, size, *args, **kwargs))
             if type(attempts) is Attempts:
                 attempts = join_attempts()
-            if not attempts.settle(not fits):
+            if not attempts.agree(not fits):
                 fitting = size
                 return result
             result, size = None, _next_size(size, reduce_size)

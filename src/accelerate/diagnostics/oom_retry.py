@@ -30,7 +30,7 @@ _PAUSE = 0.5
 class Attempts:
     """One process: how its attempt ended is how the attempt ended.
 
-    Each attempt is one `begin`, then one of `settle` and `fail`.
+    Each attempt is one `begin`, then one of `agree` and `fail`.
     """
 
     def begin(self) -> None:
@@ -43,7 +43,7 @@ class Attempts:
     def fail(self, error: BaseException) -> None:
         """Report that this process ends with an error of its own."""
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         """Wait for all processes, and return whether any of them ran out of memory. Called on all ranks.
 
         Args:
@@ -61,7 +61,7 @@ class WireAttempts(Attempts):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         return any(self._transport.gather_object(ran_out))
 
 
@@ -96,13 +96,13 @@ class StoreAttempts(Attempts):
         finally:
             self._stop_watching()
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         try:
-            return self._settle(ran_out)
+            return self._agree(ran_out)
         finally:
             self._stop_watching()
 
-    def _settle(self, ran_out: bool) -> bool:
+    def _agree(self, ran_out: bool) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
         if ran_out and (_is_closing(self._channel) or None in self._wait(SECONDS_OF_GRACE)):
             self._channel.decide("fate", "close")
@@ -211,7 +211,7 @@ def _release_group() -> None:
     """Drop what keeps the process group of a failed attempt alive, besides torch itself.
 
     gloo closes its connections, and so wakes who waits, only with the last reference to the group. Models may
-    be held by an `Accelerator` until it is told to free them, and are of no use without the other ranks. And
+    be held by an `Accelerator` until it frees them, and are of no use without the other ranks. And
     where `torch.distributed.nn` was first imported after the group was opened, it is a default of its
     functions.
     """

@@ -112,7 +112,7 @@ def _file(frame: FrameType) -> str:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Where code lies that is not the user's."""
+    """Folders of code that is not the user's."""
     # Nothing is imported here: watchers read positions, and a process that is forked while another thread
     # imports a module never gets that module.
     paths = {Path(os.__file__).parent, *site.getsitepackages()}

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from accelerate.base import read_seconds, wrong_value
 from accelerate.launch import NOTES
 from accelerate.logging import get_logger
-from accelerate.ops import Answer, combine_aside
+from accelerate.ops import Answer, reduce_async
 from accelerate.settings import decode
 from accelerate.settings.sections import StoppingSection
 from accelerate.state import PartialState, services
@@ -328,7 +328,7 @@ class Agreement:
         rank: int,
         sources: Sequence[Source],
         notes: SignalNotes,
-        combine: Combine = combine_aside,
+        combine: Combine = reduce_async,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._rank = rank

@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """What the watcher of one rank does.
+    """What the thread that watches one rank does; it holds nothing that holds `Watching`.
 
     Args:
         rank: of this process.
@@ -66,7 +66,11 @@ class Watchdog:
         observation: Observation,
         outlet: Outlet,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
+        self.ended = threading.Event()
+        self.ending = "given up its state"
+        self.failed = False
+        self.lost: RankState | None = None  # where an operation with other ranks failed
         self._limits = limits
         self._hang_channel = hang_channel
         self._peers = peers
@@ -81,6 +85,43 @@ class Watchdog:
         self._reported: object = None  # the wait that this rank had reported last
         self._over = False
         self._patience_for_data = limits.seconds  # grows: a loader that is slow at each batch is no fault
+
+    def end_in(self, pid: int) -> None:
+        """End the watcher in its own process only: a fork may have the lock of the event as it was held."""
+        if os.getpid() == pid:
+            self.ended.set()
+
+    def run(self) -> None:
+        """Look until the end; without the store, report once what this rank sees alone."""
+        try:
+            while not self.ended.wait(self._limits.pause):
+                self.look()
+            self.last_words(self.ending, self.failed, self.lost)
+        except RuntimeError as error:  # what torch raises when a store does not answer
+            self._watch_alone(str(error).splitlines()[0])
+        finally:
+            self._observation.release()
+
+    def _watch_alone(self, reason: str) -> None:
+        while not self.ended.wait(self._limits.pause):
+            _, seconds = self._observation.waited()
+            if seconds >= self._limits.death:
+                report = self._report_alone(self._observation.state(), reason)
+                if report.ends:
+                    self._outlet.prepare_end(report)
+                    self._outlet.end()
+                return
+        if self.lost is not None:
+            self._report_alone(self.lost, reason)
+
+    def _report_alone(self, state: RankState, reason: str) -> Report:
+        text = (
+            f"{compose([state], os.getcwd())}\nThe others cannot be asked: the store of the run is gone "
+            f"({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
+        )
+        report = self._build_report(text, [self.rank], [], ends=self._limits.ends)
+        self._outlet.publish(report)
+        return report
 
     def look(self) -> None:
         """Look once: answer others, read reports, and ask when this rank waits too long."""
@@ -111,7 +152,7 @@ class Watchdog:
         if lost is not None and ended and not self._named and self._hang_channel.is_first_to_tell():
             states = [self._peers.silent_state(rank) for rank in ended]
             text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
-            self._outlet.publish(self._build_report(text, [self._rank], list(ended), ends=False))
+            self._outlet.publish(self._build_report(text, [self.rank], list(ended), ends=False))
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
@@ -138,7 +179,7 @@ class Watchdog:
         self._hang_channel.answer(self._answered, own)
         answers = self._collect(own)
         ended = list(self._peers.ended())
-        ranks = sorted((self._rank, *self._peers.ranks))
+        ranks = sorted((self.rank, *self._peers.ranks))
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in ranks]
         hang = is_hang(states) and self._observation.waited()[0] == self._token
         slow = not hang and any(s.doing == DATA and s.seconds >= self._limits.seconds for s in states)
@@ -152,7 +193,7 @@ class Watchdog:
 
     def _collect(self, own: RankState) -> dict[int, RankState]:
         """The states of the ranks that answer in time."""
-        states = {self._rank: own}
+        states = {self.rank: own}
         deadline = time.monotonic() + SECONDS_TO_ANSWER
         while time.monotonic() < deadline:
             missing = [rank for rank in self._peers.ranks if rank not in states]
@@ -164,12 +205,12 @@ class Watchdog:
 
     def _build_report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
         running = [rank for rank in answered if rank not in ended]
-        return Report(text, min(running, default=self._rank), ends, answered, ended)
+        return Report(text, min(running, default=self.rank), ends, answered, ended)
 
     def _obey(self, number: int, report: Report) -> None:
         self._read = number
         self._named |= set(report.ended)
-        if report.text and report.printer == self._rank:
+        if report.text and report.printer == self.rank:
             self._outlet.publish(report)
         if report.ends and self._may_end():
             self._outlet.prepare_end(report)
@@ -202,72 +243,19 @@ class Watchdog:
         self._over = not self._over
 
     def _withdraw(self) -> None:
-        self._outlet.withdraw(f"accelerate: the hang is over: rank {self._rank} goes on.")
+        self._outlet.withdraw(f"accelerate: the hang is over: rank {self.rank} goes on.")
         self._reported = None
-
-
-class _Watcher:
-    """The body of the thread; it holds nothing that holds `Watching`."""
-
-    def __init__(
-        self, rank: int, limits: Limits, dog: Watchdog, observation: Observation, outlet: Outlet
-    ) -> None:
-        self.rank = rank
-        self.ended = threading.Event()
-        self.ending = "given up its state"
-        self.failed = False
-        self.lost: RankState | None = None
-        self._limits = limits
-        self._dog = dog
-        self._observation = observation
-        self._outlet = outlet
-
-    def end_in(self, pid: int) -> None:
-        """End the watcher in its own process only: a fork may have the lock of the event as it was held."""
-        if os.getpid() == pid:
-            self.ended.set()
-
-    def run(self) -> None:
-        """Look until the end; without the store, report once what this rank sees alone."""
-        try:
-            while not self.ended.wait(self._limits.pause):
-                self._dog.look()
-            self._dog.last_words(self.ending, self.failed, self.lost)
-        except RuntimeError as error:  # what torch raises when a store does not answer
-            self._watch_alone(str(error).splitlines()[0])
-        finally:
-            self._observation.release()
-
-    def _watch_alone(self, reason: str) -> None:
-        while not self.ended.wait(self._limits.pause):
-            _, seconds = self._observation.waited()
-            if seconds >= self._limits.death:
-                self._report_alone(self._observation.state(), reason)
-                return
-        if self.lost is not None:
-            self._report_alone(self.lost, reason)
-
-    def _report_alone(self, state: RankState, reason: str) -> None:
-        text = (
-            f"{compose([state], os.getcwd())}\nThe others cannot be asked: the store of the run is gone "
-            f"({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
-        )
-        report = Report(text, self.rank, self._limits.ends, [self.rank], [])
-        self._outlet.publish(report)
-        if self._limits.ends and state is not self.lost:
-            self._outlet.prepare_end(report)
-            self._outlet.end()
 
 
 class Watching:
     """A running watcher, a service of the run; it ends with `stop`, or when this object is no longer held."""
 
-    def __init__(self, watcher: _Watcher) -> None:
+    def __init__(self, dog: Watchdog) -> None:
         self._pid = os.getpid()
-        self._watcher = watcher
-        self._thread = threading.Thread(target=watcher.run, name="accelerate-watchdog", daemon=True)
+        self._dog = dog
+        self._thread = threading.Thread(target=dog.run, name="accelerate-watchdog", daemon=True)
         self._thread.start()
-        weakref.finalize(self, watcher.end_in, self._pid)
+        weakref.finalize(self, dog.end_in, self._pid)
 
     def stop(self, ending: str) -> None:
         """End the watcher, and post that this process takes no further part.
@@ -277,11 +265,11 @@ class Watching:
         """
         if os.getpid() != self._pid:  # a fork has no watcher
             return
-        self._watcher.ending = ending
+        self._dog.ending = ending
         if process_group.failed():
-            self._watcher.failed = True
-            self._watcher.lost = lost_place(self._watcher.rank, sys.last_traceback)
-        self._watcher.ended.set()
+            self._dog.failed = True
+            self._dog.lost = lost_place(self._dog.rank, sys.last_traceback)
+        self._dog.ended.set()
         self._thread.join(SECONDS_TO_END)
 
 
@@ -343,7 +331,7 @@ def stop(ending: str) -> None:
 
 def _build(
     state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
-) -> _Watcher:
+) -> Watchdog:
     rank, size, own = state.process_index, state.num_processes, own_identity()
     hang_channel = HangChannel(channel, rank)
     hang_channel.introduce(own)
@@ -351,9 +339,7 @@ def _build(
     record.reset()  # the thread that builds the state is the one that trains
     observation = Observation(record, rank, own.host, own.pid)
     peers = Peers(hang_channel, own, tuple(other for other in range(size) if other != rank))
-    outlet = Outlet(rank, size, environ)
-    dog = Watchdog(rank, limits, hang_channel, peers, observation, outlet)
-    return _Watcher(rank, limits, dog, observation, outlet)
+    return Watchdog(rank, limits, hang_channel, peers, observation, Outlet(rank, size, environ))
 
 
 def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:

@@ -7,7 +7,7 @@ from accelerate.ops.agreement import (
 from accelerate.ops.async_reduce import (
     Answer as Answer,
     AsyncGroup as AsyncGroup,
-    combine_aside as combine_aside,
+    reduce_async as reduce_async,
 )
 from accelerate.ops.base import Transport as Transport, one_for_each as one_for_each
 from accelerate.ops.casting import (

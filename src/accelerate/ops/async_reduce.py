@@ -74,7 +74,7 @@ class AsyncGroup:
                 self.group = dist.new_group(backend="gloo")
 
 
-def combine_aside(numbers: Sequence[float], how: str, purpose: str) -> Answer:
+def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> Answer:
     """Start to reduce numbers of all ranks, element by element; called on all ranks in the same order.
 
     Args:

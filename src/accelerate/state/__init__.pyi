@@ -43,11 +43,16 @@ from accelerate.state.agreement import (
 )
 from accelerate.state.environments import (
     CPUInformation as CPUInformation,
+    Topology as Topology,
     get_cpu_distributed_information as get_cpu_distributed_information,
 )
 from accelerate.state.gradient import GradientState as GradientState
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
-from accelerate.state.processes import ProcessControl as ProcessControl
+from accelerate.state.processes import (
+    ProcessControl as ProcessControl,
+    plan_share as plan_share,
+    share_of as share_of,
+)
 from accelerate.state.shared import (
     ProcessServices as ProcessServices,
     SharedDict as SharedDict,
@@ -56,5 +61,3 @@ from accelerate.state.shared import (
     do_nothing as do_nothing,
     services as services,
 )
-from accelerate.state.splitting import plan_share as plan_share, share_of as share_of
-from accelerate.state.topology import Topology as Topology

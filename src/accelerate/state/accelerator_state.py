@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from accelerate.base import (
     ConfigurationError,
@@ -22,11 +21,8 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import DeviceBackend, of_device
-from accelerate.state import process_group
-from accelerate.state.partial import FACTS, PartialState
-from accelerate.state.processes import ProcessControl
-from accelerate.state.shared import SharedDict, SharedState
-from accelerate.state.topology import Topology
+from accelerate.state.partial import FACTS, PartialState, RunState
+from accelerate.state.shared import SharedDict
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,7 +31,7 @@ DTYPES = {PrecisionType.FP16.value: torch.float16, PrecisionType.BF16.value: tor
 ONE_STATE = "All `Accelerator`s of a process share one state: leave the argument out, or use a new process"
 
 
-class AcceleratorState(SharedState, ProcessControl):
+class AcceleratorState(RunState):
     """The state of a run; made by `Accelerator`, read by everything it prepares.
 
     Args:
@@ -63,15 +59,6 @@ class AcceleratorState(SharedState, ProcessControl):
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
     _pickled = (*FACTS, "_mixed_precision")
 
-    distributed_type: DistributedType | str
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    backend: str | None
-    debug: bool
-    topology: Topology
-    device_backend: DeviceBackend
     deepspeed_plugins: Any
     torch_tp_plugin: Any
     parallelism_config: Any
@@ -147,11 +134,6 @@ class AcceleratorState(SharedState, ProcessControl):
         return next((name for name in formats if config.get(name, {}).get("enabled") is True), "no")
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether several processes take part."""
-        return self.num_processes > 1
-
-    @property
     def fork_launched(self) -> bool:
         """Whether a launcher forked this process out of a running one."""
         return bool(self.__dict__["fork_launched"])
@@ -220,14 +202,6 @@ class AcceleratorState(SharedState, ProcessControl):
         for plugin in plugins.values():
             plugin._unselect()
         chosen.select(_from_accelerator_state=True)
-
-    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Close a process group; no process waits for another.
-
-        Args:
-            group: the group; None closes the default one with all others.
-        """
-        process_group.close_group(group)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

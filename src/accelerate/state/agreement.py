@@ -54,7 +54,7 @@ class StoreChannel:
 
     @property
     def is_signed(self) -> bool:
-        """Whether values of other runs and programs are told from those of this run."""
+        """Whether values that another run or program posted are refused."""
         return bool(self._key)
 
     def post(self, name: str, value: Any) -> None:

@@ -26,11 +26,11 @@ from torch.distributed import distributed_c10d
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.state import rendezvous
+from accelerate.state.environments import Topology
 from accelerate.state.shared import services
-from accelerate.state.topology import Topology
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
-SECONDS_TO_SETTLE = 0.1
+SECONDS_FOR_THREADS = 0.1
 
 # Packages that register a communication library when imported, by its name or by the hardware it is for.
 PROVIDERS = {
@@ -143,17 +143,17 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
         if group is None:
             services.before_close()
         dist.destroy_process_group(group)
-        _settle()
+        _wait_for_threads()
 
 
-def _settle() -> None:
+def _wait_for_threads() -> None:
     """Give threads of gloo time to let go of the Python objects of the last operations.
 
     They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
     after all its work is done; one that comes while a replica is deleted, which holds the last reference to
     the group and waits for its threads, hangs it.
     """
-    time.sleep(SECONDS_TO_SETTLE)
+    time.sleep(SECONDS_FOR_THREADS)
 
 
 def wait_for_everyone(device: torch.device) -> None:
@@ -247,7 +247,7 @@ def _close_at_exit() -> None:
         return
     if is_open():
         _close_now()
-    _settle()
+    _wait_for_threads()
 
 
 def _close_now() -> None:

@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from accelerate.base import StateError, environ
 from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
 from accelerate.state.agreement import StoreChannel, StoreConsensus, spell_absent
+from accelerate.state.environments import Topology
 from accelerate.state.shared import services
-from accelerate.state.topology import Topology
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOK_AGAIN = 0.5

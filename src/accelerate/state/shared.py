@@ -31,7 +31,7 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
-# Only XLA has replicas that are threads; elsewhere helper threads must see the state of the process.
+# Only XLA has replicas that are threads; otherwise helper threads must see the state of the process.
 SharedDict: Callable[[], Any] = dict if find_spec("torch_xla") is None else ThreadLocalSharedDict
 
 

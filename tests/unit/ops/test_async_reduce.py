@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.ops import AsyncGroup, combine_aside
+from accelerate.ops import AsyncGroup, reduce_async
 from accelerate.state import PartialState, services
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -12,5 +12,5 @@ pytestmark = pytest.mark.usefixtures("states")
 
 def test_one_process_has_its_own_numbers() -> None:
     PartialState(cpu=True)
-    assert combine_aside([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
+    assert reduce_async([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
     assert services.find(AsyncGroup) is None

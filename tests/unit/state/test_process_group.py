@@ -89,7 +89,7 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
     assert waited == []
     process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
-    assert waited == [process_group.SECONDS_TO_SETTLE]
+    assert waited == [process_group.SECONDS_FOR_THREADS]
 
 
 @pytest.mark.parametrize(
