@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+import yaml
+
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 400
 Rows = Sequence[Sequence[Sequence[int]]]
@@ -266,6 +268,99 @@ def draw_offload() -> Picture:
     return picture
 
 
+def draw_packages() -> Picture:
+    """Show the packages in their order, as `layers.yaml` says it."""
+    groups: dict[str, list[str]] = yaml.safe_load((Path(__file__).parent / "layers.yaml").read_text("utf-8"))
+    boxes: list[tuple[float, float, float, str, int]] = []
+    heads: list[tuple[float, str]] = []
+    y = 44.0
+    for number, (group, names) in enumerate(groups.items()):
+        heads.append((y + 12, group))
+        x, y = 14.0, y + 20
+        for name in names:
+            width = 16 + 7.3 * len(name)
+            if x + width > WIDTH - 14:
+                x, y = 14.0, y + 28
+            boxes.append((x, y, width, name, number))
+            x += width + 6
+        y += 36
+    picture = Picture(
+        "The packages in their order",
+        "A file imports only from packages above its own. "
+        + "; ".join(f"{g}: {', '.join(n)}" for g, n in groups.items()),
+        int(y + 4),
+    )
+    picture.text(14, 26, "A file imports from packages above its own", "head")
+    for height, group in heads:
+        picture.text(14, height, group, "note")
+    for x, height, width, name, number in boxes:
+        picture.box(x, height, width, 22, name, "abcd"[number % 4], "code")
+    return picture
+
+
+STEP = (
+    (
+        "for batch in loader:",
+        "b",
+        "The sampler gives this rank its indices, the batch moves to",
+        "the device, GradientState records whether it is the last one.",
+    ),
+    (
+        "  with accelerator.accumulate(model):",
+        "a",
+        "Decides whether this batch synchronizes gradients;",
+        "if not, the model is under no_sync.",
+    ),
+    (
+        "    loss = loss_fn(model(x), y)",
+        "a",
+        "Forward pass under autocast. FSDP all-gathers the",
+        "parameters of each block, and prefetches the next.",
+    ),
+    (
+        "    accelerator.backward(loss)",
+        "c",
+        "Scales the loss. DDP all-reduces gradients in buckets, FSDP",
+        "reduce-scatters them, while the backward pass runs.",
+    ),
+    (
+        "    accelerator.clip_grad_norm_(...)",
+        "c",
+        "Unscales the gradients; the norm is that of all shards.",
+        "",
+    ),
+    (
+        "    optimizer.step()",
+        "d",
+        "Runs when gradients were synchronized; skipped where",
+        "they overflow in fp16.",
+    ),
+    ("    scheduler.step()", "d", "Follows the optimizer: skipped when its step was.", ""),
+    ("    optimizer.zero_grad()", "d", "Runs when gradients were synchronized.", ""),
+)
+"""The lines of a training step: the code, the color of its box, and two lines about what happens."""
+
+
+def draw_step() -> Picture:
+    """Show what the lines of one training step do."""
+    picture = Picture(
+        "One training step",
+        " ".join(f"{code.strip()} {first} {second}" for code, _, first, second in STEP),
+        44 + sum(60 + 16 * bool(second) for *_, second in STEP),
+    )
+    picture.text(14, 26, "One training step, line by line", "head")
+    y = 40
+    for code, kind, first, second in STEP:
+        indent = 7.3 * (len(code) - len(code.lstrip()))
+        picture.box(14 + indent, y, WIDTH - 28 - indent, 24, "", kind)
+        picture.text(22 + indent, y + 16, code.strip(), "code")
+        picture.text(22, y + 41, first, "note")
+        if second:
+            picture.text(22, y + 57, second, "note")
+        y += 60 + 16 * bool(second)
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "sharding": draw_sharding,
     "uneven_end": draw_uneven_end,
@@ -273,6 +368,8 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "mesh": draw_mesh,
     "commit": draw_commit,
     "offload": draw_offload,
+    "packages": draw_packages,
+    "step": draw_step,
 }
 
 

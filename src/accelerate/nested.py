@@ -18,7 +18,7 @@ from accelerate.base import as_builtin, wrong_value
 
 T = TypeVar("T")
 
-# Codes under which a dtype travels to processes that do not know it; the numbers are the interface.
+# Codes with which a dtype is sent to processes that do not know it; the numbers are public.
 TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
     torch.float: 1,
     torch.double: 2,
@@ -129,7 +129,7 @@ def recursively_apply(
 
 @cache
 def _takes_non_blocking(kind: type) -> bool:
-    parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]  # only asked where it is
+    parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]  # only called where it exists
     return "non_blocking" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 

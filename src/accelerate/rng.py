@@ -1,10 +1,10 @@
-"""Random generators: seed them, make them agree between processes, keep and restore their states."""
+"""Random generators: seed them, synchronize them between processes, capture and restore their states."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,31 +55,28 @@ def _compute_deterministically() -> None:
 
 
 def _device_backend() -> DeviceBackend:
-    """The hardware of this process; asking for it makes no state where there is none."""
+    """The hardware of this process, also before a state is created."""
     backend: DeviceBackend | None = PartialState._shared_state.get("device_backend")
     return hardware_table.detect() if backend is None else backend
 
 
-class Source(NamedTuple):
-    """One generator's state: how to read it and how to set it."""
-
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], Any]
+StateAccess = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]
+"""How to get the state of a generator, and how to set it."""
 
 
-def _source_of(rng_type: RNGType, generator: torch.Generator | None) -> Source | None:
+def _state_access(rng_type: RNGType, generator: torch.Generator | None) -> StateAccess | None:
     if rng_type == RNGType.TORCH:
-        return Source(torch.get_rng_state, torch.set_rng_state)
+        return torch.get_rng_state, torch.set_rng_state
     if rng_type == RNGType.GENERATOR:
         if generator is None:
             error = ConfigurationError(
-                'rng_type="generator" needs the generator whose state travels: pass generator=, '
+                'rng_type="generator" needs the generator whose state is synchronized: pass generator=, '
                 'or choose "torch".'
             )
             raise as_builtin(error, AssertionError)
-        return Source(generator.get_state, generator.set_state)
+        return generator.get_state, generator.set_state
     backend = _device_backend()
-    return Source(backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None
+    return (backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None
 
 
 def _rng_type(value: RNGType | RNGName) -> RNGType:
@@ -104,10 +101,11 @@ def synchronize_rng_state(
         ConfigurationError: there is no such generator, or `generator` is missing.
     """
     kind = RNGType.GENERATOR if rng_type is None else _rng_type(rng_type)
-    source = _source_of(kind, generator)
+    access = _state_access(kind, generator)
     transport = current_transport()
-    if source is not None and transport.size > 1:
-        source.write(transport.broadcast(source.read(), 0))
+    if access is not None and transport.size > 1:
+        get_state, set_state = access
+        set_state(transport.broadcast(get_state(), 0))
 
 
 def synchronize_rng_states(
@@ -160,11 +158,11 @@ def restore(states: dict[str, Any]) -> None:
     }
     backend = _device_backend()
     setters.setdefault(backend.name, backend.set_rng_state)
-    strange = sorted(set(states) - set(setters))
-    if strange:
+    unknown = sorted(set(states) - set(setters))
+    if unknown:
         raise wrong_value(
             "states",
-            strange,
+            unknown,
             f"this process, which computes on {backend.label}, has no generator of that name",
             "restore on the hardware it was captured on, or leave these out",
         )

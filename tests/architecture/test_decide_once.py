@@ -34,7 +34,7 @@ TEMPORARY = {
     "strategies/axes/context.py",
     "strategies/deepspeed/building.py",
     "strategies/deepspeed/strategy.py",
-    "strategies/fsdp/model_states.py",
+    "strategies/fsdp/checkpoint.py",
     "strategies/fsdp/sharding.py",
     "strategies/fsdp/v1.py",
     "strategies/resolve.py",

@@ -1,54 +1,21 @@
-"""The layer line: a file imports only from entries to its left, or from its own package."""
+"""The order of the packages: a file imports only from entries before its own, or from its own package."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 PACKAGE = "accelerate"
-
-LAUNCH_HALF = ("base", "settings", "devices", "launch")
-USER_OBJECTS = ("nested", "plugins", "parallelism_config")
-WHO_AM_I = ("state", "logging", "display")
-DATA_IN_HAND = ("ops", "rng", "weights")
-BUILDING_BLOCKS = (
-    "compilation",
-    "precision",
-    "unwrapping",
-    "optimizer",
-    "scheduler",
-    "data_loader",
-    "checkpointing",
-    "hooks",
-    "tracking",
-    "diagnostics",
-)
-WHOLE_MODELS = ("big_modeling", "quantization")
-METHODS = ("strategies",)
-PUBLIC_CLASS = ("accelerator",)
-AROUND_IT = ("local_sgd", "inference", "launchers")
-PROGRAMS = ("commands", "test_utils")
-OLD_PATHS = ("utils", "memory_utils")
-TOP = ("__init__",)
-
-LINE = (
-    *LAUNCH_HALF,
-    *USER_OBJECTS,
-    *WHO_AM_I,
-    *DATA_IN_HAND,
-    *BUILDING_BLOCKS,
-    *WHOLE_MODELS,
-    *METHODS,
-    *PUBLIC_CLASS,
-    *AROUND_IT,
-    *PROGRAMS,
-    *OLD_PATHS,
-    *TOP,
-)
+LAYERS = Path(__file__).parents[2] / "docs" / "layers.yaml"
+GROUPS: dict[str, list[str]] = yaml.safe_load(LAYERS.read_text(encoding="utf-8"))
+LINE = [entry for group in GROUPS.values() for entry in group]
+OLD_PATHS = GROUPS["old import paths"]
 PLACE = {entry: place for place, entry in enumerate(LINE)}
 
 

@@ -9,11 +9,11 @@ LOADERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "job
 UNPICKLING = {
     "checkpointing/shard_index.py": "metadata of a folder of shards that the user trusts",
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
-    "checkpointing/shard_reader.py": "names the exception class alone",
-    "data_loader/dispatch_messages.py": "what rank 0 sends through a collective or shared memory",
-    "data_loader/dispatch_packing.py": "errors and specs in such messages",
+    "checkpointing/shard_files.py": "names the exception class alone",
+    "data_loader/background.py": "compares states of random generators, and loads nothing",
+    "data_loader/dispatch_transport.py": "what rank 0 sends through a collective or shared memory",
     "diagnostics/observation.py": "what torch's flight recorder returns inside this process",
-    "ops/objects.py": "objects in collectives",
+    "ops/packed.py": "objects in collectives",
     "weights/files.py": "names the exception class alone",
 }
 """Each file that may import such a module, and what for."""

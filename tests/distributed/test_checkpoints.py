@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, StateError
-from accelerate.checkpointing import files, manifest, parts
+from accelerate.checkpointing import manifest, parts
 from accelerate.utils import ProjectConfiguration
 
 Run = Callable[..., list[Any]]
@@ -128,9 +128,9 @@ def fail_to_write(blocking: bool) -> Any:
     first = accelerator.save_state()
     before = weight(model)
     step(accelerator, model, optimizer)
-    seal = files.seal
+    seal = manifest.seal
 
-    def full(folder: Path, name: str, rank: int = 0) -> files.FileRecord:
+    def full(folder: Path, name: str, rank: int = 0) -> manifest.FileRecord:
         if rank == 1:
             raise OSError(28, "No space left on device", name)
         return seal(folder, name, rank)

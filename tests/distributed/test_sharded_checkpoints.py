@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
+from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base import CheckpointError
@@ -115,6 +118,30 @@ def test_all_ranks_come_back(run: Run, way: str) -> None:
             "random_states_0.pkl",
             "random_states_1.pkl",
         ]
+
+
+def count_collectives() -> Any:
+    """How many collectives it takes to write the shards of a model and an optimizer, by us and by torch."""
+    accelerator, model, optimizer = prepared("fsdp1")
+    strategy = accelerator._runtime.strategy
+    with CommDebugMode() as ours:
+        for owner in (strategy.model_shards(model), strategy.optimizer_shards(optimizer, [model])):
+            payload = shard_files.payload(owner.root, accelerator.process_index, owner.state())
+            path = Path(payload.name)
+            path.parent.mkdir(exist_ok=True)
+            payload.write(payload.content, path)
+    with warnings.catch_warnings(), CommDebugMode() as torch_s:
+        warnings.simplefilter("ignore")
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            model.state_dict()
+            FSDP.optim_state_dict(model, optimizer.optimizer)
+    return ours.get_total_counts(), torch_s.get_total_counts()
+
+
+def test_shards_under_fsdp_1_are_written_without_a_collective(run: Run) -> None:
+    for ours, of_torch in run(count_collectives):
+        assert ours == 0
+        assert of_torch > 0  # torch gathers each unit: the reason for a sharded state dict of our own
 
 
 def break_and_load(way: str) -> Any:

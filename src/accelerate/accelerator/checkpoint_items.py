@@ -16,6 +16,7 @@ from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
     ByOrder,
+    Candidate,
     Change,
     EitherPart,
     GeneratorsPart,
@@ -24,9 +25,7 @@ from accelerate.checkpointing import (
     ModelPart,
     Part,
     Payload,
-    ShardsPart,
     Site,
-    Source,
     StreamPart,
     folder_of,
     generators,
@@ -54,16 +53,14 @@ def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload
             f"{site.request.target} is another folder on each machine, and states in shards need one that "
             "all processes see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
         )
-    take = _take_shards if in_shards else _take_whole
-    parts = [
-        *take(runtime, site, safe),
-        *_others(runtime),
-        GeneratorsPart(runtime.state.process_index, step),
-    ]
-    return [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
+    shards = _take_shards(runtime, site) if in_shards else []
+    whole = [] if in_shards else _take_whole(runtime, site, safe)
+    parts = [*whole, *_others(runtime), GeneratorsPart(runtime.state.process_index, step)]
+    files = [payload for part in parts if part.everywhere or site.commits for payload in part.collect()]
+    return [*shards, *files]
 
 
-def read(runtime: Runtime, source: Source, options: Load, policy: str) -> list[Change]:
+def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> list[Change]:
     """Read all files of a checkpoint.
 
     Args:
@@ -127,19 +124,19 @@ def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
     ]
 
 
-def _take_shards(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
+def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
+    from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
+
     strategy, prepared, rank = runtime.strategy, runtime.prepared, runtime.state.process_index
     owners = [strategy.model_shards(model) for model in prepared.models]
     weights = [{place[1]: value for place, value in owner.state().items()} for owner in owners]
     _call_hooks(runtime, weights, site)
-    contents = [{(MODEL, name): value for name, value in state.items()} for state in weights]
-    optimizers = [strategy.optimizer_shards(each, prepared.models) for each in prepared.optimizers]
+    models = [{(MODEL, name): value for name, value in state.items()} for state in weights]
+    optimizers = [strategy.optimizer_shards(each, prepared.models).state() for each in prepared.optimizers]
     return [
-        *(ShardsPart(folder_of(MODEL, index), each, rank) for index, each in enumerate(contents)),
-        *(
-            ShardsPart(folder_of(OPTIMIZER, index), each.state(), rank)
-            for index, each in enumerate(optimizers)
-        ),
+        shard_files.payload(folder_of(root, index), rank, state)
+        for root, states in ((MODEL, models), (OPTIMIZER, optimizers))
+        for index, state in enumerate(states)
     ]
 
 
@@ -179,7 +176,7 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     ]
 
 
-def _read_generators(runtime: Runtime, source: Source, options: Load, policy: str) -> Change:
+def _read_generators(runtime: Runtime, source: Candidate, options: Load, policy: str) -> Change:
     part = GeneratorsPart(runtime.state.process_index)
     if not source.resized or policy == "strict":
         return part.read(options)

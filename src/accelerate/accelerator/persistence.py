@@ -15,11 +15,11 @@ from accelerate.accelerator import checkpoint_items
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
 from accelerate.checkpointing import (
+    Candidate,
     Change,
     Load,
     Progress,
     Request,
-    Source,
     WorldSizePolicy,
     apply_all,
     loaded_lines,
@@ -84,12 +84,12 @@ class Persistence:
         """
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
-        session.wait()
+        session.background.wait()
         request = self._request(output_dir)
         logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
-        site = session.open_site(request)
+        site = saving.open_site(request, session.consensus)
         try:
             write = session.prepare_write(
                 site,
@@ -112,7 +112,7 @@ class Persistence:
         Raises:
             CheckpointError: it has failed; once, on all ranks.
         """
-        self._runtime.checkpoints.wait()
+        self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
     def load_state(
@@ -144,7 +144,7 @@ class Persistence:
         """
         runtime = self._runtime
         loading.check_policy(world_size_policy)
-        runtime.checkpoints.wait()
+        runtime.checkpoints.background.wait()
         options = dict(load_model_func_kwargs)
         device = read_device(options.pop("map_location", None))
         skipped: list[str] = []
@@ -165,7 +165,7 @@ class Persistence:
             for line in dict.fromkeys(skipped):
                 logger.warning(f"A checkpoint was skipped. {line}.")
             logger.info(f"Loading states from {source.folder}")
-            apply_all(changes, partial(source.settle, was_read=False))
+            apply_all(changes, partial(source.agree, was_read=False))
             has_scaler = runtime.strategy.precision.scaler is not None
             for line in loaded_lines(source.folder, has_scaler, _types(runtime.prepared.custom)):
                 logger.info(line)
@@ -311,33 +311,35 @@ class Persistence:
             },
         )
 
-    def _candidates(self, input_dir: Folder | None) -> Iterator[Source]:
-        project = self._runtime.request.project
+    def _candidates(self, input_dir: Folder | None) -> Iterator[Candidate]:
+        runtime, project = self._runtime, self._runtime.request.project
+        session = runtime.checkpoints
+        run = session.consensus, runtime.state.topology, session.patience
         if input_dir is not None:
-            return self._runtime.checkpoints.candidates(Path(input_dir).expanduser(), None)
+            return loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         if not project.automatic_checkpoint_naming:
             raise ConfigurationError(
                 "load_state() has no folder to load from. Pass input_dir, or number checkpoints: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        return self._runtime.checkpoints.candidates(None, _numbered_folder(project))
+        return loading.open_newest(_numbered_folder(project), *run)
 
-    def _read(self, source: Source, options: Load, policy: str) -> tuple[list[Change], Progress]:
+    def _read(self, source: Candidate, options: Load, policy: str) -> tuple[list[Change], Progress]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
         if self._runtime.checkpoints.load_hooks:
-            source.settle()
+            source.agree()
         if not source.is_readable:
-            source.settle()  # raises on all ranks
+            source.agree()  # raises on all ranks
         try:
             progress = read_progress(source, options)
             changes = checkpoint_items.read(self._runtime, source, options, policy)
         except Exception as error:  # of any kind: the other ranks have to know
-            source.settle(describe(error))
+            source.agree(describe(error))
             raise
-        source.settle()
+        source.agree()
         return changes, progress
 
-    def _go_on_after(self, source: Source, progress: Progress) -> None:
+    def _go_on_after(self, source: Candidate, progress: Progress) -> None:
         """Take over what is counted."""
         runtime, project = self._runtime, self._runtime.request.project
         if progress.step is not None:

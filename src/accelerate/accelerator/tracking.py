@@ -104,4 +104,4 @@ class Tracking:
             ending.callback(runtime.agreement.close)
             for tracker in reversed(runtime.trackers):
                 ending.callback(runtime.outlets.of(tracker).finish)
-            runtime.checkpoints.wait()
+            runtime.checkpoints.background.wait()

@@ -89,6 +89,11 @@ from accelerate.base.errors import (
     shown as shown,
     wrong_value as wrong_value,
 )
+from accelerate.base.files import (
+    replace_files as replace_files,
+    sync_file as sync_file,
+    sync_folder as sync_folder,
+)
 from accelerate.base.lazy import attach as attach
 from accelerate.base.packages import (
     PACKAGES as PACKAGES,

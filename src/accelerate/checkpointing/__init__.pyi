@@ -11,41 +11,12 @@ from accelerate.base import (
     get_pretty_name as get_pretty_name,
     is_torch_version as is_torch_version,
 )
-from accelerate.checkpointing.background import Background as Background
-from accelerate.checkpointing.changes import (
-    Change as Change,
-    Stage as Stage,
-    apply_all as apply_all,
-    nothing as nothing,
-)
-from accelerate.checkpointing.fields import (
-    LARGEST as LARGEST,
-    check_fields as check_fields,
-    refuse_name as refuse_name,
-)
-from accelerate.checkpointing.files import (
-    FileRecord as FileRecord,
-    files_under as files_under,
-    measure as measure,
-    seal as seal,
-)
 from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
 from accelerate.checkpointing.folder import (
-    Workplace as Workplace,
-    plan_workplace as plan_workplace,
+    StagingFolder as StagingFolder,
+    plan_staging_folder as plan_staging_folder,
     recover as recover,
     remove as remove,
-)
-from accelerate.checkpointing.groups import (
-    GROUPS as GROUPS,
-    OPTIMIZER as OPTIMIZER,
-    STATE as STATE,
-    ByOrder as ByOrder,
-    by_name as by_name,
-    group_places as group_places,
-    loaded_groups as loaded_groups,
-    optimizer_change as optimizer_change,
-    refuse_strangers as refuse_strangers,
 )
 from accelerate.checkpointing.kept import (
     inner_optimizers as inner_optimizers,
@@ -54,13 +25,16 @@ from accelerate.checkpointing.kept import (
     keep_weights as keep_weights,
 )
 from accelerate.checkpointing.loading import (
-    Source as Source,
+    Candidate as Candidate,
+    Progress as Progress,
     WorldSizePolicy as WorldSizePolicy,
-    deal as deal,
+    divide_files as divide_files,
     nothing_to_load as nothing_to_load,
+    read_progress as read_progress,
 )
 from accelerate.checkpointing.local_shards import (
     LocalShards as LocalShards,
+    Place as Place,
     Shape as Shape,
     Shard as Shard,
     Value as Value,
@@ -70,9 +44,26 @@ from accelerate.checkpointing.local_shards import (
     spread as spread,
     whole as whole,
 )
-from accelerate.checkpointing.manifest import Manifest as Manifest
+from accelerate.checkpointing.manifest import (
+    LARGEST as LARGEST,
+    FileRecord as FileRecord,
+    Manifest as Manifest,
+    check_fields as check_fields,
+    files_under as files_under,
+    measure as measure,
+    refuse_name as refuse_name,
+    seal as seal,
+)
 from accelerate.checkpointing.metadata import read_metadata as read_metadata
-from accelerate.checkpointing.part import Load as Load, Part as Part, Payload as Payload
+from accelerate.checkpointing.part import (
+    Change as Change,
+    Load as Load,
+    Part as Part,
+    Payload as Payload,
+    Stage as Stage,
+    apply_all as apply_all,
+    nothing as nothing,
+)
 from accelerate.checkpointing.parts import (
     GeneratorsPart as GeneratorsPart,
     LoaderPart as LoaderPart,
@@ -85,39 +76,43 @@ from accelerate.checkpointing.parts import (
     state_parts as state_parts,
     weights_change as weights_change,
 )
-from accelerate.checkpointing.progress import Progress as Progress, read_progress as read_progress
-from accelerate.checkpointing.report import (
-    LOADED as LOADED,
-    loaded_lines as loaded_lines,
-    saved_lines as saved_lines,
-)
+from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (
+    LOADED as LOADED,
     Request as Request,
     Site as Site,
     abandon as abandon,
+    loaded_lines as loaded_lines,
     open_site as open_site,
+    saved_lines as saved_lines,
 )
-from accelerate.checkpointing.search import checkpoints_below as checkpoints_below
-from accelerate.checkpointing.session import Session as Session
-from accelerate.checkpointing.shard_index import (
-    Entry as Entry,
-    Place as Place,
-    ShardIndex as ShardIndex,
-    pack as pack,
+from accelerate.checkpointing.session import (
+    Background as Background,
+    Session as Session,
+    StagingArea as StagingArea,
 )
+from accelerate.checkpointing.shard_index import ShardIndex as ShardIndex
 from accelerate.checkpointing.sharded import (
+    GROUPS as GROUPS,
     MODEL as MODEL,
+    OPTIMIZER as OPTIMIZER,
+    STATE as STATE,
+    ByOrder as ByOrder,
     EitherPart as EitherPart,
     ModuleShards as ModuleShards,
     OptimizerShards as OptimizerShards,
     ShardOwner as ShardOwner,
-    ShardsPart as ShardsPart,
+    by_name as by_name,
     folder_of as folder_of,
+    group_places as group_places,
+    loaded_groups as loaded_groups,
+    memory_for as memory_for,
     model_targets as model_targets,
+    optimizer_change as optimizer_change,
     read_shards as read_shards,
+    refuse_other_optimizer as refuse_other_optimizer,
 )
 from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
-from accelerate.checkpointing.staging import StagingArea as StagingArea
 from accelerate.checkpointing.state import (
     load_accelerator_state as load_accelerator_state,
     load_custom_state as load_custom_state,

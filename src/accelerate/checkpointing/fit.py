@@ -130,11 +130,6 @@ def _misfit(name: str, own: Any, value: Any) -> str:
 def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
     """Say why numbers of a format cannot be brought to another one without losing a part of them.
 
-    Args:
-        name: of the tensor.
-        own: format of the model.
-        read: that of the file.
-
     Returns:
         The reason, or nothing.
     """
@@ -143,11 +138,7 @@ def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
 
 
 def loads_its_own_way(model: nn.Module) -> bool:
-    """Whether a model has code that may take weights of other names than those of its state dict.
-
-    Args:
-        model: without wrappers, or with.
-    """
+    """Whether a model has code that may take weights of other names than those of its state dict."""
     return any(map(_has_own_code, model.modules()))
 
 
@@ -259,9 +250,6 @@ def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -
 
 def check_form(state: Any) -> None:
     """Refuse what is no state of an optimizer at all.
-
-    Args:
-        state: what was read.
 
     Raises:
         CheckpointError: it has not the form that `torch.optim.Optimizer.state_dict` gives.

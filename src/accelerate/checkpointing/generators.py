@@ -11,7 +11,7 @@ import torch
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing.files import checksum_of
+from accelerate.checkpointing.manifest import checksum_of
 
 _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
 _FILE_NAMES = {"python": _PYTHON, "numpy": _NUMPY, "torch": _TORCH}
@@ -72,9 +72,6 @@ def _check_device(name: str, current: Any, state: Any) -> None:
 
 def restore(states: Any) -> None:
     """Set the generators of this process.
-
-    Args:
-        states: content of the file.
 
     Raises:
         CheckpointError: one that this process has is not among them.

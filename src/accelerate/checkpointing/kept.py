@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing.changes import Apply
-from accelerate.data_loader import position
+from accelerate.checkpointing.part import Apply
+from accelerate.data_loader import resume as position
+from accelerate.nested import iterate_tensors
 
 LARGEST = 64 * 2**20
 """Bytes of tensors of one object that are copied, at most."""
@@ -58,21 +59,11 @@ class _Tensors:
 
 
 def _size_of(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(each.numel() * each.element_size() for each in tensors)  # sparse ones have no `nbytes`
 
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
 
 
 def _restore_attributes(
@@ -98,11 +89,7 @@ _WRAPPED = ("optimizer", "owner", "base_optimizer")
 
 
 def inner_optimizers(owner: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of torch that an object wraps, maybe several times, or is.
-
-    Args:
-        owner: what is loaded.
-    """
+    """Return the optimizers of torch that an object wraps, maybe several times, or is."""
     found: list[Any] = []
     queue = [owner]
     while queue:
@@ -115,11 +102,7 @@ def inner_optimizers(owner: Any) -> list[torch.optim.Optimizer]:
 
 
 def keep_optimizer(owner: Any) -> Apply:
-    """Keep the state of what wraps optimizers, or is one: nothing large is copied.
-
-    Args:
-        owner: what is loaded.
-    """
+    """Keep the state of what wraps optimizers, or is one: nothing large is copied."""
     optimizers = inner_optimizers(owner)
     attributes = [(each, dict(vars(each))) for each in optimizers]
     states = [(each.state, _contents(each.state)) for each in optimizers]
@@ -127,7 +110,7 @@ def keep_optimizer(owner: Any) -> Apply:
         (each.param_groups, [(group, dict(group)) for group in each.param_groups]) for each in optimizers
     ]
     is_plain = all(type(each).load_state_dict is torch.optim.Optimizer.load_state_dict for each in optimizers)
-    live = _tensors_in([list(each.state.values()) for each in optimizers])
+    live = iterate_tensors([list(each.state.values()) for each in optimizers])
     tensors = _Tensors(live, 0 if is_plain else LARGEST)  # torch replaces tensors, and changes none
 
     def bring_back() -> None:
@@ -157,11 +140,7 @@ def _contents(state: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
 
 
 def keep_weights(model: nn.Module) -> Apply:
-    """Keep copies of the tensors of a model: as much memory as it has.
-
-    Args:
-        model: with what wraps its modules.
-    """
+    """Keep copies of the tensors of a model: as much memory as it has."""
     places = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
     both = [found for _, parameters, buffers in places for found in (parameters, buffers)]
     tensors = _Tensors([each for found in both for each in found.values() if each is not None], math.inf)
@@ -176,11 +155,7 @@ def keep_weights(model: nn.Module) -> Apply:
 
 
 def keep_extra(modules: Sequence[nn.Module]) -> Apply:
-    """Keep what modules have beside their tensors.
-
-    Args:
-        modules: each has an extra state.
-    """
+    """Keep what modules have beside their tensors."""
     states = [(module, copy.deepcopy(module.get_extra_state())) for module in modules]
 
     def bring_back() -> None:
@@ -194,11 +169,7 @@ def keep_extra(modules: Sequence[nn.Module]) -> Apply:
 
 
 def keep_object(owner: Any) -> Apply:
-    """Keep the state of an object with `state_dict` and `load_state_dict`: scheduler, scaler, the user's own.
-
-    Args:
-        owner: what is loaded.
-    """
+    """Keep the state of an object with `state_dict` and `load_state_dict`: scheduler, scaler, a user's."""
     attributes = [(each, dict(vars(each))) for each in _stateful(owner)]
     state, tensors = _state_of(owner)
 
@@ -236,7 +207,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _stateful(owner: Any) -> list[Any]:
-    """Return an object and those with states that are its attributes, or lie in lists that are."""
+    """Return an object and those with states that are its attributes, or are in lists that are."""
     found: list[Any] = []
     queue = [owner]
     while queue:
@@ -259,7 +230,7 @@ def _state_of(owner: Any) -> tuple[Any, _Tensors]:
     """Return a copy of a state, which shares large tensors with the object; None where there is none yet."""
     try:
         state = owner.state_dict()
-        tensors = list(_tensors_in(state))
+        tensors = list(iterate_tensors(state))
         is_large = _size_of(tensors) > LARGEST
         shared: dict[int, Any] = {id(each): each for each in tensors} if is_large else {}
         return copy.deepcopy(state, shared), _Tensors(tensors, LARGEST)
@@ -271,13 +242,11 @@ def _state_of(owner: Any) -> tuple[Any, _Tensors]:
 
 
 def keep_loader(loader: Any) -> Apply:
-    """Keep the order and position of a prepared loader.
-
-    Args:
-        loader: of any kind.
-    """
+    """Keep the order and position of a prepared loader."""
     sampler = loader.get_sampler()
-    owners = [loader, loader.position, sampler, loader._index_sampler, loader.dataset]
+    first = loader.first_round
+    owners = [loader, loader.base_dataloader, loader.position, first, sampler, loader._index_sampler]
+    owners.append(loader.dataset)
     kept = [(each, dict(vars(each))) for each in owners if hasattr(each, "__dict__")]
     drawn = [(generator, generator.get_state()) for generator in position.generators_of(loader)]
     epoch = loader.iteration

@@ -1,4 +1,4 @@
-"""Load a list of parts: choose a complete checkpoint, verify it, read it."""
+"""Load a list of parts: choose a complete checkpoint, verify it, read it and how far its run was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,9 @@ from accelerate.base import (
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.part import Load
+from accelerate.checkpointing.parts import GeneratorsPart
 from accelerate.logging import get_logger
-from accelerate.state import Consensus
+from accelerate.state import Consensus, Topology
 
 logger = get_logger(__name__)
 
@@ -45,16 +46,16 @@ WorldSizePolicy = Literal["strict", "reseed", "ignore"]
 WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
 
 
-class Source:
+class Candidate:
     """A checkpoint that is about to be read; its files are compared with their checksums meanwhile.
 
     Another run may save under the same name while it is read. Then files of two checkpoints may have been
-    read, which `settle` notices on all ranks.
+    read, which `agree` notices on all ranks.
 
     Args:
         folder: the checkpoint.
         consensus: between the ranks.
-        place: of this process; decides which files it compares.
+        topology: decides which files this process compares.
         fault: what is known to be wrong with it; nothing is compared then.
         was_complete: whether it was seen as complete just before.
         is_last: whether it is not read again when it was replaced.
@@ -62,14 +63,14 @@ class Source:
     Attributes:
         folder: the checkpoint.
         manifest: what it holds; None for one that other software wrote, or that is damaged.
-        was_replaced: whether it is to be read again, as all ranks have settled.
+        was_replaced: whether it is to be read again, as all ranks have agreed.
     """
 
     def __init__(
         self,
         folder: Path,
         consensus: Consensus,
-        place: Place,
+        topology: Topology,
         fault: str = "",
         *,
         was_complete: bool = False,
@@ -87,7 +88,7 @@ class Source:
         if fault:
             return
         try:
-            self._begin(place)
+            self._begin(topology)
         except CheckpointError as error:
             self._fault = str(error)
             self._is_gone = was_complete
@@ -118,7 +119,7 @@ class Source:
         if self._is_other():
             raise CheckpointError(REPLACED)
 
-    def settle(self, failure: str = "", *, was_read: bool = True) -> None:
+    def agree(self, failure: str = "", *, was_read: bool = True) -> None:
         """Wait until all ranks have compared, or read, their files; called on all ranks.
 
         Args:
@@ -136,8 +137,8 @@ class Source:
             "place": place,
             "save": save,
         }
-        said = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
-        problems, again = _judge(said)
+        answers = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
+        problems, again = _judge(answers)
         self.was_replaced = again and not self._is_last
         if problems:
             raise CheckpointError(problems)
@@ -150,7 +151,7 @@ class Source:
         save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
         return ("", save) if save else (f"{socket.gethostname()}:{self.folder}", self._stamp)
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, topology: Topology) -> None:
         if not self.folder.is_dir():
             folder.recover(folder.place_of(self.folder))
         if not self.folder.is_dir():
@@ -163,7 +164,7 @@ class Source:
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
         self.manifest = read = manifest.read(self.folder)
-        names = deal(read, place.local_size)[place.local_rank]
+        names = divide_files(read, topology.local_size)[topology.local_rank]
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
@@ -172,18 +173,14 @@ class Source:
         pool.shutdown(wait=False)
 
 
-def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Return what is wrong with a checkpoint, and whether it may be right when it is read again.
-
-    Args:
-        said: by each rank.
-    """
-    if any(each["replaced"] for each in said):
+def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Return what is wrong with a checkpoint, and whether it may be right when it is read again."""
+    if any(each["replaced"] for each in answers):
         return f"{REPLACED}: load it when no other run saves to this name", True
-    if problems := "; ".join(dict.fromkeys(line for each in said for line in each["problems"])):
+    if problems := "; ".join(dict.fromkeys(line for each in answers for line in each["problems"])):
         return problems, False
     first: dict[str, tuple[int, str]] = {}
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(answers):
         other, save = first.setdefault(each["place"], (rank, each["save"]))
         if save != each["save"]:
             return (
@@ -194,21 +191,15 @@ def _judge(said: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     return "", False
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process is among those of its machine, which share the work."""
-
-    local_rank: int
-    local_size: int
-
-
-def open_checkpoint(path: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
+def open_checkpoint(
+    path: Path, consensus: Consensus, topology: Topology, patience: float
+) -> Iterator[Candidate]:
     """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
         path: the checkpoint.
         consensus: between the ranks.
-        place: of this process.
+        topology: of the run.
         patience: seconds that the ranks have to come together.
 
     Raises:
@@ -216,13 +207,15 @@ def open_checkpoint(path: Path, consensus: Consensus, place: Place, patience: fl
     """
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
-        source = Source(path, consensus, place, is_last=not left)
+        source = Candidate(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:
             return
 
 
-def open_newest(parent: Path, consensus: Consensus, place: Place, patience: float) -> Iterator[Source]:
+def open_newest(
+    parent: Path, consensus: Consensus, topology: Topology, patience: float
+) -> Iterator[Candidate]:
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
 
     It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
@@ -230,14 +223,14 @@ def open_newest(parent: Path, consensus: Consensus, place: Place, patience: floa
     Args:
         parent: the folder of the numbered checkpoints.
         consensus: between the ranks.
-        place: of this process.
+        topology: of the run.
         patience: seconds that the ranks have to come together.
 
     Raises:
         StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
-        for source in _open_numbered(parent, consensus, place, patience, is_last=not left):
+        for source in _open_numbered(parent, consensus, topology, patience, is_last=not left):
             yield source
             if source.was_replaced:
                 break
@@ -246,17 +239,17 @@ def open_newest(parent: Path, consensus: Consensus, place: Place, patience: floa
 
 
 def _open_numbered(
-    parent: Path, consensus: Consensus, place: Place, patience: float, is_last: bool
-) -> Iterator[Source]:
+    parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
+) -> Iterator[Candidate]:
     found = {each.number: each for each in _survey(parent)}
-    said = consensus.decide(CALL, sorted(found), list, patience)
-    for number in sorted({number for numbers in said for number in numbers}, reverse=True):
+    answers = consensus.decide(CALL, sorted(found), list, patience)
+    for number in sorted({number for numbers in answers for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
         fault = found[number].fault if number in found else "it is not on all machines"
-        yield Source(path, consensus, place, fault, was_complete=not fault, is_last=is_last)
+        yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 
-def _survey(parent: Path) -> list[retention.Found]:
+def _survey(parent: Path) -> list[retention.NumberedCheckpoint]:
     """Look for checkpoints; a rank that cannot look has none, so that the others need not wait for it."""
     try:
         return retention.survey(parent)
@@ -280,13 +273,8 @@ def check_policy(policy: str) -> None:
         )
 
 
-def announce(source: Source, size: int, policy: str) -> None:
+def announce(source: Candidate, size: int, policy: str) -> None:
     """Say what is unusual about a checkpoint, or refuse it: nobody can verify it, or others have saved it.
-
-    Args:
-        source: the checkpoint.
-        size: number of processes now.
-        policy: "strict" refuses.
 
     Raises:
         CheckpointError: by the policy "strict".
@@ -332,7 +320,7 @@ def announce_surplus(load: Load) -> None:
         )
 
 
-def deal(read: Manifest, processes: int) -> list[list[str]]:
+def divide_files(read: Manifest, processes: int) -> list[list[str]]:
     """Divide the files of a checkpoint so that each process gets about the same number of bytes."""
     shares: list[list[str]] = [[] for _ in range(processes)]
     sizes = [0] * processes
@@ -350,17 +338,54 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
         folder: what the user named; None for the newest numbered checkpoint.
         faults: what is wrong with those that there are.
     """
-    said = "; ".join(faults)
-    if folder is not None and said.endswith(NO_FOLDER):
+    reasons = "; ".join(faults)
+    if folder is not None and reasons.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")
     if folder is not None:
-        error = CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {said}")
-        is_missing = any(mark in said for mark in (" is missing", " holds no "))
+        error = CheckpointError(f"A checkpoint was not loaded, and nothing was changed. {reasons}")
+        is_missing = any(mark in reasons for mark in (" is missing", " holds no "))
         return as_builtin(error, FileNotFoundError) if is_missing else error
     if faults:
         return CheckpointError(
-            f"There is no complete checkpoint to load, and nothing was changed. {said}. One that other "
+            f"There is no complete checkpoint to load, and nothing was changed. {reasons}. One that other "
             "software wrote is loaded by its name: load_state(folder)."
         )
     error = CheckpointError("There is no checkpoint to load: none was saved under automatic naming.")
     return as_builtin(error, FileNotFoundError)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run takes over that goes on from a checkpoint.
+
+    Attributes:
+        step: `Accelerator.step`; None where nothing tells.
+        sync_gradients: whether the last round was one that steps; None where nothing tells.
+        updates: of each optimizer.
+        gradient_order: of each model, as its strategy gave it.
+    """
+
+    step: int | None = None
+    sync_gradients: bool | None = None
+    updates: list[int] = field(default_factory=list)
+    gradient_order: list[list[int]] = field(default_factory=list)
+
+
+def read_progress(source: Candidate, options: Load) -> Progress:
+    """Read how far a run was; nothing is changed."""
+    if source.manifest is None:
+        return _of_other_software(options)
+    run = source.manifest.run
+    return Progress(
+        source.manifest.step,
+        run.get("sync_gradients", True),
+        run.get("updates", []),
+        run.get("gradient_order", []),
+    )
+
+
+def _of_other_software(options: Load) -> Progress:
+    name = GeneratorsPart(0).name
+    states = options.read(name) if options.has(name) else {}
+    step = states.get("step") if isinstance(states, Mapping) else None
+    return Progress(step if type(step) is int else None)

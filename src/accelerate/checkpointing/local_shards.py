@@ -12,8 +12,13 @@ from torch import Tensor
 
 from accelerate.ops import is_dtensor
 
-if TYPE_CHECKING:  # it takes half a second to import
+if TYPE_CHECKING:  # they take half a second to import
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
+
+Place = tuple[Any, ...]
+"""The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -35,12 +40,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """What this process has of one tensor.
+    """What this process has of one tensor; DCP's planners take it by the protocol that DTensor has.
 
     Attributes:
         shape: of the whole tensor.
         dtype: its number format.
-        shards: boxes that lie here.
+        shards: boxes on this rank.
         owned: whether this process saves them; where several have the same ones, one of them does.
     """
 
@@ -61,6 +66,36 @@ class LocalShards:
             for shard in self.shards
         )
         return LocalShards(self.shape, kind, shards, self.owned)
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        return [
+            write_item(key, self.shape, self.dtype, shard.offsets, shard.tensor.shape)
+            for shard in self.shards
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+            for shard in self.shards
+            if shard.tensor.numel()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.tensor for shard in self.shards if shard.offsets == tuple(index.offset or ()))
+
+
+def write_item(
+    key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> WriteItem:
+    """Return what DCP plans for one box of a tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 @dataclass(frozen=True)
@@ -95,12 +130,12 @@ def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
 
 
 def whole(tensor: Tensor, owned: bool = True) -> LocalShards:
-    """Return a tensor that lies here as a whole."""
+    """Return a tensor that is whole on this rank."""
     return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
 
 
 def local_part(value: DTensor) -> Tensor:
-    """Return what lies here of a distributed tensor, without its history."""
+    """Return the local part of a distributed tensor, without its history."""
     detached: Any = value.detach()
     local: Tensor = detached.to_local()
     return local
@@ -119,17 +154,19 @@ def _of_distributed(value: DTensor, turn: int) -> LocalShards:
     return LocalShards(tuple(value.shape), value.dtype, shards, owned)
 
 
-def rejoin(found: LocalShards, like: Any) -> Tensor:
-    """Return a tensor that is distributed like another.
+def rejoin(value: Any, like: Any = None) -> Any:
+    """Return a tensor from its boxes, distributed like another; anything else as it is.
 
     Args:
-        found: boxes of the same places as those of `like`.
+        value: boxes of the same places as those of `like`.
         like: a distributed tensor, or anything else where the boxes are one whole tensor.
     """
-    if not is_dtensor(like) or tuple(like.shape) != found.shape:
-        return found.shards[0].tensor
+    if not isinstance(value, LocalShards):
+        return value
+    if not is_dtensor(like) or tuple(like.shape) != value.shape:
+        return value.shards[0].tensor
     local = local_part(like)
-    own = found.shards[0].tensor if found.shards else torch.empty(local.shape, dtype=found.dtype)
+    own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -1,22 +1,129 @@
-"""Part: one object that is saved and loaded, and the name of its file."""
+"""Part: one object that is saved and loaded, with its file, and the change that a load makes to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from accelerate.base import AccelerateError, CheckpointError, as_builtin, describe, like
-from accelerate.checkpointing.changes import Change
 from accelerate.weights import read_torch, write_torch
 
+Apply = Callable[[], None]
+"""Changes an object."""
 
-def nothing() -> None:
+Agree = Callable[[str], None]
+"""Takes what went wrong on this rank, or an empty text; raises `CheckpointError` if something did on any."""
+
+
+class Stage(IntEnum):
+    """When a change comes: one that may fail before one that cannot be undone."""
+
+    ALONE = 0
+    """It needs no other rank, and is undone when another one fails."""
+    TOGETHER = 1
+    """All ranks take part, and it is undone when another one fails."""
+    LAST = 2
+    """It is too large to be undone, and was compared with the object before: weights."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Brings an object to a state that was read.
+
+    Attributes:
+        apply: does so.
+        name: what messages call the object.
+        keep: takes what is needed of the state that the object has, and returns what brings it back, which
+            raises where it cannot; None: it cannot be brought back.
+        stage: when it comes.
+        first: changes that come before, in their own stages.
+    """
+
+    apply: Apply
+    name: str = ""
+    keep: Callable[[], Apply] | None = None
+    stage: Stage = Stage.ALONE
+    first: tuple[Change, ...] = ()
+
+    def __call__(self) -> None:
+        """Do it, without a way back."""
+        for change in self.first:
+            change()
+        self.apply()
+
+
+def _do_nothing() -> None:
     """The state of something that has none in this checkpoint."""
+
+
+nothing = Change(_do_nothing, keep=lambda: _do_nothing)
+"""For an object that has no state in this checkpoint."""
+
+
+def apply_all(changes: Sequence[Change], agree: Agree) -> None:
+    """Change all objects on all ranks, or bring back what was changed; called on all ranks.
+
+    Args:
+        changes: in the order in which those of one stage come.
+        agree: agrees between the ranks.
+
+    Raises:
+        CheckpointError: a change failed on any rank; on all ranks, and says what did not come back.
+    """
+    flat = [each for change in changes for each in (*change.first, change)]
+    undo: list[tuple[str, Apply]] = []
+    for stage in Stage:
+        failure = _apply([change for change in flat if change.stage == stage], undo)
+        try:
+            agree("" if failure is None else describe(failure))
+        except AccelerateError as error:
+            lost = _bring_back(undo)
+            if not isinstance(error, CheckpointError):  # a rank is gone: nothing more can be agreed upon
+                raise
+            explained = CheckpointError(_explain(error, lost, agree))
+            raise explained if failure is None else like(explained, failure) from failure
+
+
+def _apply(changes: Iterable[Change], undo: list[tuple[str, Apply]]) -> Exception | None:
+    for change in changes:
+        try:
+            undo.append((change.name, _has_no_way_back if change.keep is None else change.keep()))
+            change.apply()
+        except Exception as error:  # of any kind: the other ranks have to know
+            return error
+    return None
+
+
+def _has_no_way_back() -> None:
+    raise CheckpointError("it has the loaded state, or a part of it")
+
+
+def _bring_back(undo: Sequence[tuple[str, Apply]]) -> list[str]:
+    """Undo changes, the last one first; return what did not come back."""
+    lost = []
+    for name, bring_back in reversed(undo):
+        try:
+            bring_back()
+        except Exception as error:  # the others are restored, and the message names this one
+            lost.append(f"{name} ({describe(error)})")
+    return lost
+
+
+def _explain(error: CheckpointError, lost: Sequence[str], agree: Agree) -> str:
+    try:
+        agree(", ".join(reversed(lost)))
+    except CheckpointError as unrestored:
+        return (
+            f"A checkpoint was not loaded: {error}. All is as it was before, but for {unrestored}. Load "
+            "another one, or start again."
+        )
+    return f"A checkpoint was not loaded, and nothing was changed: {error}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +147,7 @@ class Load:
     model: Mapping[str, Any] = field(default_factory=dict)
     names: Collection[str] | None = None
     wanted: set[str] = field(default_factory=set)
-    confirm: Callable[[], None] = nothing
+    confirm: Callable[[], None] = _do_nothing
 
     @property
     def is_foreign(self) -> bool:

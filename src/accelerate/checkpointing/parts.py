@@ -23,7 +23,6 @@ from accelerate.base import (
     CheckpointError,
 )
 from accelerate.checkpointing import generators
-from accelerate.checkpointing.changes import Change, Stage, nothing
 from accelerate.checkpointing.fit import (
     check_dtypes,
     check_optimizer,
@@ -40,8 +39,8 @@ from accelerate.checkpointing.kept import (
     keep_optimizer,
     keep_weights,
 )
-from accelerate.checkpointing.part import Load, Payload, Stateful
-from accelerate.data_loader import position
+from accelerate.checkpointing.part import Change, Load, Payload, Stage, Stateful, nothing
+from accelerate.data_loader import resume as position
 from accelerate.logging import get_logger
 from accelerate.weights import (
     drop_shared,
@@ -201,14 +200,6 @@ def weights_change(
 ) -> Change:
     """Compare weights with a model, and return what fills it.
 
-    Args:
-        apply: fills it.
-        model: prepared or not.
-        own: what it has by name.
-        state: what was read.
-        path: where.
-        options: `strict` is True unless given.
-
     Raises:
         CheckpointError: they do not fit.
     """
@@ -225,14 +216,7 @@ def weights_change(
 
 
 def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
-    """Return what brings what modules keep beside their tensors to a state, before tensors are changed.
-
-    Args:
-        model: without wrappers, or with.
-        state: what was read, by name.
-        options: how.
-        name: what messages call the model.
-    """
+    """Return what brings what modules keep beside their tensors to a state, before tensors are changed."""
     modules = {path: module for path, module in model.named_modules() if _has_extra(module)}
     pairs = [(modules[path], value) for key, value in state.items() if (path := _path_of(key)) in modules]
     if not pairs:
@@ -281,7 +265,7 @@ class GeneratorsPart:
 
     Attributes:
         rank: the process.
-        step: `Accelerator.step`, which lies in the same file.
+        step: `Accelerator.step`, which is in the same file.
     """
 
     rank: int
@@ -371,10 +355,6 @@ class LoaderPart:
 
 def _check_position(state: Any, found: Any) -> None:
     """Refuse what a loader would notice when its next pass begins.
-
-    Args:
-        state: its order and position.
-        found: the state of its dataset.
 
     Raises:
         Exception: something is missing, or of another kind.

@@ -1,8 +1,9 @@
-"""Save a list of parts: agree on a folder, write, agree that all is written, give the folder its name."""
+"""Save a list of parts: agree on a folder, write, agree that all is written, rename the folder, log."""
 
 from __future__ import annotations
 
 import datetime
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,12 @@ from typing import Any
 
 import torch
 
-from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown
+from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.files import FileRecord, files_under, seal, sync_folder
-from accelerate.checkpointing.folder import Workplace, place_of, plan_workplace
-from accelerate.checkpointing.manifest import SAVE, Manifest
+from accelerate.checkpointing.folder import StagingFolder, place_of, plan_staging_folder
+from accelerate.checkpointing.manifest import SAVE, FileRecord, Manifest, files_under, seal
 from accelerate.checkpointing.part import Payload
-from accelerate.checkpointing.report import saved_lines
+from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
 from accelerate.state import Consensus
@@ -29,6 +29,21 @@ logger = get_logger(__name__)
 CALL = "accelerator.save_state"
 SECONDS_TO_WRITE = 24 * 3600.0
 THREADS = 4
+
+SAVED = {
+    r"(?:pytorch_)?model(?:_\d+)?\.(?:bin|safetensors)": "Model weights saved in {path}",
+    rf"{FOLDERS[MODEL]}_\d+": "Model weights saved in {path}",
+    r"optimizer(?:_\d+)?\.bin": "Optimizer state saved in {path}",
+    rf"{FOLDERS[OPTIMIZER]}_\d+": "Optimizer state saved in {path}",
+    r"scheduler(?:_\d+)?\.bin": "Scheduler state saved in {path}",
+    r"sampler(?:_(\d+))?\.bin": "Sampler state for dataloader {number} saved in {path}",
+    r"scaler\.pt": "Gradient scaler state saved in {path}",
+    r"random_states_\d+\.pkl": "Random states saved in {path}",
+    r"custom_checkpoint_(\d+)\.pkl": "Saving the state of {kind} to {path}",
+}
+"""Names of files, or of folders of shards -> the line about one of them, in the order of the lines."""
+
+LOADED = ("model weights", "optimizer states", "scheduler states", "dataloader sampler states")
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class Site:
     """Where this rank writes.
 
     Attributes:
-        workplace: the folder.
+        staging: the folder.
         commits: whether this rank gives it its name.
         consensus: between the ranks.
         request: what is saved.
@@ -69,7 +84,7 @@ class Site:
         save: what tells this save from all others, the same on all ranks.
     """
 
-    workplace: Workplace
+    staging: StagingFolder
     commits: bool
     consensus: Consensus
     request: Request
@@ -79,7 +94,7 @@ class Site:
     @property
     def folder(self) -> Path:
         """The folder in which the files are written."""
-        return self.workplace.folder
+        return self.staging.folder
 
 
 def open_site(request: Request, consensus: Consensus) -> Site:
@@ -88,36 +103,32 @@ def open_site(request: Request, consensus: Consensus) -> Site:
     Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
     machine; the first of them gives it its name.
 
-    Args:
-        request: what is saved where.
-        consensus: between the ranks.
-
     Raises:
         StateError: a rank did not come in time.
         CheckpointError: a folder cannot be made.
     """
     target = place_of(request.target)
-    opened: list[Workplace] = []
+    opened: list[StagingFolder] = []
 
-    def begin() -> Workplace:
-        opened.append(plan_workplace(target))
+    def begin() -> StagingFolder:
+        opened.append(plan_staging_folder(target))
         opened[-1].open()
         return opened[-1]
 
     try:
         return _agree_on_site(request, consensus, target, begin)
     except BaseException:
-        for workplace in opened:
-            workplace.discard()
+        for staging in opened:
+            staging.discard()
         raise
 
 
 def _agree_on_site(
-    request: Request, consensus: Consensus, target: Path, begin: Callable[[], Workplace]
+    request: Request, consensus: Consensus, target: Path, begin: Callable[[], StagingFolder]
 ) -> Site:
-    said = consensus.decide(CALL, None, lambda _: _spell(begin()), request.patience)
-    first = _workplace(target, said)
-    sees = said["target"] == str(target) and first.folder.is_dir()
+    answer = consensus.decide(CALL, None, lambda _: _spell(begin()), request.patience)
+    first = _staging_folder(target, answer)
+    sees = answer["target"] == str(target) and first.folder.is_dir()
     place = "" if sees else f"{socket.gethostname()}:{target}"
     places = consensus.decide(CALL, place, list, request.patience)
     leader = places.index(place)
@@ -130,55 +141,33 @@ def _agree_on_site(
             own = begin()
         except CheckpointError as error:
             failure = str(error)
-    offers = consensus.decide(CALL, {"failure": failure, "workplace": _spell(own)}, list, request.patience)
+    offers = consensus.decide(CALL, {"failure": failure, "staging": _spell(own)}, list, request.patience)
     _refuse_failures([offer["failure"] for offer in offers])
-    workplace = _workplace(target, offers[leader]["workplace"])
-    return Site(workplace, commits, consensus, request, is_common=False, save=first.folder.name)
+    staging = _staging_folder(target, offers[leader]["staging"])
+    return Site(staging, commits, consensus, request, is_common=False, save=first.folder.name)
 
 
-def _spell(workplace: Workplace) -> dict[str, Any]:
-    """Write a workplace for the other ranks, which find it beside or in the target that they know."""
+def _spell(staging: StagingFolder) -> dict[str, Any]:
+    """Write a staging for the other ranks, which find it beside or in the target that they know."""
     return {
-        "target": str(workplace.target),
-        "name": workplace.folder.name,
-        "inside": workplace.inside,
+        "target": str(staging.target),
+        "name": staging.folder.name,
+        "inside": staging.inside,
     }
 
 
-def _workplace(target: Path, said: Mapping[str, Any]) -> Workplace:
-    """Find the workplace that another rank has made for the same target.
+def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
+    """Find the staging that another rank has made for the same target.
 
     Raises:
         CheckpointError: what it says names no folder in that place.
     """
-    name, inside = str(said["name"]), bool(said["inside"])
+    name, inside = str(answer["name"]), bool(answer["inside"])
     if Path(name).name != name or not name.startswith("."):
         raise CheckpointError(
             f"Another process wants to write in {name!r}, which is no hidden folder beside {target}."
         )
-    return Workplace(target, (target if inside else target.parent) / name, inside)
-
-
-@dataclass(frozen=True)
-class Written:
-    """What one rank says when it has written its files.
-
-    Attributes:
-        failure: why it could not; empty when it could.
-        folder: where it wrote.
-        records: its files.
-        reports: folder of shards in the checkpoint -> what the rank that finishes it needs to know.
-    """
-
-    failure: str
-    folder: str
-    records: Sequence[FileRecord] = ()
-    reports: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any]) -> Written:
-        """Read what `asdict` has made of one on another rank."""
-        return cls(**{**said, "records": [FileRecord(**record) for record in said["records"]]})
+    return StagingFolder(target, (target if inside else target.parent) / name, inside)
 
 
 def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
@@ -195,7 +184,7 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     Raises:
         CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
     """
-    consensus, folder = site.consensus, str(site.folder)
+    consensus = site.consensus
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
     all_reports: list[Mapping[str, Any]] = []
@@ -215,58 +204,50 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
-    def keep_reports(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Keep the reports to the first rank, which commits where there are any: they can be large."""
-        all_reports.extend(each["reports"] for each in said)
-        return [{**each, "reports": {}} for each in said]
+    def keep_reports(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Keep the reports to rank 0, which commits where there are any: they can be large."""
+        all_reports.extend(summary["reports"] for summary in summaries)
+        return [{**summary, "reports": {}} for summary in summaries]
 
-    def commit(said: Sequence[Written]) -> None:
-        _finish(site, payloads, all_reports)
-        _commit(site, [record for each in said if each.folder == folder for record in each.records])
+    def commit(summaries: Sequence[Mapping[str, Any]]) -> None:
+        for payload in payloads:
+            if payload.finish is not None:
+                shards = str(Path(payload.name).parent)
+                payload.finish(site.folder / shards, [reports[shards] for reports in all_reports])
+        own = [summary for summary in summaries if summary["folder"] == str(site.folder)]
+        _commit(site, [FileRecord(**record) for summary in own for record in summary["records"]])
 
     try:
         failure = _attempt(write_files)
-        own = asdict(Written(failure, folder, records, reports))
-        said = [Written.read(each) for each in consensus.decide(CALL, own, keep_reports, SECONDS_TO_WRITE)]
-        _refuse_failures([each.failure for each in said])
-        failure = _attempt(lambda: commit(said)) if site.commits else ""
+        summary = _summary(site, failure, [asdict(record) for record in records], reports)
+        summaries = consensus.decide(CALL, summary, keep_reports, SECONDS_TO_WRITE)
+        _refuse_failures([summary["failure"] for summary in summaries])
+        failure = _attempt(lambda: commit(summaries)) if site.commits else ""
         _refuse_failures(consensus.decide(CALL, failure, list, SECONDS_TO_WRITE))
     finally:
-        if site.commits:
-            site.workplace.discard()
+        discard(site)
     for line in saved_lines(site.request.target, [payload.name for payload in payloads], site.request.custom):
         logger.info(line)
-    return site.workplace.target
+    return site.staging.target
 
 
-def _finish(site: Site, payloads: Sequence[Payload], reports: Sequence[Mapping[str, Any]]) -> None:
-    """Add to each folder that several ranks have written to what they have in common."""
-    for payload in payloads:
-        if payload.finish is not None:
-            group = str(Path(payload.name).parent)
-            payload.finish(site.folder / group, [each[group] for each in reports])
+def _summary(site: Site, failure: str, records: Sequence[Any] = (), reports: Any = None) -> dict[str, Any]:
+    """Return what a rank tells the others when it has written its files, or why it could not."""
+    return {"failure": failure, "folder": str(site.folder), "records": records, "reports": reports or {}}
 
 
 def abandon(site: Site, error: Exception) -> None:
-    """Tell the other ranks, which are about to write or wait for it, that this one cannot save.
-
-    Args:
-        site: where.
-        error: why; the caller raises it.
-    """
+    """Tell the other ranks, which are about to write or wait for it, that this one cannot save."""
     try:
-        site.consensus.decide(
-            CALL, asdict(Written(describe(error), str(site.folder))), list, SECONDS_TO_WRITE
-        )
+        site.consensus.decide(CALL, _summary(site, describe(error)), list, SECONDS_TO_WRITE)
     finally:
-        if site.commits:
-            site.workplace.discard()
+        discard(site)
 
 
 def discard(site: Site) -> None:
     """Remove what was written so far, where this rank is the one to commit it."""
     if site.commits:
-        site.workplace.discard()
+        site.staging.discard()
 
 
 def _commit(site: Site, records: Sequence[FileRecord]) -> None:
@@ -289,9 +270,9 @@ def _commit(site: Site, records: Sequence[FileRecord]) -> None:
         torch=torch.__version__,
         run={**request.run, SAVE: site.save},
     ).write(site.folder)
-    site.workplace.publish()
+    site.staging.publish()
     if request.keep is not None:
-        _prune(site.workplace.target, request.keep)
+        _prune(site.staging.target, request.keep)
 
 
 def _prune(saved: Path, keep: int) -> None:
@@ -303,7 +284,7 @@ def _prune(saved: Path, keep: int) -> None:
 
 
 def _attempt(action: Callable[[], Any]) -> str:
-    """Do something and return why it failed, so that all ranks can be told; empty when it did not."""
+    """Do something and return why it failed, for all ranks; empty when it did not."""
     try:
         action()
     except Exception as error:  # raised again, on all ranks, by _refuse_failures
@@ -319,3 +300,46 @@ def _refuse_failures(failures: Sequence[str]) -> None:
             f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Fix the cause, "
             "such as a full disk, and save again."
         )
+
+
+def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> list[str]:
+    """Return the lines about what one rank has saved.
+
+    Args:
+        target: the checkpoint.
+        names: its files that this rank has written.
+        custom: types of the user's own objects.
+    """
+    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    return [
+        _line(text, match, target / top, custom)
+        for pattern, text in SAVED.items()
+        for top in tops
+        if (match := re.fullmatch(pattern, top))
+    ]
+
+
+def _line(text: str, match: re.Match[str], path: Path, custom: Sequence[str]) -> str:
+    number = int(match[1] or 0) if match.re.groups else 0
+    kind = custom[number] if number < len(custom) else "an object"
+    return text.format(path=path, number=number, kind=kind)
+
+
+def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[str]:
+    """Return the lines about what was loaded.
+
+    Args:
+        folder: the checkpoint.
+        has_scaler: whether the run scales its gradients.
+        custom: types of the user's own objects.
+    """
+    return [
+        *(f"All {what} loaded successfully" for what in LOADED),
+        *(["GradScaler state loaded successfully"] if has_scaler else []),
+        "All random states loaded successfully",
+        f"Loading in {len(custom)} custom states",
+        *(
+            f"Loading the state of {kind} from {folder / f'custom_checkpoint_{index}.pkl'}"
+            for index, kind in enumerate(custom)
+        ),
+    ]

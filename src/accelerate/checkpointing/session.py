@@ -1,26 +1,29 @@
-"""What the saves and loads of one run share: how ranks agree, the thread that writes, the user's hooks."""
+"""What the saves of one run share: how ranks agree, staged copies, the thread that writes, hooks."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.checkpointing import loading, retention, saving
-from accelerate.checkpointing.background import Background
-from accelerate.checkpointing.loading import Source
+from accelerate.checkpointing import retention, saving
 from accelerate.checkpointing.part import Payload
-from accelerate.checkpointing.saving import Request, Site
-from accelerate.checkpointing.staging import StagingArea
+from accelerate.checkpointing.saving import Site
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
+from accelerate.nested import honor_type
 from accelerate.ops import current_transport, open_consensus
-from accelerate.state import Consensus, PartialState, rendezvous, services
+from accelerate.state import Consensus, rendezvous, services
 
 logger = get_logger(__name__)
 
@@ -74,9 +77,9 @@ class Session:
             wanted: the number that is due; that of rank 0 counts.
         """
 
-        def choose(said: Sequence[int]) -> int:
+        def choose(wanted_numbers: Sequence[int]) -> int:
             taken = retention.taken_numbers(parent)
-            return said[0] if said[0] not in taken else max(taken) + 1
+            return wanted_numbers[0] if wanted_numbers[0] not in taken else max(taken) + 1
 
         number = int(self.consensus.decide(saving.CALL, wanted, choose, self.patience))
         if number != wanted:
@@ -85,10 +88,6 @@ class Session:
                 "A project folder for each run keeps them apart."
             )
         return number
-
-    def open_site(self, request: Request) -> Site:
-        """Make the folder of a save; called on all ranks."""
-        return saving.open_site(request, self.consensus)
 
     def prepare_write(
         self, site: Site, payloads: Sequence[Payload], *, blocking: bool
@@ -108,27 +107,112 @@ class Session:
         staged = self._staging.stage(payloads)
         return partial(self.background.start, partial(saving.write, site, staged, threads=1))
 
-    def wait(self) -> None:
-        """Return when no save is running any more.
+
+class Background:
+    """At most one job at a time.
+
+    The thread is no daemon: the interpreter waits for it before it ends.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, job: Callable[[], Any]) -> None:
+        """Run a job in a thread, after the one before has ended.
 
         Raises:
-            CheckpointError: the last one in the background has failed; once, on all ranks.
+            Exception: what the job before has raised.
         """
-        self.background.wait()
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="accelerate-checkpoint")
+        self._thread.start()
 
-    def candidates(self, folder: Path | None, parent: Path | None) -> Iterator[Source]:
-        """Yield the checkpoints that may be loaded, the first choice first; called on all ranks.
+    def wait(self) -> None:
+        """Return when no job is running any more.
 
-        Args:
-            folder: the one that the user named; None for the newest numbered one.
-            parent: the folder of the numbered checkpoints.
+        Raises:
+            Exception: what the last job has raised; once.
         """
-        topology = PartialState().topology
-        place = loading.Place(topology.local_rank, topology.local_size)
-        if folder is not None:
-            yield from loading.open_checkpoint(folder, self.consensus, place, self.patience)
-        elif parent is not None:
-            yield from loading.open_newest(parent, self.consensus, place, self.patience)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        try:
+            job()
+        except Exception as error:  # raised again by wait()
+            logger.error(f"A checkpoint was not saved: {error}", main_process_only=False)
+            self._error = error
+
+
+class StagingArea:
+    """Memory for one copy of everything that is saved; kept from one save to the next.
+
+    Fresh memory costs several times as much as the copying into it, so only the first save pays for it.
+    Memory for tensors of an accelerator is pinned: they are copied without a stop in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
+        """Copy the content of files; returns when all of it is in CPU memory.
+
+        Returns:
+            The same with copies. They hold until the next call.
+        """
+        before, self._buffers = self._buffers, {}
+        copied: dict[tuple[Any, ...], Tensor] = {}
+        staged = [
+            replace(payload, content=self._copy(payload.content, (payload.name,), before, copied))
+            for payload in payloads
+        ]
+        for device in {key[0] for key in copied if not of_device(key[0]).is_host}:
+            torch.get_device_module(device).synchronize(device)
+        return staged
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+    def _copy(self, value: Any, path: tuple[Any, ...], before: Any, copied: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), path, before, copied)
+        if isinstance(value, Mapping):
+            items = {key: self._copy(each, (*path, key), before, copied) for key, each in value.items()}
+            return items if type(value) is dict else _like(value, items)
+        if isinstance(value, (list, tuple)):
+            return honor_type(
+                value, (self._copy(each, (*path, index), before, copied) for index, each in enumerate(value))
+            )
+        return copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...], before: Any, copied: Any) -> Tensor:
+        if not of_device(tensor.device).is_addressable:
+            return tensor.cpu()
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.cpu().clone()
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in copied:
+            shared: Tensor = copied[identity]  # shared tensors stay shared
+            return shared
+        buffer: Tensor | None = before.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+        buffer.copy_(tensor, non_blocking=True)
+        self._buffers[path] = copied[identity] = buffer
+        return buffer
+
+
+def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    twin: Any = copy.copy(value)
+    for key, each in items.items():  # `update` of a Counter would add
+        twin[key] = each
+    return twin
 
 
 def _open_consensus() -> Consensus:

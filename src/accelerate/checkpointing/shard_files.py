@@ -1,12 +1,16 @@
-"""Files of shards: each process writes one, and reads from all of them what it needs.
+"""Files of shards: planned, written and read by the planners of torch.distributed.checkpoint (DCP).
 
-The format is that of `torch.distributed.checkpoint`: boxes of tensors one after another, each as `torch.save`
-writes it, and their metadata. No process talks to another here.
+Each rank plans, writes and reads by itself, and rank 0 writes the metadata from what all ranks report over
+the store: `dcp.save` and `dcp.load` exchange their plans over the process group, which a background save must
+not use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +18,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.local_shards import LocalShards, Value, spread
+from accelerate.base import AccelerateError, CheckpointError, describe, listed
+from accelerate.checkpointing.local_shards import LocalShards, Place, Value, spread, write_item
 from accelerate.checkpointing.part import Payload
-from accelerate.checkpointing.shard_index import Entry, Place, ShardIndex
+from accelerate.checkpointing.shard_index import NAME, ShardIndex
+from accelerate.weights import read_torch
 
 State = Mapping[Place, Any]
-"""Tensors, what a process has of tensors, and other values, by their places."""
+"""Tensors, local shards of tensors, and other values, by their places."""
+
+Report = list[list[Any]]
+"""For each item that a rank has written: its place, the box of a tensor or None, and its bytes; as JSON."""
+
+UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionError, pickle.PickleError)
+"""What DCP's reader raises for a file that is cut off or damaged."""
 
 
 def payload(folder: str, rank: int, state: State) -> Payload:
@@ -32,30 +54,52 @@ def payload(folder: str, rank: int, state: State) -> Payload:
         rank: of the process.
         state: what it has, in the same order on all processes; live objects.
     """
-    entries: list[Entry] = []
-    content: list[Any] = []
+    owned: dict[str, Any] = {}
+    places: dict[str, Place] = {}
     for turn, (place, value) in enumerate(state.items()):
         own = spread(value, turn, rank)
-        if not own.owned:
-            continue
-        if isinstance(own, Value):
-            entries.append(Entry(place))
-            content.append(own.content)
-            continue
-        for shard in own.shards:
-            entries.append(Entry(place, own.shape, own.dtype, shard.offsets, tuple(shard.tensor.shape)))
-            content.append(shard.tensor)
-    name = f"{folder}/__{rank}_0.distcp"
-    return Payload(name, content, partial(write, entries), shard_index.write)
+        if own.owned:
+            key = _key(place)
+            places[key] = place
+            owned[key] = own.content if isinstance(own, Value) else own
+    plan = replace(create_default_local_save_plan(owned, False), planner_data=places)
+    content = [_look_up(owned, item.index) for item in plan.items]
+    return Payload(f"{folder}/__{rank}_0.distcp", content, partial(write, plan, rank), finish)
 
 
-def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> shard_index.Report:
-    """Write the file of one process.
+def _key(place: Iterable[Any]) -> str:
+    return ".".join(map(str, place))
+
+
+def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
+    value = state[index.fqn]
+    return value.__get_tensor_shard__(index) if isinstance(value, LocalShards) else value
+
+
+class _Content(DefaultSavePlanner):
+    """Gives the content of items, which are live objects or staged copies of them.
 
     Args:
-        entries: what `content` is.
-        content: tensors and other values. Tensors that share memory are stored once.
-        path: the file.
+        content: by the indices of the items.
+    """
+
+    def __init__(self, content: Mapping[MetadataIndex, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._content = content
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._content[index]
+
+
+class _Writer(FileSystemWriter):
+    """Does not tell where the files were written: that is a hidden folder, which is renamed."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
+    """Write the file of one process; DCP's writer would store tensors that share memory several times.
 
     Returns:
         What the metadata needs to know.
@@ -63,21 +107,19 @@ def write(entries: Sequence[Entry], content: Sequence[Any], path: Path) -> shard
     Raises:
         OSError: the file cannot be written.
     """
-    known: dict[Any, tuple[int, int]] = {}
-    written: list[Entry] = []
+    by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
+    first: dict[Any, MetadataIndex] = {}
+    stored_as = {index: first.setdefault(_memory(value), index) for index, value in by_index.items()}
+    items = [item for item in plan.items if stored_as[item.index] == item.index]
+    writer = _Writer(path.parent, sync_files=False)  # `seal` brings the file to the disk
+    plans = [SavePlan([])] * rank + [SavePlan(items)]  # the number of a plan names its file
+    own = writer.prepare_global_plan(plans)[rank]
     try:
-        with path.open("wb") as file:
-            for entry, value in zip(entries, content, strict=True):
-                memory = _memory(value)
-                if memory not in known:
-                    start = file.tell()
-                    torch.save(_alone(value), file)
-                    known[memory] = (start, file.tell() - start)
-                start, length = known[memory]
-                written.append(replace(entry, file=path.name, start=start, length=length))
-    except RuntimeError as error:  # what torch makes of a full disk
+        results = writer.write_data(own, _Content(by_index)).wait()
+    except RuntimeError as error:  # torch raises it where the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
-    return shard_index.pack(written)
+    infos = {result.index: result.storage_data for result in results}
+    return [_report(plan.planner_data, item, infos[stored_as[item.index]]) for item in plan.items]
 
 
 def _memory(value: Any) -> Any:
@@ -86,22 +128,92 @@ def _memory(value: Any) -> Any:
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _alone(value: Any) -> Any:
-    """Return a tensor on the CPU without the rest of the memory that it is a part of."""
-    if not isinstance(value, Tensor):
-        return value
-    tensor = value.detach().cpu()
-    is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
-    return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor
+def _report(places: Mapping[str, Place], item: WriteItem, info: _StorageInfo) -> list[Any]:
+    data, box = item.tensor_data, None
+    if data is not None:
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        box = [data.size, dtype, data.chunk.offsets, data.chunk.sizes]
+    return [places[item.index.fqn], box, [info.relative_path, info.offset, info.length]]
+
+
+def finish(folder: Path, reports: Iterable[Report]) -> None:
+    """Write the metadata of a folder whose files are all there.
+
+    Args:
+        folder: of the shards.
+        reports: what `write` returned on each process.
+
+    Raises:
+        CheckpointError: a tensor is not there as a whole, or twice.
+    """
+    plans: list[SavePlan] = []
+    results: list[WriteResult] = []
+    places: dict[str, Place] = {}
+    for report in reports:
+        items = []
+        for place, box, info in report:
+            key = _key(place)
+            places[key] = tuple(place)
+            if box is None:
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+            else:
+                shape, dtype, offsets, sizes = box
+                items.append(write_item(key, shape, getattr(torch, dtype), offsets, sizes))
+            results.append(WriteResult(items[-1].index, info[2], _StorageInfo(*info)))
+        plans.append(SavePlan(items))
+    _, metadata = create_default_global_save_plan(plans)
+    _check_whole(metadata)
+    metadata.planner_data = places
+    _Writer(folder, sync_files=False).finish(metadata, [results])
+
+
+def _check_whole(metadata: Metadata) -> None:
+    """Refuse tensors with missing or repeated boxes; DCP accepts both where one rank saves."""
+    wrong = [
+        key
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"The parts of {listed(wrong)} do not make whole tensors: the processes hold others than they "
+            "say. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+        )
+
+
+class _Targets(DefaultLoadPlanner):
+    """Says where the content of items goes.
+
+    Args:
+        targets: memory by key; None for values that are no tensors.
+        reading: arguments of `torch.load` for those: DCP's planner would run whatever code they hold.
+    """
+
+    def __init__(self, targets: Mapping[str, LocalShards | None], reading: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.state_dict = dict(targets)
+        self._reading = reading
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        tensor: Tensor = _look_up(self.state_dict, index)
+        return tensor
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        value.name = key  # for messages
+        self.state_dict[key] = read_torch(value, "cpu", **self._reading)
 
 
 def read(
-    found: ShardIndex, targets: Mapping[Place, LocalShards | None], reading: Mapping[str, Any]
+    index: ShardIndex, targets: Mapping[Place, LocalShards | None], reading: Mapping[str, Any]
 ) -> dict[Place, Any]:
-    """Read what this process needs, from whichever files it lies in.
+    """Read what this process needs, from whichever files it is in.
+
+    One file is read at a time: DCP's reader does not say in which file it failed.
 
     Args:
-        found: what lies where.
+        index: what the folder holds.
         targets: boxes with memory to read into; None for other values.
         reading: arguments of `torch.load` for other values.
 
@@ -111,6 +223,26 @@ def read(
     Raises:
         CheckpointError: a file is missing, cut off or damaged.
     """
-    from accelerate.checkpointing.shard_reader import read  # and with it torch's, which takes long to import
-
-    return read(found, targets, reading)
+    keys = {index.places[place]: place for place in targets}
+    index.check_files(keys)
+    planner = _Targets({key: targets[place] for key, place in keys.items()}, reading)
+    by_file: dict[str, list[ReadItem]] = {}
+    for item in create_default_local_load_plan(planner.state_dict, index.metadata).items:
+        info = index.metadata.storage_data.get(item.storage_index)
+        if info is None:
+            name = item.storage_index.fqn
+            raise CheckpointError(f"{index.folder.name}/{NAME} does not say where a part of {name} lies")
+        by_file.setdefault(info.relative_path, []).append(item)
+    reader = FileSystemReader(index.folder)
+    reader.set_up_storage_reader(index.metadata, True)
+    for file, items in by_file.items():
+        try:
+            reader.read_data(LoadPlan(items), planner).wait()
+        except AccelerateError:
+            raise
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"{index.folder.name}/{file} cannot be read: it is damaged, or another file "
+                f"({describe(error)})"
+            ) from error
+    return {place: planner.state_dict[key] for key, place in keys.items()}

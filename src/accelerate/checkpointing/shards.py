@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from accelerate.base import (
     convert_file_size_to_int,
     listed,
     progress_bar,
+    replace_files,
     size_of,
     wrong_value,
 )
@@ -66,33 +66,27 @@ def save_sharded(
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
-    beside = {name: folder / f".{name}.{os.getpid()}" for name in files}
 
-    def write() -> None:
-        for name, tensors in files.items():
+    def write(paths: Sequence[Path]) -> None:
+        for path, tensors in zip(paths, files.values(), strict=True):
             content = {tensor: weights[tensor] for tensor in tensors}
             if safe:
                 twins = {twin: first for twin, first in aliases.items() if first in content}
-                write_whole_tensors(content, twins, beside[name])
+                write_whole_tensors(content, twins, path)
             else:
-                write_torch({**content, **others}, beside[name])
+                write_torch({**content, **others}, path)
                 others.clear()
 
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    present = size_of(folder.iterdir())
-    try:
-        # safetensors writes to a file with a name of its own in this folder, and renames that.
-        with progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present):
-            write()
-        for name, path in beside.items():
-            os.replace(path, folder / name)
-    finally:
-        for path in beside.values():
-            path.unlink(missing_ok=True)
-    _remove_others(folder, pattern, set(beside))
+    present, paths = size_of(folder.iterdir()), [folder / name for name in files]
+    # safetensors writes to a file with a name of its own in this folder, and renames that
+    progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
+    with replace_files(paths) as temporary, progress:
+        write(temporary)
+    _remove_others(folder, pattern, set(files))
     if split.is_sharded:
         _write_index(folder / _index_of(pattern), split.metadata, split.tensor_to_filename)
-    return [folder / name for name in beside]
+    return paths
 
 
 def _bytes_of(max_shard_size: int | str) -> int:
@@ -132,9 +126,8 @@ def _index_of(pattern: str) -> str:
 
 def _write_index(path: Path, metadata: Mapping[str, Any], places: Mapping[str, str]) -> None:
     content = {"metadata": dict(metadata), "weight_map": dict(sorted(places.items()))}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    with replace_files([path]) as (temporary,):
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _remove_others(folder: Path, pattern: str, kept: set[str]) -> None:

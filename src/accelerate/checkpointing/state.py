@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base import CheckpointError, wrong_value
-from accelerate.checkpointing.changes import apply_all
-from accelerate.checkpointing.part import Load, Part
+from accelerate.base import CheckpointError, replace_files, wrong_value
+from accelerate.checkpointing.part import Load, Part, apply_all
 from accelerate.checkpointing.parts import (
     GeneratorsPart,
     LoaderPart,
@@ -160,7 +159,7 @@ def read_device(map_location: Any) -> Any:
 
 
 def _raise(failure: str) -> None:
-    """Settle alone: what went wrong here is wrong."""
+    """Agree alone: what went wrong here is wrong."""
     if failure:
         raise CheckpointError(failure)
 
@@ -171,9 +170,5 @@ def _save(parts: Iterable[Part], folder: Path, save_on_each_node: bool) -> None:
     for part in parts:
         if part.everywhere or leads:
             for payload in part.collect():
-                beside = folder / f".{payload.name}.{os.getpid()}"
-                try:
-                    payload.write(payload.content, beside)
-                    os.replace(beside, folder / payload.name)
-                finally:
-                    beside.unlink(missing_ok=True)
+                with replace_files([folder / payload.name]) as (temporary,):
+                    payload.write(payload.content, temporary)

@@ -1,6 +1,6 @@
 """Hidden folders beside a checkpoint: what is being written, was moved aside, or is being deleted.
 
-Their names tell which process made them, so that what a dead one has left is told from what a living one
+Their names tell which process made them, so that what a dead process left is distinct from what a running one
 needs.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.checkpointing.files import checksum_of
+from accelerate.checkpointing.manifest import checksum_of
 from accelerate.state import services
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
@@ -36,7 +36,7 @@ class _Needed(set[str]):
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenFolder:
     """One hidden folder.
 
     Attributes:
@@ -45,7 +45,7 @@ class Hidden:
         kind: what it is for.
         host: machine of the process that made it.
         pid: that process.
-        birth: when that process began, so that another one of the same number is told from it.
+        birth: when that process began, which distinguishes it from another process of the same number.
         since: when it was made, in seconds since 1970; 0 where the name does not tell.
     """
 
@@ -93,7 +93,7 @@ def claim(name: str, parent: Path, kind: str) -> Path:
 
     Args:
         name: of the folder that it shall be, or was.
-        parent: where it lies.
+        parent: its parent folder.
         kind: what it is for.
     """
     mark = f"{birth_of(os.getpid())}x{services.next_number('hidden folders')}x{int(time.time())}"
@@ -123,7 +123,7 @@ def is_hidden(name: str) -> bool:
     return bool(_PATTERN.fullmatch(name))
 
 
-def find(parent: Path, *kinds: str) -> list[Hidden]:
+def find(parent: Path, *kinds: str) -> list[HiddenFolder]:
     """Return the hidden folders of some kinds, sorted by name; a parent that cannot be read has none."""
     try:
         names = sorted(os.listdir(parent))
@@ -137,11 +137,11 @@ def find(parent: Path, *kinds: str) -> list[Hidden]:
     ]
 
 
-def _read_name(path: Path, match: re.Match[str]) -> Hidden:
+def _read_name(path: Path, match: re.Match[str]) -> HiddenFolder:
     birth, _, rest = match[5].partition("x")
     since = rest.rpartition("x")[2] if "x" in rest else ""
     seconds = int(since) if since.isascii() and since.isdigit() and len(since) < 12 else 0
-    return Hidden(path, match[1], match[2], match[3], int(match[4]), birth, seconds)
+    return HiddenFolder(path, match[1], match[2], match[3], int(match[4]), birth, seconds)
 
 
 def sweep(parent: Path) -> None:

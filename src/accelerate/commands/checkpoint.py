@@ -243,20 +243,11 @@ def _read_saved(path: Path) -> Any:
 
 def _read_shards(path: Path) -> dict[str, Any]:
     """Read the whole tensors and the other values of a folder of shards, whose metadata is given."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
 
-    from accelerate.checkpointing import shard_files, shard_index, whole
-
-    found = shard_index.read(path.parent, "")
-    memory = {
-        place: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for place in found.places
-        if isinstance(entry := found.entry(place), TensorStorageMetadata)
-    }
-    targets = {place: whole(memory[place]) if place in memory else None for place in found.places}
-    values: dict[Any, Any] = {**shard_files.read(found, targets, {}), **memory}
-    return {key: values[place] for place, key in found.places.items()}
+    index = shard_index.read(path.parent, "")
+    values = shard_files.read(index, {place: memory_for(index.stored(place)) for place in index.places}, {})
+    return {key: rejoin(values[place]) for place, key in index.places.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -280,13 +271,13 @@ def _parent(folder: Path) -> Path:
 
 def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, str]]:
     """Return all checkpoints below a folder, each with its manifest and with what is wrong."""
-    from accelerate.checkpointing import retention, search
+    from accelerate.checkpointing import retention
 
     top = Path(os.path.abspath(folder))
     if not os.path.isdir(top):
         raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
     with progress_bar("Verifying"):
-        found = [(path, *retention.look_at(path, deep=deep)) for path in search.checkpoints_below(top)]
+        found = [(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return found

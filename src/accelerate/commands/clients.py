@@ -7,7 +7,6 @@ import base64
 import csv
 import hashlib
 import io
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, replace_files
 from accelerate.commands.utils import make_parser, run_command
 
 DESCRIPTION = (
@@ -234,10 +233,9 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
     csv.writer(buffer, lineterminator="\n").writerows(listed)
     try:
         for target, data in ((path, content), (record, buffer.getvalue().encode())):
-            beside = target.with_name(f"{target.name}.new")
-            beside.write_bytes(data)
-            shutil.copymode(target, beside)
-            os.replace(beside, target)
+            with replace_files([target]) as (temporary,):
+                temporary.write_bytes(data)
+                shutil.copymode(target, temporary)
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}. Run this as the user who installed the package, or "

@@ -1,4 +1,4 @@
-"""Who reads which batch: loaders shared out between processes."""
+"""Data loaders sharded between processes: who reads which batch."""
 
 from __future__ import annotations
 

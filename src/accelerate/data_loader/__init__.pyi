@@ -16,48 +16,51 @@ from accelerate.data_loader.background import (
 from accelerate.data_loader.base import (
     DataLoaderAdapter as DataLoaderAdapter,
     DataLoaderStateMixin as DataLoaderStateMixin,
-    kept_settings as kept_settings,
-)
-from accelerate.data_loader.batch_metadata import (
     Moment as Moment,
+    kept_settings as kept_settings,
     note_moment as note_moment,
     recall_moment as recall_moment,
 )
-from accelerate.data_loader.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
-from accelerate.data_loader.dispatch_messages import Arrival as Arrival, Sender as Sender, receive as receive
-from accelerate.data_loader.dispatch_packing import (
-    Failure as Failure,
-    Piece as Piece,
-    pack as pack,
-    unpack as unpack,
+from accelerate.data_loader.dispatch import (
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    RoundBuilder as RoundBuilder,
 )
 from accelerate.data_loader.dispatch_transport import (
+    Arrival as Arrival,
+    Failure as Failure,
+    PackedPart as PackedPart,
+    Round as Round,
     Route as Route,
+    Sender as Sender,
     SharedMemory as SharedMemory,
+    pack as pack,
+    receive as receive,
     share_memory as share_memory,
+    unpack as unpack,
 )
 from accelerate.data_loader.iterable import IterableDatasetShard as IterableDatasetShard
-from accelerate.data_loader.join import InStep as InStep
-from accelerate.data_loader.late import (
-    start_late as start_late,
-    start_where_saved as start_where_saved,
-    variant_of as variant_of,
+from accelerate.data_loader.last_batch import (
+    FirstRound as FirstRound,
+    count_samples as count_samples,
+    cut_batch as cut_batch,
 )
 from accelerate.data_loader.native_sharding import (
+    Join as Join,
     is_the_same_everywhere as is_the_same_everywhere,
     own_share as own_share,
 )
 from accelerate.data_loader.plan import ShardPlan as ShardPlan, data_groups as data_groups
-from accelerate.data_loader.position import Place as Place, Resume as Resume
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from accelerate.data_loader.rounds import (
-    Dealer as Dealer,
-    Round as Round,
-    count_samples as count_samples,
-    cut_batch as cut_batch,
+from accelerate.data_loader.reading import WorkersObserver as WorkersObserver
+from accelerate.data_loader.resume import (
+    Offset as Offset,
+    ResumePoint as ResumePoint,
+    skip_first_batches as skip_first_batches,
+    start_late as start_late,
+    start_where_saved as start_where_saved,
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
@@ -68,13 +71,9 @@ from accelerate.data_loader.samplers import (
 )
 from accelerate.data_loader.shard import (
     DataLoaderShard as DataLoaderShard,
+    SkipDataLoader as SkipDataLoader,
     wrapper_for_xla as wrapper_for_xla,
 )
-from accelerate.data_loader.skip import (
-    SkipDataLoader as SkipDataLoader,
-    skip_first_batches as skip_first_batches,
-)
-from accelerate.data_loader.workers import WorkersObserver as WorkersObserver
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.logging import get_logger as get_logger
 from accelerate.nested import (

@@ -1,10 +1,10 @@
-"""Read ahead in a thread: the work of reading overlaps with training, what is read stays the same."""
+"""Read ahead in a thread: reading overlaps with training, and the items stay the same."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import random
+import pickle
 import threading
 import time
 from collections import deque
@@ -14,20 +14,20 @@ from contextvars import copy_context
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
+from accelerate import rng
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.state import services
 
 MESSAGE_BYTES = 256 * 1024
 """Small items are taken together up to this size."""
-LINGER = 0.002  # seconds for which items that come fast are waited for, so that more can be taken together
-FAST = 0.0005  # seconds between two items that come fast
+LINGER = 0.002  # seconds to wait for more items that are read fast, so that they can be taken together
+FAST = 0.0005  # seconds between two items that are read fast
 _DEPTH = 2  # full messages, or single items larger than one, that are read ahead
 _MOST_ITEMS = 64
-_PATIENCE = 5.0  # seconds that the end of a pass waits for a read that is under way
+_JOIN_TIMEOUT = 5.0  # seconds that the end of a pass waits for a running read
 
 logger = get_logger(__name__)
 
@@ -46,39 +46,39 @@ T = TypeVar("T", bound=Sized)
 class Draws:
     """Whether reading draws random numbers from the generators of this process.
 
-    Such reading has to stay in the thread that trains: in another one it would take turns with training by
-    chance, and no run would be like the other.
+    Such reading has to stay in the thread that trains: in another one the order of draws would be random, and
+    no run could be reproduced.
     """
 
     def __init__(self) -> None:
-        self._before: tuple[Any, ...] | None = None
+        self._before: bytes | None = None
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Pass batches on, and look at the generators after the first one, which also starts the sampler."""
+        """Yield batches, and capture the generators after the first one, which also starts the sampler."""
         for batch in batches:
-            self._before = _generators()
+            self._before = pickle.dumps(rng.capture_on_cpu())
             yield batch
             break
         yield from batches
 
     def seen(self) -> bool:
         """Whether the generators have moved since."""
-        return self._before is not None and self._before != _generators()
+        return self._before is not None and self._before != pickle.dumps(rng.capture_on_cpu())
 
 
 class ReadAhead(Generic[T]):
     """The items of an iterator, read in a thread while the last ones are worked on.
 
-    The first item is read by the caller's own thread, and so are all others where reading draws random
-    numbers. The thread ends with the items, at `close`, and at the exit of the interpreter.
+    The first item is read in the caller's thread, and so are all others where reading draws random numbers.
+    The thread ends with the items, at `close`, and at the exit of the interpreter.
 
     Args:
         items: What is read.
-        stays: Asked after the first item: whether reading has to stay in the caller's thread.
+        stays: Called after the first item: whether reading has to stay in the caller's thread.
         enter: Called once in the thread before it reads.
 
     Attributes:
-        thread: The thread that reads; None as long as the caller's own does.
+        thread: The thread that reads; None while the caller's does.
         takes: How often items were taken.
     """
 
@@ -100,7 +100,7 @@ class ReadAhead(Generic[T]):
         self._pid = os.getpid()
 
     def take(self) -> list[T]:
-        """Return what is there, at least one item; up to `MESSAGE_BYTES` together where they come fast.
+        """Return the items read, at least one; up to `MESSAGE_BYTES` together where they are read fast.
 
         Returns:
             The items; none at the end.
@@ -126,8 +126,8 @@ class ReadAhead(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """End the thread; what it has read is forgotten."""
-        if os.getpid() != self._pid:  # a fork has no thread, and may have the lock as it was held
+        """End the thread; items that were not taken are dropped."""
+        if os.getpid() != self._pid:  # a fork has no thread, and its copy of the lock may be held
             return
         with self._changed:
             self._is_closed = True
@@ -135,15 +135,15 @@ class ReadAhead(Generic[T]):
         thread = self.thread
         if thread is None or thread is threading.current_thread():
             return
-        thread.join(_PATIENCE)
+        thread.join(_JOIN_TIMEOUT)
         if thread.is_alive():
             logger.warning(
-                "The dataset of a dispatched loader is still busy with a read that nobody waits for any "
-                "more; its thread ends as soon as the read returns."
+                "The dataset of a dispatched loader is still busy with a read that is not used "
+                "any more; its thread ends as soon as the read returns."
             )
 
     def _wait_for(self, size: int, timeout: float | None) -> None:
-        """Wait until the items are this large together, or are all; the lock is held."""
+        """Wait for items of this size together, or for the last one; the lock is held."""
         self._wanted = size
         self._changed.wait_for(self._is_enough, timeout)
         self._wanted = 0
@@ -195,8 +195,7 @@ class ReadAhead(Generic[T]):
                 if self._wanted and self._is_enough():
                     self._changed.notify_all()
                 if self._is_full():
-                    # Sleeping until half is gone again: two threads that wake each other for every item lose
-                    # more than they win.
+                    # It waits until half of the items are taken: to wake up for each costs more time.
                     self._changed.wait_for(self._has_room)
                 if self._is_closed:
                     return
@@ -212,7 +211,7 @@ class ReadAhead(Generic[T]):
 
 
 def _modes_of_this_thread() -> Callable[[], ExitStack]:
-    """Torch keeps these for each thread; a dataset that computes must find them as its user set them."""
+    """Torch has these modes for each thread; a dataset that computes needs those that its user set."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
 
@@ -227,24 +226,12 @@ def _modes_of_this_thread() -> Callable[[], ExitStack]:
     return enter
 
 
-def _generators() -> tuple[Any, ...]:
-    name, keys, place, *rest = np.random.get_state(legacy=True)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        name,
-        np.asarray(keys).tobytes(),
-        place,
-        *rest,
-    )
-
-
 class _OpenReaders(WeakSet[ReadAhead[Any]]):
     """The readers of this process whose threads run."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that runs on while the interpreter is taken down crashes it now and then."""
+    """A thread that runs during the shutdown of the interpreter may crash it."""
     for reader in list(services.of_process(_OpenReaders)):
         reader.close()

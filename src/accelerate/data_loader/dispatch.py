@@ -2,31 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
+from accelerate.base import PreparationError
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
-from accelerate.data_loader.dispatch_messages import Arrival, Packed, Sender, receive
-from accelerate.data_loader.dispatch_transport import Route
-from accelerate.data_loader.late import start_where_saved
+from accelerate.data_loader.dispatch_transport import Arrival, Packed, Round, Route, Sender, receive
+from accelerate.data_loader.last_batch import (
+    Counts,
+    count_samples,
+    cut_batch,
+    first_samples,
+    join,
+    last_remainder,
+    real_per_part,
+)
 from accelerate.data_loader.plan import ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_placement, last_remainder
-from accelerate.data_loader.rounds import Dealer
+from accelerate.data_loader.reading import choose_move, open_batches
+from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
 from accelerate.devices import of_device
 from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState
+
+Cut = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RoundBuilder:
+    """Builds rounds of one part for each group; the last one is filled from the beginning of the epoch.
+
+    Attributes:
+        groups: How many groups there are.
+        split: Cut each batch in `groups` parts, instead of one batch for each group.
+        drop_last: Drop a last round that has not a batch for each group.
+        cut: The user's `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts tensors and lists.
+    """
+
+    groups: int
+    split: bool = False
+    drop_last: bool = False
+    cut: Cut | None = None
+
+    @property
+    def take(self) -> int:
+        """How many batches one round takes."""
+        return 1 if self.split else self.groups
+
+    def rounds(
+        self,
+        batches: Iterator[Any],
+        capture: Callable[[], Any] | None = None,
+        first: list[Any] | None = None,
+    ) -> Iterator[Round]:
+        """Yield rounds until there are no batches left, reading one round ahead.
+
+        Args:
+            batches: Where they come from.
+            capture: Returns the state of the source. Called when a round is complete, before the next one is
+                read, and once more behind the last one.
+            first: The first round of the epoch, where these batches begin later; None: they begin there.
+        """
+        current = self.read(batches)
+        first = first or current
+        while current:
+            state = capture() if capture else None
+            upcoming = self.read(batches)
+            complete = self._share(current, first, is_last=not upcoming)
+            yield replace(complete, state=state if upcoming or capture is None else capture())
+            current = upcoming
+
+    def read(self, batches: Iterator[Any]) -> list[Any]:
+        """Read one round; empty at the end."""
+        read = list(islice(batches, self.take))
+        return [] if self.drop_last and len(read) < self.take else read
+
+    def _share(self, batches: list[Any], first: list[Any], *, is_last: bool) -> Round:
+        if self._shares_whole(batches, is_last=is_last):
+            return Round(batches, is_last, _uneven_counts(batches))
+        whole = join(batches)
+        samples = self._count(whole)
+        part = -(-samples // self.groups)
+        counts = real_per_part(samples, part, self.groups)
+        missing = part * self.groups - samples
+        if missing:
+            whole = join([whole, *first_samples(first, missing)])
+        parts = [self._slice(whole, index, part, samples + missing) for index in range(self.groups)]
+        return Round(parts, is_last, tuple(counts) if missing else None)
+
+    def _shares_whole(self, batches: list[Any], *, is_last: bool) -> bool:
+        """Whether groups get batches as they were read: all but the end of an epoch."""
+        if self.split or self.cut is not None:
+            return False
+        if not is_last:
+            return True
+        return len(batches) == self.groups and len({count_samples(batch) for batch in batches}) == 1
+
+    def _count(self, batch: Any) -> int:
+        samples = count_samples(batch)
+        if samples is None:
+            raise PreparationError(
+                f"A batch of type {type(batch).__name__} cannot be cut for {self.groups} processes. Give "
+                "slice_fn_for_dispatch, or set drop_last=True, or dispatch_batches=False."
+            )
+        return samples
+
+    def _slice(self, whole: Any, index: int, part: int, samples: int) -> Any:
+        span = slice(index * part, (index + 1) * part)
+        if self.cut is not None:
+            return self.cut(whole, span, process_index=index, num_processes=self.groups)
+        return cut_batch(whole, span, samples)
+
+
+def _uneven_counts(batches: list[Any]) -> Counts | None:
+    """The samples of batches shared whole, where groups get different numbers and all can be counted."""
+    sizes = [count_samples(batch) for batch in batches]
+    if len(set(sizes)) == 1 or None in sizes:
+        return None
+    return tuple(size for size in sizes if size is not None)
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader that only process 0 reads; it sends every process its part of each round.
 
     Process 0 reads ahead in a thread, unless its dataset draws random numbers in the process itself, and
-    sends small batches several at a time.
+    sends several small batches in one message.
 
     A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
     last round is cut in equal parts, filled with samples from the beginning. An exception in the dataset is
@@ -35,7 +140,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: The dataset; read on process 0 only.
         split_batches: Cut each batch, instead of reading one for each group.
-        skip_batches: How many rounds to pass over at the start of each pass.
+        skip_batches: How many rounds to skip at the start of each pass.
         use_stateful_dataloader: See `DataLoaderAdapter`.
         slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)` cuts one part; runs on process 0.
         torch_device_mesh: The mesh of the run: ranks that share a batch receive the same part.
@@ -43,7 +148,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
 
-    _route: Route | None = None
+    _route: Route | None = None  # not copied with the loader
 
     def __init__(
         self,
@@ -67,8 +172,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.torch_device_mesh = torch_device_mesh
         self.iteration = iteration
         self._drop_last = _drop_last
-        self._first: list[Any] = []
-        self._goes_on_with: list[Any] = []
         self._non_blocking = _non_blocking
 
         groups, group = data_groups(torch_device_mesh, self.state.num_processes, self.state.process_index)
@@ -80,39 +183,38 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self.state.device
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if (rest := start_where_saved(self)) is not None:
-            yield from rest
+        if (late := start_where_saved(self)) is not None:
+            yield from late
             return
         epoch = self._agree_on_epoch()
         self.begin()
         try:
             transport = current_transport()
             if transport.rank:  # nothing is drawn here
-                self.position.begin(self, self.begins_at)()
-            place, take = choose_placement(self.device, self._non_blocking), self.batches_in_round
+                self.position.begin(self, self.start.offset)()
+            move = choose_move(self.device, self._non_blocking)
             with closing(self._arrivals(transport)) as arrivals:
-                for part, counts, is_last, note in arrivals:
-                    self.note_counts(counts, part)
-                    if note is not None:
-                        self.keep_note(note)
-                    if is_last:
-                        self.end_of_dataloader = self.position.is_over = True
-                        self.remainder = last_remainder(self)
-                    self.position.seen += 1
-                    self.position.consumed += take
-                    yield part if place is None else place(part)
+                for arrival in arrivals:
+                    self._describe(arrival)
+                    yield arrival.part if move is None else move(arrival.part)
         finally:
             self.end()
             self._advance(epoch)
 
-    @property
-    def batches_per_step(self) -> int:
-        """How many batches one round takes."""
-        return self._dealer().take
+    def _describe(self, arrival: Arrival) -> None:
+        """Set the attributes for the batch that is yielded next."""
+        self.note_counts(arrival.counts, arrival.part)
+        if arrival.state is not None:
+            keep_source_state(self, arrival.state)
+        if arrival.is_last:
+            self.end_of_dataloader = self.position.is_over = True
+            self.remainder = last_remainder(self)
+        self.position.seen += 1
+        self.position.consumed += self.plan.batches_in_round
 
-    def _dealer(self) -> Dealer:
+    def _builder(self) -> RoundBuilder:
         plan = self.plan
-        return Dealer(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
+        return RoundBuilder(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""
@@ -131,9 +233,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     sender.fail(error)
                     raise
                 sender.send(rounds)
-                for dealt in (one.dealt for one in rounds):
-                    yield Arrival(dealt.parts[group], dealt.counts, dealt.is_last, dealt.note)
-                if not rounds or rounds[-1].dealt.is_last:
+                for one in (packed.round for packed in rounds):
+                    yield Arrival(one.parts[group], one.counts, one.is_last, one.state)
+                if not rounds or rounds[-1].round.is_last:
                     return
         finally:
             if reader is not None:
@@ -141,34 +243,23 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
-        dealer, draws = self._dealer(), Draws()
-        kept = self.batches_kept if self.keeps_first_round else 0
-        skipped = self.skip_source + self.skip_batches * dealer.take
-        source, _, _ = self._open_batches(skipped, kept, ahead_by=dealer.take)
-        given, self._goes_on_with = self._goes_on_with, []
-        opening = [] if given else dealer.read(source)
-        self._first = given or opening
+        builder, draws, start = self._builder(), Draws(), self.start
+        kept = self.batches_kept if start.keeps_first_round else 0
+        skipped = start.skip_source + self.skip_batches * builder.take
+        source, _, _ = open_batches(self, skipped, kept, ahead_by=builder.take)
+        restored = self.first_round.take_restored()
+        opening = [] if restored else builder.read(source)
+        self.first_round.items = restored or opening
         batches = draws.watch(source if kept else chain(opening, source))
-        rounds = dealer.rounds(batches, self.choose_note(), self._first)
+        rounds = builder.rounds(batches, source_state(self), self.first_round.items)
         return ReadAhead(map(sender.pack, rounds), draws.seen, self._enter_thread)
-
-    @property
-    def batches_kept(self) -> int:
-        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
-        return 0 if self._drop_last else self._dealer().take
-
-    def _first_round(self) -> list[Any]:
-        return self._first
-
-    def _fill_with(self, first: list[Any]) -> None:
-        self._goes_on_with = first
 
     def _enter_thread(self) -> None:
         if not of_device(self.device).is_host:
             self.state.device_backend.set_current(self.device.index or 0)
 
     def _route_over(self, transport: Transport) -> Route:
-        """The way to the other processes; it stays the same from pass to pass."""
+        """The route to the other processes; one for all passes."""
         if self._route is None or self._route.transport is not transport:
             self._route = Route(transport, self.groups_of_ranks(), self._block_device())
         return self._route
@@ -177,7 +268,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self.device if of_device(self.device).is_addressable else torch.device("cpu")
 
     def __len__(self) -> int:
-        rounds, rest = divmod(self._source_length(), self._dealer().take)
+        rounds, rest = divmod(len(self.base_dataloader), self._builder().take)
         return max(rounds + (rest > 0 and not self._drop_last) - self.skip_batches, 0)
 
     @property

@@ -1,43 +1,265 @@
-"""Blocks of bytes from process 0 to the others: over the wire or, on one machine, through shared memory."""
+"""Batches from process 0 to the others: packed as bytes, sent over the wire or through shared memory.
+
+A message is a header of four integers that every process gets, and a block of bytes for each. The block holds
+the tensors of some rounds, one round after the other. The specs that describe them come first in the block,
+and only when they have changed since the last message.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import pickle
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from accelerate.base import process_home
+from accelerate.data_loader.last_batch import Counts
 from accelerate.devices import of_device
-from accelerate.ops import Transport
+from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
+from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
 
 LARGE = 256 * 1024
-"""Bytes of a block for which two copies cost less than the way through sockets."""
+"""Bytes of a block for which two copies cost less than sockets."""
+HEADER = 4
+"""Integers in the header of a message."""
 _SLOTS = 2
 _PAGE = 2 * 1024 * 1024
+_SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
+_NUMBER = 8  # bytes: the length of the specs, before them
+
+Header = tuple[int, ...]
 
 
-HEAD = 4
-"""Integers at the head of a message."""
-Head = tuple[int, ...]
+@dataclass(frozen=True)
+class Round:
+    """One step of all groups.
+
+    Attributes:
+        parts: The batch of each group.
+        is_last: Whether this is the last round of the pass.
+        counts: Real samples in each part, None when all are and the parts have equally many.
+        state: The state of the source when this round was complete.
+    """
+
+    parts: list[Any]
+    is_last: bool
+    counts: Counts | None = None
+    state: Any = None
+
+
+class Spec(NamedTuple):
+    """What one group gets of a round.
+
+    Attributes:
+        outline: The part, with a `TensorInformation` in place of each tensor.
+        size: Bytes of its chunk, a multiple of `ALIGNMENT`.
+        counts: See `Round`.
+        is_last: Whether it is the last batch.
+    """
+
+    outline: Any
+    size: int
+    counts: Counts | None
+    is_last: bool
+
+
+class PackedPart(NamedTuple):
+    """A part, packed: its pickled `Spec`, which can be compared with the one before, and its chunk."""
+
+    spec: bytes
+    chunk: Tensor
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reading process' exception, with its traceback as text."""
+
+    error: bytes | None
+    text: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """Make an exception one that every process can raise."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            packed = pickle.dumps(error)
+            pickle.loads(packed)
+        except Exception:  # of the pickle methods of an exception class; its text is sent instead
+            return Failure(None, text)
+        return Failure(packed, text)
+
+    def raise_here(self) -> None:
+        """Raise the same exception here, with the reading process' traceback as its cause."""
+        cause = RuntimeError(f"the loader failed on process 0, which reads for all:\n{self.text}")
+        if self.error is None:
+            raise cause
+        raise pickle.loads(self.error) from cause
+
+
+def pack(complete: Round, group: int) -> PackedPart:
+    """Pack the tensors of one group's part into a chunk of bytes on the CPU.
+
+    A part that is one contiguous tensor is not copied: the chunk is its memory.
+    """
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> TensorInformation:
+        tensors.append(tensor.detach().cpu())
+        return TensorInformation(tensor.shape, tensor.dtype)
+
+    outline = recursively_apply(take, complete.parts[group], test_type=_is_dense)
+    layout = lay_out_once(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+    size = -(-layout.width // ALIGNMENT) * ALIGNMENT
+    spec = Spec(outline, size, complete.counts, complete.is_last)
+    if size == layout.width and not any(tensor.is_inference() for tensor in tensors):
+        return PackedPart(pickle.dumps(spec), layout.pack(tensors))
+    chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
+    layout.pack_into(tensors, chunk)
+    return PackedPart(pickle.dumps(spec), chunk)
+
+
+def unpack(spec: Spec, chunk: Tensor) -> Any:
+    """Rebuild a part; its tensors use the chunk's memory."""
+    facts: list[tuple[torch.Size, torch.dtype]] = []
+
+    def take(info: TensorInformation) -> TensorInformation:
+        facts.append((info.shape, info.dtype))
+        return info
+
+    recursively_apply(take, spec.outline, test_type=is_tensor_information)
+    tensors = iter(views_of(chunk, tuple(facts)))
+    return recursively_apply(lambda info: next(tensors), spec.outline, test_type=is_tensor_information)
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Whether a tensor is plain memory; sparse and quantised ones are pickled in the spec."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+
+
+class Arrival(NamedTuple):
+    """A batch for this process, with its metadata."""
+
+    part: Any
+    counts: Counts | None
+    is_last: bool
+    state: Any = None
+
+
+class Packed(NamedTuple):
+    """A round that is ready to be sent.
+
+    Attributes:
+        round: The round.
+        parts: The part of each group of another process.
+        size: Bytes of the largest of them.
+    """
+
+    round: Round
+    parts: dict[int, PackedPart]
+    size: int
+
+
+class Sender:
+    """The sending end, on process 0.
+
+    Args:
+        route: The route to the other processes.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._others = route.receivers
+        self._sent_specs: dict[int, bytes] = {}
+
+    def pack(self, complete: Round) -> Packed:
+        """Pack a round; nothing is sent, any thread may do it."""
+        parts = {group: pack(complete, group) for group in self._others}
+        return Packed(complete, parts, max((len(part.chunk) for part in parts.values()), default=0))
+
+    def send(self, rounds: list[Packed]) -> None:
+        """Send rounds in one message; an empty list ends the pass."""
+        if not self._others:
+            return
+        is_end = not rounds or rounds[-1].round.is_last
+        specs = {group: [packed.parts[group].spec for packed in rounds] for group in self._others}
+        is_new = any(spec != self._sent_specs.get(group) for group in specs for spec in specs[group])
+        blocks = {}
+        for group in self._others if rounds else ():
+            chunks = [packed.parts[group].chunk for packed in rounds]
+            if is_new:
+                chunks.insert(0, _specs_as_bytes(specs[group]))
+                self._sent_specs[group] = specs[group][-1]
+            blocks[group] = chunks
+        self._route.send((_NEW_SPECS if is_new else _SAME_SPECS, len(rounds), is_end), blocks)
+
+    def fail(self, error: BaseException) -> None:
+        """Send an exception instead."""
+        if self._others:
+            chunk = _padded(pickle.dumps(Failure.of(error)))
+            self._route.send((_FAILED, 0, True), {group: [chunk] for group in self._others})
+
+
+def receive(route: Route) -> Iterator[Arrival]:
+    """Receive the batches of one pass, on the other processes.
+
+    Args:
+        route: The route from process 0.
+    """
+    specs: list[Spec] = []
+    is_end = 0
+    while not is_end:
+        (kind, rounds, is_end), block = route.receive()
+        if kind == _FAILED:
+            pickle.loads(block.cpu().numpy().data).raise_here()
+        start = 0
+        if kind == _NEW_SPECS:
+            pickled, start = _read_specs(block)
+            specs = [pickle.loads(spec) for spec in pickled]
+        else:
+            specs = specs[-1:] * rounds
+        for spec in specs:
+            chunk = block[start : start + spec.size]
+            # A chunk that shares its block is copied, so that keeping one part doesn't keep them all.
+            part = unpack(spec, chunk if rounds == 1 else chunk.clone())
+            yield Arrival(part, spec.counts, spec.is_last)
+            start += spec.size
+
+
+def _specs_as_bytes(specs: list[bytes]) -> torch.Tensor:
+    text = pickle.dumps(specs)
+    return _padded(len(text).to_bytes(_NUMBER, "little") + text)
+
+
+def _read_specs(block: torch.Tensor) -> tuple[list[bytes], int]:
+    """The pickled specs at the beginning of a block, and where the tensors begin."""
+    length = int.from_bytes(block[:_NUMBER].cpu().numpy().tobytes(), "little")
+    end = _NUMBER + length
+    return pickle.loads(block[_NUMBER:end].cpu().numpy().data), -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
 
 
 class Route:
-    """Brings messages from process 0 to the other processes: a head for all, and a block of bytes for each.
+    """Sends messages from process 0 to the other processes: a header for all, and a block of bytes for each.
 
-    Small blocks go over the wire. Large ones that stay on the CPU go through memory that all processes share,
-    where they run on one machine: it is asked for behind the first of them.
+    Small blocks go over the wire. Large blocks on the CPU go through memory that all processes share, where
+    they run on one machine: it is opened after the first of them.
 
     All processes make the same calls: process 0 `send`s, the others `receive`.
 
     Args:
         transport: The wire between all processes.
         group_of: The data-parallel group of each process, in rank order.
-        device: Where blocks are while they travel.
+        device: Where blocks are when they are sent.
     """
 
     def __init__(self, transport: Transport, group_of: Sequence[int], device: torch.device) -> None:
@@ -49,49 +271,49 @@ class Route:
         self._memory: SharedMemory | None = None
         self._may_share = of_device(device).is_host
 
-    def send(self, head: Head, blocks: Mapping[int, Sequence[Tensor]]) -> None:
+    def send(self, header: Header, blocks: Mapping[int, Sequence[Tensor]]) -> None:
         """Process 0: send a message.
 
         Args:
-            head: `HEAD` integers less one.
-            blocks: For each of `receivers` its block, in one or several chunks on the CPU; they travel as if
-                all were as long as the longest.
+            header: `HEADER` integers less one.
+            blocks: For each of `receivers` its block, in one or several chunks on the CPU; all are
+                sent with the length of the longest.
         """
         size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
         memory = self._memory if size >= LARGE else None
         if memory is not None:
             memory.turn(size)
-            for place, group in enumerate(self.receivers):
-                _fill(memory.block(place, size), blocks[group])
-        self._tell(torch.tensor([*head, size]))
+            for index, group in enumerate(self.receivers):
+                _copy_into(memory.block(index, size), blocks[group])
+        self._broadcast_header(torch.tensor([*header, size]))
         if size and memory is None:
             self._send_by_wire(blocks, size)
             self._share_from_now_on(size)
 
-    def receive(self) -> tuple[Head, Tensor]:
+    def receive(self) -> tuple[Header, Tensor]:
         """The other processes: take a message.
 
         Returns:
-            The head, and the block of this process, which is the caller's own.
+            The header, and the block of this process, which the caller owns.
         """
-        *head, size = self._tell(torch.zeros(HEAD, dtype=torch.int64)).tolist()
+        *header, size = self._broadcast_header(torch.zeros(HEADER, dtype=torch.int64)).tolist()
         if size < LARGE or self._memory is None:
             block = self._receive_by_wire(size)
             self._share_from_now_on(size)
-            return tuple(head), block
+            return tuple(header), block
         self._memory.turn(size)
-        place = self.receivers.index(self._group_of[self.transport.rank])
-        return tuple(head), self._memory.block(place, size).clone()
+        index = self.receivers.index(self._group_of[self.transport.rank])
+        return tuple(header), self._memory.block(index, size).clone()
 
-    def _tell(self, head: Tensor) -> Tensor:
-        """Give process 0's head to all.
+    def _broadcast_header(self, header: Tensor) -> Tensor:
+        """Give process 0's header to all.
 
-        With shared memory it returns only when all processes have come here: the others are done with the
+        With shared memory it returns only when all processes have called it: the others are done with the
         block before the last one, so its slot may be filled again.
         """
         if self._memory is None:
-            return self.transport.broadcast(head, 0)
-        return self.transport.gather(head)[:HEAD]
+            return self.transport.broadcast(header, 0)
+        return self.transport.gather(header)[:HEADER]
 
     def _share_from_now_on(self, size: int) -> None:
         if size >= LARGE and self._may_share:
@@ -100,7 +322,7 @@ class Route:
 
     def _send_by_wire(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
         joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
-        if self.transport.size == 2:  # for one receiver: the same, without a block of one's own
+        if self.transport.size == 2:  # for one receiver the same, without a block for process 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
             return
         own = self._unused_block(size)  # process 0 keeps what it has read
@@ -121,55 +343,55 @@ class Route:
 
 
 class SharedMemory:
-    """Blocks in memory without a name, which goes when the last process that has it open ends.
+    """Blocks in memory without a name, which is freed when the last process that has it open ends.
 
     There are two slots of blocks, so that one can be read while the other is filled. Processes that take
     turns with the same sizes find the same blocks.
 
     Args:
         descriptor: An open file in memory; closed with this object.
-        places: How many blocks lie side by side in a slot.
+        num_blocks: How many blocks a slot has.
     """
 
-    def __init__(self, descriptor: int, places: int) -> None:
+    def __init__(self, descriptor: int, num_blocks: int) -> None:
         self._descriptor = descriptor
-        self._places = places
+        self._num_blocks = num_blocks
         self._room = self._start = self._slot = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
         finalize(self, os.close, descriptor)
 
     def turn(self, size: int) -> None:
-        """Go over to the other slot; where blocks of `size` bytes don't fit, to two new ones behind it."""
+        """Switch to the other slot; where blocks of `size` bytes don't fit, to two new ones behind it."""
         self._slot = (self._slot + 1) % _SLOTS
         if size <= self._room:
             return
         self._start = len(self._bytes)
         self._room = max(2 * self._room, -(-size // _PAGE) * _PAGE)
-        end = self._start + _SLOTS * self._places * self._room
+        end = self._start + _SLOTS * self._num_blocks * self._room
         if os.fstat(self._descriptor).st_size < end:  # the writer comes first
             os.ftruncate(self._descriptor, end)
         self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, end), dtype=torch.uint8)
 
-    def block(self, place: int, size: int) -> Tensor:
-        """The block of `size` bytes at one place of the slot."""
-        start = self._start + (self._slot * self._places + place) * self._room
+    def block(self, index: int, size: int) -> Tensor:
+        """The block of `size` bytes at an index of the slot."""
+        start = self._start + (self._slot * self._num_blocks + index) * self._room
         return self._bytes[start : start + size]
 
 
 class _Offer(NamedTuple):
-    """Where the file in memory of process 0 is found."""
+    """Where to open the memory file of process 0."""
 
     home: str
     process: int
     descriptor: int
 
 
-def share_memory(transport: Transport, places: int) -> SharedMemory | None:
+def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
     """Open memory that all processes share; called on all of them.
 
     Args:
         transport: The wire between them.
-        places: How many blocks lie in it side by side.
+        num_blocks: How many blocks a slot of it has.
 
     Returns:
         The memory; None on every process when one of them cannot have it: another machine or container,
@@ -177,7 +399,7 @@ def share_memory(transport: Transport, places: int) -> SharedMemory | None:
     """
     offer = transport.broadcast_object(_offer() if transport.rank == 0 else None, 0)
     descriptor = _accept(offer, transport.rank == 0)
-    memory = None if descriptor is None else SharedMemory(descriptor, places)
+    memory = None if descriptor is None else SharedMemory(descriptor, num_blocks)
     return memory if all(transport.gather_object(memory is not None)) else None
 
 
@@ -195,11 +417,11 @@ def _accept(offer: _Offer | None, is_own: bool) -> int | None:
         return None
     try:
         return os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # other user, hidden processes: the wire carries everything
+    except OSError:  # other user, hidden processes: everything is sent over the wire
         return None
 
 
-def _fill(block: Tensor, chunks: Sequence[Tensor]) -> None:
+def _copy_into(block: Tensor, chunks: Sequence[Tensor]) -> None:
     start = 0
     for chunk in chunks:
         block[start : start + len(chunk)].copy_(chunk)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from accelerate.base import wrong_value
-from accelerate.data_loader.validity import Tagged, real_per_part
+from accelerate.data_loader.last_batch import FirstRound, Tagged, fill, real_per_part
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -29,7 +29,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: How many processes share the samples.
         process_index: Which of them this is, from 0.
         split_batches: Whether `batch_size` is that of the global batch.
-        even_batches: Fill the short global batch; otherwise it is dealt as it is, and ranks may get fewer
+        even_batches: Fill the short global batch; otherwise it is shared as it is, and ranks may get fewer
             samples.
 
     Raises:
@@ -64,13 +64,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(dataset, "generator", None)
         self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
         self.skip_samples = 0
-        """Samples at the beginning of each pass that nobody takes: others have taken them before."""
-        self.first: list[Any] = []
-        """The samples that fill the end of the epoch: those of its first round."""
-        self.goes_on_with: list[Any] = []
-        """What `first` was, for the next pass, which goes on in the middle of an epoch."""
+        """Samples at the beginning of each pass that an earlier run has used."""
+        self.first_round = FirstRound()
         self.tagged = False
-        """Whether a batch with filler is tagged with its counts; set where the tags are taken off again."""
+        """Whether a batch with filler is tagged with its counts; set where the reader removes the tags."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, here and in the dataset where it has one."""
@@ -90,10 +87,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             return rounds * self.part_size
         if self.even_batches:
             return (rounds + (rest > 0)) * self.part_size
-        return (
-            rounds * self.part_size
-            + real_per_part(rest, self.part_size, self.num_processes)[self.process_index]
-        )
+        last = real_per_part(rest, self.part_size, self.num_processes)[self.process_index]
+        return rounds * self.part_size + last
 
     def __iter__(self) -> Iterator[Any]:
         part, processes = self.part_size, self.num_processes
@@ -101,20 +96,19 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._reseed()
         source = islice(self.dataset, self.skip_samples, None)
         current = list(islice(source, whole))
-        first = self.first = self.goes_on_with or current
-        self.goes_on_with = []
+        self.first_round.items = self.first_round.take_restored() or current
         while len(current) == whole:
             yield from current[start:stop]
             current = list(islice(source, whole))
         if not current or self.drop_last:
             return
-        last = list(islice(chain(current, cycle(first)), whole)) if self.even_batches else current
+        last = fill(current, self.first_round.items, whole) if self.even_batches else current
         mine = last[start:stop]
         if self.tagged and mine:
             mine[0] = Tagged(mine[0], tuple(real_per_part(len(current), part, processes)))
         yield from mine
 
     def _reseed(self) -> None:
-        """Start the dataset's own generator anew for the epoch, unless its `set_epoch` does."""
+        """Seed the dataset's own generator for the epoch, unless its `set_epoch` does."""
         if self._seed is not None and not hasattr(self.dataset, "set_epoch"):
             self.dataset.generator.manual_seed((self._seed + self.epoch) % 2**64)

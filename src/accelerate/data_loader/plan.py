@@ -1,4 +1,4 @@
-"""Who reads which batch of a loader: decided once, from loader, mesh and settings; nothing is done here."""
+"""Who reads which batch of a loader: decided once, from the loader, the mesh and the settings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 
 
 def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given: bool) -> bool:
-    """Whether groups read the shares that a dataset gives them, instead of process 0 reading for all.
+    """Whether groups read the shares that a dataset makes, instead of process 0 reading for all.
 
-    The samples have to be the same: a short batch that each share drops would be another part of them. What
-    the user has shared out himself cannot be read otherwise.
+    The samples have to be the same: if each share dropped its short batch, others would be missing. A dataset
+    that the user has sharded cannot be read otherwise.
 
     Args:
-        loader: The user's loader, over a dataset that shares itself out.
+        loader: The user's loader, over a dataset that shards itself.
         dispatch: See `plan`.
-        given: Whether the user has shared it out.
+        given: Whether the user has sharded it.
     """
     return not dispatch if given else dispatch is None and not loader.drop_last
 
@@ -40,7 +40,7 @@ class ShardPlan:
 
     Attributes:
         how: `leave` (one group reads everything), `shard` (each group reads its share), `dataset_shards` (the
-            dataset gives each group a share, of whatever length) or `dispatch` (process 0 reads, the others
+            dataset makes a share for each group, of any length) or `dispatch` (process 0 reads, the others
             receive).
         groups: Number of data-parallel groups.
         group: The group of this process, from 0.
@@ -61,8 +61,18 @@ class ShardPlan:
 
     @property
     def own_shares(self) -> bool:
-        """Whether groups read what the dataset gives each of them, of whatever length."""
+        """Whether groups read shares that the dataset makes, of any length."""
         return self.how == "dataset_shards"
+
+    @property
+    def batches_in_round(self) -> int:
+        """How many batches of the dataset, or of a share that it made, one batch of all groups takes."""
+        return 1 if self.split or self.own_shares else self.groups
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of torch's loader make one batch of the prepared one."""
+        return self.batches_in_round if self.how == "dispatch" else 1
 
     @property
     def rows_in_batch(self) -> int | None:
@@ -74,6 +84,10 @@ class ShardPlan:
     def __str__(self) -> str:
         share = "" if self.how == "leave" else f", part {self.group} of {self.groups}"
         return f"{self.how}{share} ({self.why})"
+
+
+BY_HAND = ShardPlan(why="built without prepare")
+"""The plan of a loader that the user has constructed."""
 
 
 def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
@@ -91,20 +105,20 @@ def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int,
     if mesh is None or not mesh.mesh_dim_names or mesh.size() != num_processes:
         return num_processes, process_index
     groups, group = 1, 0
-    for name, size, place in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
+    for name, size, index in zip(mesh.mesh_dim_names, mesh.mesh.shape, mesh.get_coordinate(), strict=True):
         if name not in SHARED_AXES:
-            groups, group = groups * size, group * size + place
+            groups, group = groups * size, group * size + index
     return groups, group
 
 
 def nominal_batch_size(loader: DataLoader[Any]) -> int | None:
-    """The batch size that a loader or its batch sampler declares; None where it declares none."""
+    """The batch size of a loader or its batch sampler; None where it declares none."""
     index_sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     size = getattr(index_sampler, "batch_size", None)
     return size if isinstance(size, int) else loader.batch_size
 
 
-def is_shared_out(loader: DataLoader[Any], groups: int, group: int) -> bool:
+def is_sharded(loader: DataLoader[Any], groups: int, group: int) -> bool:
     """Whether the user's dataset is an `IterableDatasetShard` with the share of this group."""
     dataset = loader.dataset
     return (
@@ -126,17 +140,17 @@ def plan(
     put_on_device: bool,
     own_share: str | None = None,
 ) -> ShardPlan:
-    """Decide how the batches of a loader are shared out.
+    """Decide how the batches of a loader are shared.
 
     Args:
         loader: The user's loader.
         num_processes: Number of processes; several may make up one group.
         groups: Number of data-parallel groups.
         group: The group of this process.
-        split: Cut each batch instead of dealing whole ones.
-        even: Fill the short end, where a batch sampler is shared out.
+        split: Cut each batch instead of sharing whole ones.
+        even: Fill the short end, where a batch sampler is sharded.
         dispatch: Read on process 0 only; None decides by the kind of dataset.
-        put_on_device: Whether batches are placed on the device.
+        put_on_device: Whether batches are moved to the device.
         own_share: Why the dataset's own share is read, where it is.
 
     Returns:
@@ -160,8 +174,8 @@ def plan(
             f"Take a multiple of {groups}, or leave split_batches off",
         )
     part = size // groups if split and size is not None else size
-    if groups > 1 and not dispatch and is_shared_out(loader, groups, group):
-        return ShardPlan("shard", groups, group, part, split, why="the dataset is shared out already")
+    if groups > 1 and not dispatch and is_sharded(loader, groups, group):
+        return ShardPlan("shard", groups, group, part, split, why="the dataset is sharded already")
     if own_share is not None:
         return ShardPlan("dataset_shards", groups, group, part, split, why=own_share)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):

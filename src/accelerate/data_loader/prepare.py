@@ -1,4 +1,4 @@
-"""A user's DataLoader becomes a prepared one, as its plan says."""
+"""Make a prepared loader from a user's `DataLoader`, as its plan says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.data_loader.last_batch import FirstRound
 from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywhere, own_share
-from accelerate.data_loader.plan import ShardPlan, data_groups, is_shared_out, may_read_own_share, plan
+from accelerate.data_loader.plan import ShardPlan, data_groups, is_sharded, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.devices import of_device
@@ -59,16 +60,16 @@ def prepare_data_loader(
         split_batches: The loader's batch is the global one and is cut; otherwise each process gets whole
             batches.
         put_on_device: Move batches to the device.
-        rng_types: Generators to bring together at each pass, see `DataLoaderShard`.
+        rng_types: Generators to synchronize at each pass, see `DataLoaderShard`.
         dispatch_batches: Read on process 0 only; None: for iterable datasets that are put on the device.
         even_batches: Fill the short end from the beginning, so that all processes get equal batches. False
-            concerns map-style loaders that are shared out; dispatched loaders and iterable datasets are
+            concerns map-style loaders that are sharded; dispatched loaders and iterable datasets are
             always filled.
         slice_fn_for_dispatch: Cuts one part of a dispatched batch, see `DataLoaderDispatcher`.
         use_seedable_sampler: Shuffle by `SeedableRandomSampler`.
         data_seed: Its seed; None: the seed that torch was last given, on process 0.
         non_blocking: Don't wait for copies from pinned memory.
-        use_stateful_dataloader: Go on by itself, see `DataLoaderAdapter`.
+        use_stateful_dataloader: Resume by itself, see `DataLoaderAdapter`.
         torch_device_mesh: The `DeviceMesh` of the run: ranks that differ along tensor, context, sequence or
             pipeline axes only get the same batches.
 
@@ -82,7 +83,7 @@ def prepare_data_loader(
     """
     if isinstance(dataloader, DataLoaderAdapter):
         raise PreparationError(
-            f"{dataloader!r} is prepared already: sharing it out again would lose data. "
+            f"{dataloader!r} is prepared already: sharding it again would lose data. "
             "Prepare the loader it was made from."
         )
     if num_processes is None:
@@ -91,9 +92,9 @@ def prepare_data_loader(
         process_index = PartialState().process_index
     groups, group = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    share = None
-    if groups > 1 and isinstance(dataloader.dataset, IterableDataset) and not _is_xla(target):
-        share = _own_share(dataloader, num_processes, groups, group, dispatch_batches)
+    share = (
+        None if _is_xla(target) else _own_share(dataloader, num_processes, groups, group, dispatch_batches)
+    )
     decided = plan(
         dataloader,
         num_processes=num_processes,
@@ -105,36 +106,36 @@ def prepare_data_loader(
         put_on_device=put_on_device,
         own_share=None if share is None else share.why,
     )
-    index_sampler, sampler = dataloader._index_sampler, get_sampler(dataloader)
-    if use_seedable_sampler and isinstance(sampler, RandomSampler):
-        index_sampler = _with_sampler(index_sampler, _seedable(sampler, data_seed, num_processes), sampler)
+    order = _Order(dataloader, num_processes)
+    if use_seedable_sampler:
+        order.make_seedable(data_seed)
     shared: dict[str, Any] = {
-        "use_stateful_dataloader": use_stateful_dataloader,
-        "_drop_last": dataloader.drop_last or bool(getattr(index_sampler, "drop_last", False)),
+        # Of ranks that wait for each other, none can read on as torchdata does.
+        "use_stateful_dataloader": use_stateful_dataloader and share is None,
+        "_drop_last": dataloader.drop_last or bool(getattr(order.index_sampler, "drop_last", False)),
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         **kept_settings(dataloader),
     }
     if decided.how == "dispatch":
-        indices = _index_arguments(dataloader, index_sampler, decided)
-        cut = slice_fn_for_dispatch
-        loader: Any = DataLoaderDispatcher(
-            dataloader.dataset, split_batches, slice_fn=cut, **indices, **shared
-        )
+        cut: dict[str, Any] = {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
+        loader: Any = DataLoaderDispatcher(dataloader.dataset, **cut, **order.arguments(decided), **shared)
     else:
-        dataset, index_sampler, generator = _shared_out(dataloader, index_sampler, decided, num_processes)
-        dataset = dataset if share is None else share.dataset
-        loader = DataLoaderShard(
-            dataset,
-            device=target,
-            rng_types=rng_types if num_processes > 1 else None,
-            synchronized_generator=generator,
-            **_index_arguments(dataloader, index_sampler, decided),
-            **shared,
-        )
+        synchronized = rng_types if num_processes > 1 else None
+        loader = _build_shard(order, decided, share, device=target, rng_types=synchronized, **shared)
+    loader.use_stateful_dataloader = use_stateful_dataloader
     loader.plan = decided
     loader.shares_batches = num_processes > groups
-    return _moved_in_background(loader) if _is_for_xla(loader) else loader  # type: ignore[no-any-return]
+    is_for_xla = decided.how != "dispatch" and _is_xla(target)
+    return _upload_in_background(loader) if is_for_xla else loader  # type: ignore[no-any-return]
+
+
+def _build_shard(
+    order: _Order, decided: ShardPlan, share: OwnShare | None, **settings: Any
+) -> DataLoaderShard:
+    dataset = order.shard(decided) if share is None else share.dataset
+    settings["synchronized_generator"] = order.generator
+    return DataLoaderShard(dataset, **order.arguments(decided), **settings)
 
 
 def _own_share(
@@ -144,12 +145,14 @@ def _own_share(
     group: int,
     dispatch: bool | None,
 ) -> OwnShare | None:
-    """The share that the dataset gives to this group, where that is to be read; called on all ranks."""
+    """The share that the dataset makes for this group, where that is to be read; called on all ranks."""
+    if groups == 1 or not isinstance(loader.dataset, IterableDataset):
+        return None
     share = own_share(loader.dataset, groups, group)
     if share is None or not may_read_own_share(loader, dispatch=dispatch, given=share.is_given):
         return None
     transport = current_transport()
-    if transport.size != num_processes:  # processes that cannot be asked
+    if transport.size != num_processes:  # processes that this one cannot reach
         return None
     return share if share.is_given or is_the_same_everywhere(loader.dataset, transport) else None
 
@@ -158,41 +161,110 @@ def _is_xla(device: Any) -> bool:
     return device is not None and of_device(torch.device(device)).own_runtime
 
 
-def _is_for_xla(loader: Any) -> bool:
-    return _is_xla(loader.device if isinstance(loader, DataLoaderShard) else None)
-
-
-def _moved_in_background(loader: DataLoaderShard) -> Any:
+def _upload_in_background(loader: DataLoaderShard) -> Any:
     """XLA devices: torch_xla's own loader uploads batches and marks the steps of the graph."""
     target, loader.device = loader.device, None
     return wrapper_for_xla()(loader, target)
 
 
-def _shared_out(
-    loader: DataLoader[Any], index_sampler: Any, decided: ShardPlan, num_processes: int
-) -> tuple[Any, Any, torch.Generator | None]:
-    """The share of one group: dataset, index sampler, and the generator that must be the same everywhere."""
-    dataset, alone = loader.dataset, decided.how == "leave"
-    if isinstance(dataset, IterableDataset):
-        return (
-            (_shard_of_iterable(loader, decided) if decided.how == "shard" else dataset),
-            index_sampler,
-            None,
+class _Order:
+    """By which indices a loader is read; the user's own samplers are not changed.
+
+    Args:
+        loader: The user's loader.
+        num_processes: How many processes share the data.
+
+    Attributes:
+        index_sampler: What torch's loader reads by.
+        generator: The one of the sampler, which must be the same on all processes; None without one.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_processes: int) -> None:
+        self.loader = loader
+        self.num_processes = num_processes
+        self.index_sampler: Any = loader._index_sampler
+        self.generator: torch.Generator | None = None
+
+    def arguments(self, decided: ShardPlan) -> dict[str, Any]:
+        """Which of torch's arguments, of which some exclude others, set the order."""
+        loader = self.loader
+        if isinstance(loader.dataset, IterableDataset):
+            size = loader.batch_size if decided.how == "dispatch" else decided.batch_size
+            return {"batch_size": size, "drop_last": loader.drop_last}
+        if loader.batch_sampler is None:
+            return {"batch_size": None, "sampler": self.index_sampler}
+        return {"batch_sampler": self.index_sampler}
+
+    def make_seedable(self, data_seed: int | None) -> None:
+        """Make a random order a function of seed and epoch; the seed of the user's generator is kept."""
+        sampler = self._sampler()
+        if not isinstance(sampler, RandomSampler):
+            return
+        if data_seed is None:
+            seed = torch.initial_seed() if sampler.generator is None else sampler.generator.initial_seed()
+            data_seed = self._of_process_0(seed)
+        seedable = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            data_seed=data_seed,
         )
-    generator = None
-    if num_processes > 1:
-        index_sampler, generator = _with_agreed_generator(loader, index_sampler)
-    if alone:
-        return dataset, index_sampler, generator
-    groups, group, even = decided.groups, decided.group, decided.even
-    if loader.batch_sampler is None and not isinstance(index_sampler, BatchSampler):
-        return dataset, SamplerShard(index_sampler, groups, group, even), generator
-    return dataset, BatchSamplerShard(index_sampler, groups, group, decided.split, even), generator
+        self.index_sampler = _with_sampler(self.index_sampler, seedable, sampler)
+
+    def shard(self, decided: ShardPlan) -> Any:
+        """Reduce the order to the share of one group, and return the dataset to read."""
+        loader, dataset = self.loader, self.loader.dataset
+        if isinstance(dataset, IterableDataset):
+            return _shard_of_iterable(loader, decided) if decided.how == "shard" else dataset
+        if self.num_processes > 1:
+            self._synchronize()
+        if decided.how == "leave":
+            return dataset
+        groups, group, even = decided.groups, decided.group, decided.even
+        if loader.batch_sampler is None and not isinstance(self.index_sampler, BatchSampler):
+            self.index_sampler = SamplerShard(self.index_sampler, groups, group, even)
+        else:
+            self.index_sampler = BatchSamplerShard(self.index_sampler, groups, group, decided.split, even)
+        return dataset
+
+    def _synchronize(self) -> None:
+        """Give a random sampler without a generator one that has the same seed on all processes."""
+        sampler = self._sampler()
+        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+            return
+        if sampler.generator is None:
+            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+            seeded = copy(sampler)
+            seeded.generator = torch.Generator().manual_seed(self._of_process_0(drawn))
+            self.index_sampler = _with_sampler(self.index_sampler, seeded, sampler)
+            sampler = seeded
+        self.generator = sampler.generator
+
+    def _sampler(self) -> Any:
+        return sampler_under(self.index_sampler, self.loader)
+
+    def _of_process_0(self, seed: int) -> int:
+        return seed if self.num_processes == 1 else int(current_transport().broadcast_object(seed, 0))
+
+
+def _with_sampler(index_sampler: Any, sampler: Any, old: Any) -> Any:
+    """A copy of a batch sampler over another sampler."""
+    if index_sampler is old:
+        return sampler
+    changed = copy(index_sampler)
+    if (inner := getattr(changed, "batch_sampler", None)) is not None:
+        changed.batch_sampler = _with_sampler(inner, sampler, old)
+    else:
+        changed.sampler = sampler
+    return changed
 
 
 def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableDatasetShard:
-    if is_shared_out(loader, decided.groups, decided.group):
-        return _users_shard(loader)
+    if is_sharded(loader, decided.groups, decided.group):
+        own: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
+        own.tagged = own.part_size == loader.batch_size  # else its batches are not those of the loader
+        own.first_round = FirstRound()
+        return own
     shard = IterableDatasetShard(
         loader.dataset,
         batch_size=decided.batch_size or 1,
@@ -202,63 +274,3 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
     )
     shard.tagged = True
     return shard
-
-
-def _users_shard(loader: DataLoader[Any]) -> IterableDatasetShard:
-    """The dataset that the user has shared out; it tells of filler where the loader's batches are its own."""
-    shard: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
-    shard.tagged = shard.part_size == loader.batch_size
-    return shard
-
-
-def _index_arguments(loader: DataLoader[Any], index_sampler: Any, decided: ShardPlan) -> dict[str, Any]:
-    """Which of torch's arguments, of which some exclude others, say in what order the dataset is read."""
-    if isinstance(loader.dataset, IterableDataset):
-        size = loader.batch_size if decided.how == "dispatch" else decided.batch_size
-        return {"batch_size": size, "drop_last": loader.drop_last}
-    if loader.batch_sampler is None:
-        return {"batch_size": None, "sampler": index_sampler}
-    return {"batch_sampler": index_sampler}
-
-
-def _seedable(sampler: RandomSampler, data_seed: int | None, num_processes: int) -> SeedableRandomSampler:
-    """The same shuffle as a function of seed and epoch; a generator that the user seeded gives the seed."""
-    if data_seed is None:
-        seed = torch.initial_seed() if sampler.generator is None else sampler.generator.initial_seed()
-        data_seed = _agreed(seed, num_processes)
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        data_seed=data_seed,
-    )
-
-
-def _with_agreed_generator(loader: DataLoader[Any], index_sampler: Any) -> tuple[Any, torch.Generator | None]:
-    """Give a random sampler without a generator one that starts alike on all processes."""
-    sampler = sampler_under(index_sampler, loader)
-    if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
-        return index_sampler, None
-    if sampler.generator is not None:
-        return index_sampler, sampler.generator
-    drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-    agreeing = copy(sampler)
-    agreeing.generator = torch.Generator().manual_seed(_agreed(drawn, 2))
-    return _with_sampler(index_sampler, agreeing, sampler), agreeing.generator
-
-
-def _agreed(seed: int, num_processes: int) -> int:
-    """Process 0's seed."""
-    return seed if num_processes == 1 else int(current_transport().broadcast_object(seed, 0))
-
-
-def _with_sampler(index_sampler: Any, sampler: Any, old: Any) -> Any:
-    """A copy of a batch sampler over another sampler; the user's own objects stay as they are."""
-    if index_sampler is old:
-        return sampler
-    changed = copy(index_sampler)
-    if (inner := getattr(changed, "batch_sampler", None)) is not None:
-        changed.batch_sampler = _with_sampler(inner, sampler, old)
-    else:
-        changed.sampler = sampler
-    return changed

@@ -1,64 +1,228 @@
-"""Know the last batch before it is given, place each batch, and say what the last one holds."""
+"""Read batches through torch's iterator: open it, recognise the last batch, move each batch to the device."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from accelerate.data_loader.validity import Counts, Fillers
+from accelerate.base import stack_dumps
+from accelerate.data_loader.last_batch import (
+    CountingCollate,
+    Fillers,
+    in_samples,
+    last_remainder,
+    untagged,
+)
+from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
+from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 from accelerate.devices import of_device
 from accelerate.display import track
-from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
+from accelerate.nested import find_device, send_to_device
+from accelerate.state import services
 
 _END = object()
+_GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
+
+Carrier = Callable[[Iterator[Any]], Iterator[Any]]
+"""Takes torch's iterator and yields its batches, such as a loader that moves them in the background."""
 
 
-def give(
+class WorkersObserver:
+    """Is told of worker processes when they have been started: a service of the run."""
+
+    def follow(self, iterator: Any) -> None:
+        """Take note of workers; called by the thread that will wait for them.
+
+        Args:
+            iterator: torch's, with its workers.
+        """
+
+
+def yield_batches(
     loader: Any,
     batches: Iterator[tuple[Any, bool]],
     fillers: Fillers,
     number: int,
-    place: Callable[[Any], Any] | None,
+    move: Callable[[Any], Any] | None,
 ) -> Iterator[Any]:
-    """Yield batches, and let the loader say of each what it knows.
+    """Yield batches, with the attributes of the loader set for each.
 
     Args:
-        loader: The prepared loader, told of the end and of fillers.
+        loader: The prepared loader.
         batches: The batches, each with whether it is the last one.
         fillers: Number of the batch -> real samples on each rank; may grow while batches are read.
         number: Number of the first batch.
-        place: What brings a batch to its device, or None where it stays.
+        move: Moves a batch to its device; None leaves it.
     """
-    position, take = loader.position, loader.batches_in_round
+    position, batches_in_round = loader.position, loader.plan.batches_in_round
     for current, is_last in batches:
         if fillers or loader.deals_ready_batches or loader.shares_batches:
-            loader.note_counts(weigh(fillers.get(number), loader, current), current)
+            loader.note_counts(in_samples(fillers.get(number), loader, current), current)
         if is_last:
             loader.end_of_dataloader = position.is_over = True
             loader.remainder = last_remainder(loader)
         position.seen += 1
-        position.consumed += take
-        yield current if place is None else place(current)
+        position.consumed += batches_in_round
+        yield current if move is None else move(current)
         number += 1
 
 
-def mark_last(loader: Any, source: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Give each batch with whether it is the last one, which is known when one more was asked for.
+def open_pass(
+    loader: Any, skip: int, carrier: Carrier | None = None
+) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
+    """Start a pass.
 
     Args:
-        loader: The prepared loader; the states it keeps are taken before one more is read.
+        loader: The prepared loader.
+        skip: How many batches are read and dropped; others are skipped by index.
+        carrier: See `Carrier`; None: the batches come from torch's iterator.
+
+    Returns:
+        The batches, each with whether it is the last one, and the record of their filler.
+    """
+    source, indices, fillers = open_batches(loader, skip)
+    if indices is not None and carrier is None:
+        return indices.mark_last(source), fillers
+    return mark_last(loader, source if carrier is None else carrier(source)), fillers
+
+
+def open_batches(
+    loader: Any, skip: int, kept: int = 0, ahead_by: int | None = None
+) -> tuple[Iterator[Any], IndexAhead | None, Fillers]:
+    """Open torch's iterator; the order of the pass is drawn here.
+
+    Args:
+        loader: The prepared loader.
+        skip: How many batches are read and dropped.
+        kept: How many of the skipped ones, at the beginning of the epoch, are yielded nevertheless.
+        ahead_by: How many batches are read before the one that is yielded; None: those that torch reads
+            itself, or their indices.
+
+    Returns:
+        The batches, the indices they are read by where those are drawn in this process, and the record of
+        filler.
+    """
+    position, start = loader.position, loader.start
+    if start.is_over:
+        position.resume_point, position.offset = None, start.offset
+        return iter(()), None, {}
+    restore_stream(loader)
+    point = position.resume_point
+    by_torchdata = point is not None and loader.torchdata_resumes and start.origin is None
+    order_is_drawn = position.begin(loader, point.offset if by_torchdata else start.offset)
+    source: Any = open_iterator(loader)
+    if type(source) is _SingleProcessDataLoaderIter and loader._dataset_kind == _DatasetKind.Map and not skip:
+        source._sampler_iter = indices = IndexAhead(source._sampler_iter)
+        fillers = _fillers_of(loader._index_sampler)
+        if ahead_by is not None:
+            return after_first(source, order_is_drawn, kept, ahead_by), None, fillers
+        order_is_drawn()
+        return source, indices, fillers
+    fillers = {} if _is_tagged(loader) else _fillers_of(loader._index_sampler)
+    if _is_tagged(loader):
+        source = untagged(source, fillers)
+    if skip:
+        source = read_past(source, skip, kept)
+    return after_first(source, order_is_drawn, kept, ahead_by or 1), None, fillers
+
+
+def open_iterator(loader: Any) -> Iterator[Any]:
+    """Open the iterator of a prepared loader's torch loader."""
+    base: DataLoader[Any] = loader.base_dataloader
+    if base.persistent_workers and base._iterator is not None:
+        return iter(base)
+    with settings_of_workers(loader):
+        iterator = iter(base)
+    if base.num_workers:
+        services.get(WorkersObserver, WorkersObserver).follow(iterator)
+    return iterator
+
+
+@contextmanager
+def settings_of_workers(loader: Any) -> Iterator[None]:
+    """Change three settings of the torch loader while it makes an iterator, which reads them.
+
+    Filler is counted by the collate function, groups draw different seeds for their workers, and workers
+    write their stacks when asked.
+    """
+    base = loader.base_dataloader
+    names = ("collate_fn", "generator", "worker_init_fn")
+    settings = {name: getattr(base, name) for name in names}
+    if _is_tagged(loader):
+        base.collate_fn = CountingCollate(base.collate_fn)
+    if loader.plan.group and base.num_workers:
+        base.generator = _generator_of_group(base.generator, loader.plan.group)
+    if base.num_workers:
+        stack_dumps.offer()
+        if not _forks(base):  # a forked worker has the offer of this process
+            base.worker_init_fn = stack_dumps.Offering(base.worker_init_fn)
+    try:
+        yield
+    finally:
+        for name, setting in settings.items():
+            setattr(base, name, setting)
+
+
+def _forks(loader: DataLoader[Any]) -> bool:
+    context = loader.multiprocessing_context
+    if context is not None:
+        return bool(context.get_start_method() == "fork")
+    # The first of all is the one that is used when none was chosen; to ask otherwise chooses it for good.
+    chosen = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return chosen == "fork"
+
+
+def _generator_of_group(generator: torch.Generator | None, group: int) -> torch.Generator:
+    """A generator for the seeds of the workers: one draw from the user's, different for each group."""
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    return torch.Generator().manual_seed((drawn + group * _GOLDEN) % 2**64)
+
+
+def _is_tagged(loader: Any) -> bool:
+    return getattr(loader.dataset, "tagged", False)
+
+
+def _fillers_of(index_sampler: Any) -> Fillers:
+    shard = shard_of(index_sampler)
+    return {} if shard is None else shard.fillers
+
+
+def shard_of(index_sampler: Any) -> BatchSamplerShard | SamplerShard | None:
+    """The shard in a chain of samplers, None where nothing is sharded."""
+    while isinstance(index_sampler, SkipBatchSampler):
+        index_sampler = index_sampler.batch_sampler
+    return index_sampler if isinstance(index_sampler, (BatchSamplerShard, SamplerShard)) else None
+
+
+def first_number(index_sampler: Any) -> int:
+    """Number, in the whole epoch, of the first batch that a chain of samplers yields."""
+    number = 0
+    while isinstance(index_sampler, SkipBatchSampler):
+        number, index_sampler = number + index_sampler.skip_batches, index_sampler.batch_sampler
+    return number
+
+
+def mark_last(loader: Any, source: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch with whether it is the last one, which is known when the next one was read.
+
+    Args:
+        loader: The prepared loader; the state of its source is captured before the next batch is read.
         source: The batches.
     """
-    note = loader.choose_note()
+    capture = source_state(loader)
     current = next(source, _END)
     while current is not _END:
-        noted = note() if note else None
+        state = capture() if capture else None
         upcoming = next(source, _END)
-        if note:
-            loader.keep_note(noted if upcoming is not _END else note())
+        if capture:
+            keep_source_state(loader, state if upcoming is not _END else capture())
         yield current, upcoming is _END
         current = upcoming
 
@@ -70,7 +234,7 @@ class IndexAhead:
     training takes the batches.
 
     Args:
-        indices: what torch's iterator reads by.
+        indices: What torch's iterator reads by.
     """
 
     def __init__(self, indices: Iterator[Any]) -> None:
@@ -88,21 +252,35 @@ class IndexAhead:
         return current
 
     def mark_last(self, source: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """Give each batch with whether it is the last one.
-
-        Args:
-            source: the batches that are read by these indices.
-        """
+        """Yield each batch that is read by these indices with whether it is the last one."""
         return ((batch, self._upcoming is _END) for batch in source)
 
 
-def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]:
-    """Read batches and throw them away, for data that can only be read in order; shows how far it is.
+def after_first(
+    source: Iterator[Any], then: Callable[[], None], kept: int = 0, count: int = 1
+) -> Iterator[Any]:
+    """Yield a source, and call a function when its first items have been read.
 
     Args:
-        source: the batches.
-        count: how many.
-        kept: how many of them, at the beginning, are given on all the same.
+        source: The items.
+        then: The function.
+        kept: Further items, before the first ones, that are not counted.
+        count: How many are read before it is called.
+    """
+    yield from islice(source, kept)
+    first = list(islice(source, count))
+    then()
+    yield from first
+    yield from source
+
+
+def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]:
+    """Read batches and drop them, for data that can only be read in order; a progress bar shows how far.
+
+    Args:
+        source: The batches.
+        count: How many.
+        kept: How many of them, at the beginning, are yielded nevertheless.
     """
     yield from islice(source, kept)
     message = (
@@ -115,8 +293,8 @@ def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]
     yield from source
 
 
-def choose_placement(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """What brings each batch of a pass to `device`; decided once for the pass.
+def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return what moves each batch of a pass to a device; decided once for the pass.
 
     Args:
         device: Where batches go; None leaves them.
@@ -125,48 +303,18 @@ def choose_placement(device: Any, non_blocking: bool) -> Callable[[Any], Any] | 
     if device is None:
         return None
     if of_device(torch.device(device)).is_host:
-        return _CpuPlacement()
+        return _MoveToCpu()
     return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
 
 
-class _CpuPlacement:
-    """Batches come from CPU memory as a rule: the first one is looked at, the rest of the pass follows it."""
+class _MoveToCpu:
+    """Batches come from CPU memory as a rule: the first one decides for the rest of the pass."""
 
     def __init__(self) -> None:
-        self.elsewhere: bool | None = None
+        self._is_needed: bool | None = None
 
     def __call__(self, batch: Any) -> Any:
-        if self.elsewhere is None:
-            found = find_device(batch)
-            self.elsewhere = found is not None and not of_device(found).is_host
-        return send_to_device(batch, "cpu") if self.elsewhere else batch
-
-
-def weigh(counts: Counts | None, loader: Any, batch: Any) -> Counts | None:
-    """Turn the counts of a batch into samples, where they count whole batches."""
-    if counts is None or not loader._counts_batches:
-        return counts
-    size = ignorant_find_batch_size(batch) or 1
-    return tuple(count * size for count in counts)
-
-
-def last_remainder(loader: Any) -> int:
-    """How many samples of the last global batch are real; 0: nothing is to be cut, -1: nobody knows."""
-    if loader._drop_last:
-        return -1
-    if loader.valid_counts is not None:
-        return sum(loader.valid_counts)
-    whole, length = loader.total_batch_size, length_of(loader.get_sampler())
-    if length is None:
-        length = length_of(loader.dataset)
-    return -1 if not whole or length is None else length % whole
-
-
-def length_of(sized: Any) -> int | None:
-    """The length of something, None where it has none."""
-    if not hasattr(sized, "__len__"):
-        return None
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):  # a wrapper around something without a length
-        return None
+        if self._is_needed is None:
+            device = find_device(batch)
+            self._is_needed = device is not None and not of_device(device).is_host
+        return send_to_device(batch, "cpu") if self._is_needed else batch

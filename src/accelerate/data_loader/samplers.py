@@ -1,11 +1,10 @@
-"""Which indices each process takes: batch samplers dealt out, a seeded shuffle, a late start."""
+"""Which indices each process takes: sharded batch samplers, a seeded shuffle, skipped batches."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sized
-from copy import copy
-from itertools import chain, count, cycle, islice
+from itertools import chain, count, islice
 from operator import length_hint
 from types import GeneratorType
 from typing import Any, cast
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate.base import wrong_value
-from accelerate.data_loader.validity import Fillers, real_per_part
+from accelerate.data_loader.last_batch import Fillers, fill, real_per_part
 
 Batch = list[Any]
 _SEED_RANGE = 2**64
@@ -40,7 +39,7 @@ class SeedableRandomSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         epoch = self.epoch
-        # A generator of its own for each pass: two passes at once don't disturb each other.
+        # Each pass has its own generator, so that two passes at the same time are independent.
         self.generator = torch.Generator().manual_seed((self.initial_seed + epoch) % _SEED_RANGE)
         yield from super().__iter__()
         if self.epoch == epoch:
@@ -52,22 +51,19 @@ class SeedableRandomSampler(RandomSampler):
 
 
 _END = object()
-_JUMPING: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(range(0))),
-)  # can be moved to any place
+_SEEKABLE: tuple[type, ...] = (type(iter([])), type(iter(range(0))))  # can be moved to any index
 _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRandomSampler})
 
 
 class BatchSamplerShard(BatchSampler):
     """The share of one process in the batches of a batch sampler, of any kind and any batch sizes.
 
-    Without `split_batches`, batches are dealt in rounds of `num_processes`: process `i` takes the `i`-th of
-    each round. With it, each batch is cut in `num_processes` parts and process `i` takes the `i`-th.
+    Without `split_batches`, process `i` takes the `i`-th batch of each round of `num_processes` batches. With
+    it, each batch is cut in `num_processes` parts and process `i` takes the `i`-th.
 
     The end of the epoch rarely fills a round. A sampler with a true `drop_last` loses the incomplete round.
     Else, with `even_batches`, the short end is filled with indices from the beginning of the epoch, so that
-    all processes get the same number of batches of one size; without it, the short end is dealt as it is and
+    all processes get the same number of batches of one size; without it, the short end is shared as it is and
     processes may get fewer or smaller batches. Where batch sizes vary by design, rounds are filled with whole
     batches instead.
 
@@ -79,7 +75,7 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: Iterable of lists of indices; all processes must see the same lists in the same order.
         num_processes: How many processes share the batches.
         process_index: Which of them this is, from 0.
-        split_batches: Cut each batch instead of dealing whole ones.
+        split_batches: Cut each batch instead of sharing whole ones.
         even_batches: Fill the short end.
 
     Raises:
@@ -119,7 +115,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches of all processes together, before they are dealt."""
+        """The number of batches of all processes together, before they are shared."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -129,9 +125,9 @@ class BatchSamplerShard(BatchSampler):
         """Begin a pass at a later batch of this process.
 
         Args:
-            number: how many are passed over.
+            number: how many are skipped.
         """
-        # A record of its own for each pass, made before its first batch: two passes may be under way.
+        # Each pass has its own record, made before its first batch: two passes may run at the same time.
         self.fillers = {}
         if self.num_processes == 1:
             return start_at(self.batch_sampler, number)
@@ -159,7 +155,7 @@ class BatchSamplerShard(BatchSampler):
         return 0 < last <= self.process_index * (self.batch_size // self.num_processes)
 
     def _slices(self, sampler: Sampler[int], fillers: Fillers, number: int) -> Iterator[Batch]:
-        """The same as below for torch's own samplers: batches of other processes are never built."""
+        """The same as below for torch's own samplers, without building the batches of other processes."""
         processes, index, size = self.num_processes, self.process_index, self.batch_size
         whole = size if self.split_batches else size * processes
         part = whole // processes
@@ -179,7 +175,7 @@ class BatchSamplerShard(BatchSampler):
             last = order[-rest:]
             fillers[full] = tuple(real_per_part(rest, part, processes))
             if self.even_batches:
-                last = list(islice(chain(last, cycle(first)), whole))
+                last = fill(last, first, whole)
             if mine := last[index * part : (index + 1) * part]:
                 yield mine
         next(source, None)  # lets the sampler end its pass
@@ -218,11 +214,7 @@ class BatchSamplerShard(BatchSampler):
         if number == 0 and len(current) == 1:
             size = max(size, self.batch_size or 0)
         uniform = uniform and all(len(batch) == size for batch in current[:-1]) and len(current[-1]) <= size
-        whole = (
-            _filled_round(current, first, processes, size)
-            if uniform
-            else _repeated(current, first, processes)
-        )
+        whole = _filled_round(current, first, processes, size) if uniform else fill(current, first, processes)
         real = [len(batch) for batch in current] + [0] * (processes - len(current))
         if uniform:
             real = real_per_part(sum(real), size, processes)
@@ -247,12 +239,12 @@ class BatchSamplerShard(BatchSampler):
             real = real_per_part(samples, part, processes)
             places = part * processes
             if self.even_batches and samples < places:
-                current = list(islice(chain(current, cycle(first)), places))
+                current = fill(current, first, places)
             if mine := current[index * part : (index + 1) * part]:
                 if samples < places:
                     fillers[number] = tuple(real)
                 yield mine
-                number += 1  # a batch that leaves nothing for this process is none of its batches
+                number += 1  # only batches of which this process has a part are counted
             current = upcoming
 
 
@@ -286,12 +278,12 @@ class SamplerShard(Sampler[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler that starts late: its first batches are passed over, without reading a sample.
+    """A batch sampler that skips its first batches without reading a sample.
 
     Args:
         batch_sampler: Where the batches come from.
-        skip_batches: How many to pass over at each pass.
-        kept: How many of them, at the beginning, are given all the same, for a reader that fills the end of
+        skip_batches: How many to skip at each pass.
+        kept: How many of them, at the beginning, are yielded nevertheless, for a reader that fills the end of
             the epoch with them.
     """
 
@@ -304,7 +296,7 @@ class SkipBatchSampler(BatchSampler):
         return start_at(self.batch_sampler, self.skip_batches, self.kept)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not there yet while it is being unpickled
+        if name == "batch_sampler":  # missing while it is unpickled
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -318,12 +310,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
-    """Begin a pass over a batch sampler at a later batch, at once where its kind allows.
+    """Begin a pass over a batch sampler at a later batch, in one step where its kind allows.
 
     Args:
         batch_sampler: of any kind.
-        number: how many batches are passed over.
-        kept: how many of them, at the beginning, are given all the same.
+        number: how many batches are skipped.
+        kept: how many of them, at the beginning, are yielded nevertheless.
     """
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(number)
@@ -346,7 +338,7 @@ def _batches_from(batch_sampler: BatchSampler, number: int, kept: int) -> Iterat
 
 
 def advance(iterator: Iterator[Any], count: int) -> None:
-    """Pass over items of an iterator: at once where they stand in a list that a generator hands on.
+    """Skip items of an iterator: in one step where a generator yields them from a list.
 
     Args:
         iterator: it is moved.
@@ -358,29 +350,11 @@ def advance(iterator: Iterator[Any], count: int) -> None:
     inner: Any = iterator
     while isinstance(inner, GeneratorType):
         inner = inner.gi_yieldfrom
-    state = inner.__reduce__() if isinstance(inner, _JUMPING) else ()
+    state = inner.__reduce__() if isinstance(inner, _SEEKABLE) else ()
     if len(state) == 3 and isinstance(state[2], int) and 0 < count <= length_hint(inner):
         inner.__setstate__(state[2] + count)
     else:
         deque(islice(iterator, count), maxlen=0)
-
-
-def rest_of(index_sampler: Any, consumed: int) -> Any:
-    """What is left under a shard when some of the batches below it were taken, shared out anew.
-
-    Args:
-        index_sampler: what a prepared loader reads by.
-        consumed: batches below the shard that were taken.
-    """
-    if isinstance(index_sampler, SamplerShard):
-        items = copy(index_sampler)
-        items.shard = rest_of(index_sampler.shard, consumed)
-        return items
-    if isinstance(index_sampler, BatchSamplerShard):
-        shard = copy(index_sampler)
-        shard.batch_sampler = SkipBatchSampler(index_sampler.batch_sampler, consumed)
-        return shard
-    return SkipBatchSampler(index_sampler, consumed)
 
 
 def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int) -> None:
@@ -396,11 +370,6 @@ def _whole_rounds(source: Iterator[Batch], processes: int, index: int) -> Iterat
 
 
 def _filled_round(current: list[Batch], first: list[Batch], processes: int, size: int) -> list[Batch]:
-    """A round of equal batches: what is there, then indices from the beginning of the epoch."""
-    indices = chain(chain.from_iterable(current), cycle(chain.from_iterable(first)))
-    return [list(islice(indices, size)) for _ in range(processes)]
-
-
-def _repeated(current: list[Batch], first: list[Batch], processes: int) -> list[Batch]:
-    """A round of batches of any size: what is there, then whole batches from the beginning of the epoch."""
-    return list(islice(chain(current, cycle(first)), processes))
+    """A round of equal batches: the last indices, then indices from the beginning of the epoch."""
+    indices = fill(chain.from_iterable(current), chain.from_iterable(first), size * processes)
+    return [indices[start : start + size] for start in range(0, size * processes, size)]

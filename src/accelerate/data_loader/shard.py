@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from accelerate.base import RNGType
-from accelerate.data_loader.base import Carrier, DataLoaderAdapter, DataLoaderStateMixin, find_shard
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.join import InStep
-from accelerate.data_loader.late import start_where_saved
-from accelerate.data_loader.reading import choose_placement, give
+from accelerate.data_loader.last_batch import Fillers
+from accelerate.data_loader.native_sharding import Join
+from accelerate.data_loader.reading import (
+    Carrier,
+    choose_move,
+    first_number,
+    open_batches,
+    open_pass,
+    shard_of,
+    yield_batches,
+)
+from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
-from accelerate.data_loader.validity import Fillers
 from accelerate.devices import upload_options
 from accelerate.ops import current_transport
 from accelerate.rng import synchronize_rng_states
@@ -23,23 +34,20 @@ from accelerate.state import GradientState
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader whose samplers, or dataset, already give this process its share only.
 
-    At each new pass it brings the random generators of all processes together, so that shuffles agree; it
+    At each new pass it synchronizes the random generators of all processes, so that shuffles agree; it
     moves batches to the device and knows which batch is the last.
 
     Args:
         dataset: The dataset, sharded where it is iterable.
         device: Where batches go; None leaves them.
-        rng_types: Generators to bring together at each pass: "torch", "cuda", "xla", "generator", ...
+        rng_types: Generators to synchronize at each pass: "torch", "cuda", "xla", "generator", ...
         synchronized_generator: The one meant by "generator".
-        skip_batches: How many batches to pass over at the start of each pass.
+        skip_batches: How many batches to skip at the start of each pass.
         use_stateful_dataloader: See `DataLoaderAdapter`.
         torch_device_mesh: The mesh of the run.
         iteration: Number of the first epoch.
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
-
-    _step: InStep | None = None
-    _goes_on_with: Any = None
 
     def __init__(
         self,
@@ -65,7 +73,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
-        self.deals_ready_batches = self._counts_batches and isinstance(self.sampler, SamplerShard)
+        self.deals_ready_batches = self.counts_batches and isinstance(self.sampler, SamplerShard)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.read_through(None)
@@ -74,67 +82,48 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Make one pass over the batches.
 
         Args:
-            carrier: Takes torch's iterator and gives the batches on, such as a loader that moves them in the
-                background; None: nobody in between.
+            carrier: Takes torch's iterator and yields its batches, such as a loader that moves them in the
+                background; None: they come from torch's iterator.
         """
-        if (rest := start_where_saved(self)) is not None:
-            yield from rest.read_through(carrier)  # type: ignore[attr-defined]  # of the same kind
+        if (late := start_where_saved(self)) is not None:
+            yield from late.read_through(carrier)
             return
         self._synchronize_generators()
         epoch = self._agree_on_epoch()
         self.begin()
         try:
-            batches, fillers = self._open_source(self.skip_batches, carrier)
-            place = choose_placement(self.device, self._non_blocking)
-            yield from give(self, batches, fillers, self._first_number() + self.skip_batches, place)
+            number = first_number(self._index_sampler) + self.skip_batches
+            if self.plan.own_shares:
+                batches, fillers = self._open_own_share(number)
+            else:
+                batches, fillers = open_pass(self, self.skip_batches, carrier)
+            move = choose_move(self.device, self._non_blocking)
+            yield from yield_batches(self, batches, fillers, number, move)
         finally:
             self.end()
             self._advance(epoch)
 
-    def _open_source(
-        self, skip: int, carrier: Carrier | None = None
-    ) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
-        if not self._goes_in_step:
-            return super()._open_source(skip, carrier)
-        step = self._step = InStep(
+    def _open_own_share(self, number: int) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
+        """Start a pass over a share that the dataset makes, and whose length other ranks do not know."""
+        kept = self.batches_kept if self.start.keeps_first_round else 0
+        source, _, fillers = open_batches(self, self.skip_batches, kept)
+        restored = self.first_round.take_restored()
+        self.first_round.items = list(islice(source, kept)) or restored
+        join = Join(
             current_transport(),
             self.groups_of_ranks(),
+            self.first_round,
             fills_short=self._auto_collation,
             drop_last=self._drop_last,
         )
-        kept = self.batches_kept if self.keeps_first_round else 0
-        source, _, fillers = self._open_batches(skip, kept)
-        step.first, self._goes_on_with = self._goes_on_with, None
-        if kept:
-            step.first = next(source, None)
-        number = self._first_number() + skip
-        return step.take(source, self.choose_note(), self.keep_note, number, fillers), fillers
 
-    @property
-    def _goes_in_step(self) -> bool:
-        return self.plan.own_shares
+        def keep(state: Any) -> None:
+            keep_source_state(self, state)
 
-    @property
-    def batches_kept(self) -> int:
-        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
-        return int(self._goes_in_step)
-
-    @property
-    def batches_in_round(self) -> int:
-        """How many batches of the dataset, or of this group's share, one batch of this loader takes."""
-        return 1 if self.plan.own_shares else super().batches_in_round
-
-    def _first_round(self) -> list[Any]:
-        return [self._step.first] if self._step is not None else super()._first_round()
-
-    def _fill_with(self, first: list[Any]) -> None:
-        if self._goes_in_step:
-            (self._goes_on_with,) = first
-        else:
-            super()._fill_with(first)
+        return join.take(source, source_state(self), keep, number, fillers), fillers
 
     def _synchronize_generators(self) -> None:
-        if self.position.resume is not None:  # its own states are about to be set
+        if self.position.resume_point is not None:  # the states of the checkpoint are set instead
             return
         types = self.rng_types
         if types is not None and self.synchronized_generator is None:
@@ -145,7 +134,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int | None:
         """Samples in a batch over all processes; None where batches have no fixed size."""
-        shard = find_shard(self._index_sampler)
+        shard = shard_of(self._index_sampler)
         size: int | None = getattr(self._index_sampler, "batch_size", None)
         if isinstance(shard, BatchSamplerShard):
             return size if shard.split_batches or not size else size * shard.num_processes
@@ -163,6 +152,50 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             length: int = dataset.total_length
             return length
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that reads its first batches and drops them: for data that can only be read in order.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: How many batches to skip at the start of each pass.
+        use_stateful_dataloader: See `DataLoaderAdapter`.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+
+    @classmethod
+    def from_plain(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
+        """Build one that reads what a torch loader over iterable data reads."""
+        sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return cls(loader.dataset, skip_batches=skip_batches, **sizes, **kept_settings(loader))
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch = self._agree_on_epoch()
+        self.begin()
+        try:
+            batches, fillers = open_pass(self, self.skip_batches)
+            yield from yield_batches(self, batches, fillers, self.skip_batches, None)
+        finally:
+            self.end()
+            self._advance(epoch)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a batch; None where batches have no fixed size."""
+        return self.batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the whole dataset."""
+        return len(self.dataset)  # type: ignore[arg-type]
 
 
 @cache
@@ -193,7 +226,7 @@ def wrapper_for_xla() -> type:
             return len(self.dataloader)
 
         def __getattr__(self, name: str) -> Any:
-            if name == "dataloader":  # not there yet while it is being unpickled
+            if name == "dataloader":  # missing while it is unpickled
                 raise AttributeError(name)
             return getattr(self.dataloader, name)
 

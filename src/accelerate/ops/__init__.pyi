@@ -9,7 +9,13 @@ from accelerate.ops.async_reduce import (
     AsyncGroup as AsyncGroup,
     reduce_async as reduce_async,
 )
-from accelerate.ops.base import Transport as Transport, one_for_each as one_for_each
+from accelerate.ops.base import (
+    Transport as Transport,
+    as_carried as as_carried,
+    finished_reduction as finished_reduction,
+    one_for_each as one_for_each,
+    reducible_dtype as reducible_dtype,
+)
 from accelerate.ops.casting import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
@@ -28,18 +34,6 @@ from accelerate.ops.collectives import (
     gather_valid_objects as gather_valid_objects,
     reduce as reduce,
 )
-from accelerate.ops.dtensors import (
-    gather_values as gather_values,
-    is_dtensor as is_dtensor,
-    reduce_values as reduce_values,
-    whole_tensors as whole_tensors,
-)
-from accelerate.ops.dtypes import (
-    as_carried as as_carried,
-    finished_reduction as finished_reduction,
-    reducible_dtype as reducible_dtype,
-)
-from accelerate.ops.flat_buffers import joined_shape as joined_shape
 from accelerate.ops.flight_record import (
     LENGTH as LENGTH,
     Entry as Entry,
@@ -50,36 +44,45 @@ from accelerate.ops.flight_record import (
     line_of as line_of,
 )
 from accelerate.ops.header import Head as Head, width_of as width_of
-from accelerate.ops.objects import (
-    broadcast_object as broadcast_object,
-    gather_objects as gather_objects,
-    share_numbers as share_numbers,
-)
 from accelerate.ops.packed import (
+    broadcast_object as broadcast_object,
     broadcast_packed as broadcast_packed,
+    gather_objects as gather_objects,
     gather_packed as gather_packed,
+    gather_values as gather_values,
+    is_dtensor as is_dtensor,
     reduce_packed as reduce_packed,
+    reduce_values as reduce_values,
+    share_numbers as share_numbers,
+    whole_tensors as whole_tensors,
 )
 from accelerate.ops.packing import (
+    ALIGNMENT as ALIGNMENT,
     ALONE as ALONE,
-    Plan as Plan,
+    TransferPlan as TransferPlan,
+    joined_shape as joined_shape,
+    lay_out_once as lay_out_once,
     mark_of as mark_of,
     plan_for as plan_for,
     put_together as put_together,
     take_apart as take_apart,
+    views_of as views_of,
 )
 from accelerate.ops.padding import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    pad_across_processes as pad_across_processes,
-    pad_input_tensors as pad_input_tensors,
-)
-from accelerate.ops.rows import (
     at_least_1d as at_least_1d,
     first_rows as first_rows,
     gather_rows as gather_rows,
+    pad_across_processes as pad_across_processes,
+    pad_input_tensors as pad_input_tensors,
     row_fact as row_fact,
 )
-from accelerate.ops.transport import current_transport as current_transport
+from accelerate.ops.transport import (
+    NeuronTransport as NeuronTransport,
+    TorchTransport as TorchTransport,
+    XlaTransport as XlaTransport,
+    current_transport as current_transport,
+)
 from accelerate.ops.verify import (
     Call as Call,
     CallSummary as CallSummary,
@@ -93,9 +96,4 @@ from accelerate.ops.verify import (
     summarize as summarize,
     verify_operation as verify_operation,
     verify_shapes as verify_shapes,
-)
-from accelerate.ops.wires import (
-    NeuronTransport as NeuronTransport,
-    TorchTransport as TorchTransport,
-    XlaTransport as XlaTransport,
 )

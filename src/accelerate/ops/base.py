@@ -1,7 +1,7 @@
-"""The calls that every wire between processes has, and what they do where there is only one process.
+"""The interface of all wires between processes; its base class is the one for a single process.
 
-A `Transport` knows single tensors and single objects only; nested data is taken apart by its callers. A
-transport may wrap another one (a check, a record of calls): it gives the same calls and hands them on.
+A `Transport` handles single tensors and single objects; its callers take nested data apart. It may wrap
+another one (a check, a record of calls).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from accelerate.base import wrong_value
@@ -19,14 +20,14 @@ REDUCTIONS = get_args(Reduction)
 
 
 class Transport:
-    """One process: nothing travels, every call answers with what it was given.
+    """One process: nothing is sent, every call returns what it was given.
 
     Attributes:
         size: Number of processes on the wire.
-        rank: The place of this process among them.
+        rank: Index of this process among them.
         verifies: Whether comparing shapes before a collective is cheap on this wire (no device to wait for),
             so that it is always done and not only in debug mode.
-        head: What collectives of CPU tensors begin with; None where the wire does not carry those itself.
+        head: The header with which collectives of CPU tensors begin; None where the wire does not send those.
     """
 
     size: int = 1
@@ -86,7 +87,7 @@ class Transport:
         return out.copy_(one_for_each(parts, 1)[0])
 
     def barrier(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have called this."""
 
 
 def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
@@ -99,3 +100,42 @@ def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
         given = None if parts is None else len(parts)
         raise wrong_value("parts", given, f"there are {size} processes", "Give one part for each of them")
     return parts
+
+
+# What both gloo and NCCL support. Other dtypes are sent as bytes when they are only moved.
+_CARRIED_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def as_carried(tensor: Tensor) -> Tensor:
+    """The same memory under a dtype that every wire supports."""
+    return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def reducible_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and known to every wire."""
+    if dtype.is_complex:
+        return dtype
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return torch.int64
+
+
+def finished_reduction(total: Tensor, how: str, size: int, given: Tensor) -> Tensor:
+    """Divide the combined numbers for a mean, and convert them to the dtype and device of `given`."""
+    exact = not (given.dtype.is_floating_point or given.dtype.is_complex)
+    if how == "mean":
+        total = total / size
+    if exact and how in ("sum", "mean"):
+        return total.to(given.device)
+    return total.to(device=given.device, dtype=given.dtype)

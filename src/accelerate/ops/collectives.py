@@ -15,9 +15,16 @@ from torch import Tensor
 from accelerate.base import ConfigurationError, as_builtin, wrong_value
 from accelerate.nested import get_data_structure, initialize_tensors, recursively_apply, send_to_device
 from accelerate.ops.base import Reduction, Transport
-from accelerate.ops.objects import agree_on_call, broadcast_object, gather_objects, share_numbers
-from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
-from accelerate.ops.rows import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
+from accelerate.ops.packed import (
+    agree_on_call,
+    broadcast_object,
+    broadcast_packed,
+    gather_objects,
+    gather_packed,
+    reduce_packed,
+    share_numbers,
+)
+from accelerate.ops.padding import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
 from accelerate.state import PartialState, services
@@ -40,7 +47,7 @@ def gather(tensor: T) -> T:
         The same nesting with tensors of `num_processes` times the length, in rank order, on every process.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
         TypeError: A leaf is not a tensor.
     """
     transport = current_transport()
@@ -87,7 +94,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         The same nesting of tensors, on every process.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
     transport = current_transport()
     if transport.size == 1:
@@ -136,7 +143,7 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
 
     Raises:
         ConfigurationError: No such reduction, or the maximum or minimum of complex numbers.
-        DistributedOperationException: Shapes differ (on CPU always; elsewhere in debug mode).
+        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
     if reduction not in _REDUCTIONS:
         raise wrong_value(
@@ -165,7 +172,7 @@ def gather_uneven(tensor: Any) -> Any:
         The same nesting; along the first dimension the parts of all ranks in rank order, without any filling.
 
     Raises:
-        DistributedOperationException: Something else than the first dimension differs (found on CPU, or in
+        DistributedOperationException: Another dimension than the first differs (detected on CPU, or in
             debug mode).
     """
     transport = current_transport()
@@ -232,7 +239,7 @@ def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
 
 @operation
 def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
-    """Tell every process the shape of a tensor that one of them has.
+    """Give every process the shape of a tensor that one of them has.
 
     Args:
         tensor: The tensor on the rank that has it, None on the others.
@@ -274,10 +281,10 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
 
 @operation
 def wait_for_everyone() -> None:
-    """Wait until all processes have come here.
+    """Wait until all processes have called this.
 
     Raises:
-        DistributedOperationException: Another process is in another operation (found on CPU, or in
+        DistributedOperationException: Another process is in another operation (detected on CPU, or in
             debug mode).
         StateError: The process group is closed.
     """
@@ -287,7 +294,7 @@ def wait_for_everyone() -> None:
         transport.barrier()
 
 
-# Waiting is an operation like the others, whoever asks for it.
+# All waits for other processes are recorded and verified as operations.
 services.barrier = wait_for_everyone
 
 
@@ -323,8 +330,10 @@ def _check_counts(counts: Sequence[int], transport: Transport) -> None:
 def _only_owner(entries: list[Any]) -> int:
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
-        found = f"processes {owners} have one" if owners else "no process has one"
-        error = ConfigurationError(f"tensor: {found}. Pass the tensor on one process and None on all others.")
+        reason = f"processes {owners} have one" if owners else "no process has one"
+        error = ConfigurationError(
+            f"tensor: {reason}. Pass the tensor on one process and None on all others."
+        )
         raise as_builtin(error, IndexError)
     return owners[0]
 

@@ -1,7 +1,7 @@
-"""The flight record: the last collectives of this process, each with the line of the user that called it.
+"""The flight record of this process: its last collectives, each with the line of the user that called it.
 
-It is written in every collective, so it holds objects and numbers only; names of files and lines are worked
-out by its readers, when something went wrong.
+It is written in every collective, so it stores objects and numbers only; names of files and lines are
+computed when it is read, which happens after a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accelerate.ops.base import Transport
 from accelerate.state import services
 
 LENGTH = 32
-"""Number of operations that are remembered."""
+"""Number of operations that are recorded."""
 
 _ROOTS = (
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -60,7 +60,7 @@ class Entry:
         operation: name of the outermost operation.
         facts: what it was called with, such as shapes; small, and turned into text only here.
         started: `time.monotonic()` when it began.
-        file: the user's file that called it; empty where no frame lies outside this package and torch.
+        file: the user's file that called it; empty where all frames are in this package or torch.
         line: the line there; 0 where it is not known.
         running: whether it has not returned yet.
     """
@@ -80,7 +80,7 @@ _Raw = tuple[int, str, object, float, CodeType | None, int]
 class Ring:
     """The last operations of one thread of this process: the one that trains.
 
-    Other threads may call the same functions; what they do is not noted.
+    Other threads may call the same functions; what they do is not recorded.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class Ring:
 
     @property
     def owner(self) -> int | None:
-        """Identifier of the thread whose operations are noted."""
+        """Identifier of the thread whose operations are recorded."""
         return self._owner
 
     def begin(self, operation: str, facts: object) -> None:
-        """Note that an operation begins; inside another one it counts as a part of that.
+        """Record that an operation begins; inside another one it is a part of that one.
 
         Args:
             operation: its name.
@@ -113,7 +113,7 @@ class Ring:
         self._entries.append(self._running)
 
     def end(self) -> None:
-        """Note that the operation begun last has returned or failed."""
+        """Record that the operation begun last has returned or failed."""
         if threading.get_ident() != self._owner:
             return
         if self._depth == 1:
@@ -131,7 +131,7 @@ class Ring:
             self.end()
 
     def reset(self) -> None:
-        """Forget everything, and note from now on what the calling thread does."""
+        """Clear the record, and record the operations of the calling thread from now on."""
         self._entries.clear()
         self._sequence = self._depth = 0
         self._running = None
@@ -157,7 +157,7 @@ os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
 
 
 class RecordingTransport(Transport):
-    """A transport whose calls are recorded; everything else is what the wrapped one has.
+    """A transport that records its calls; its attributes are those of the wrapped one.
 
     Args:
         wire: the transport that does the work.
@@ -169,7 +169,7 @@ class RecordingTransport(Transport):
             setattr(self, name, getattr(wire, name))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wire":  # not set up yet: there is nothing to ask
+        if name == "wire":  # missing while it is set up
             raise AttributeError(name)
         return getattr(self.wire, name)
 
@@ -188,12 +188,12 @@ def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
 
 
 def describe(argument: object) -> object:
-    """What the ring notes of the first argument of an operation, without holding on to it."""
+    """What is recorded of the first argument of an operation, without a reference to it."""
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
 
 
 _PUBLIC = {name: member for name, member in vars(Transport).items() if not name.startswith("_")}
-# Set on the instance, as the class attributes hide those of the wrapped transport.
+# Set on the instance, as the attributes of the class hide those of the wrapped transport.
 _FACTS = tuple(name for name, member in _PUBLIC.items() if not isinstance(member, FunctionType))
 for _name, _member in _PUBLIC.items():
     if isinstance(_member, FunctionType):

@@ -1,7 +1,7 @@
-"""The head of a collective: one small all-gather of fixed size with which it begins.
+"""The header of a collective: one small all-gather of fixed size with which it begins.
 
-It carries a mark of what the process is about to do, so that processes which do not do the same find out
-together; a length; and the payload itself where that is small, so that nothing else has to travel.
+It carries a number that identifies the operation of the process, so that all processes detect a mismatch; a
+length; and the payload itself where that is small, so that nothing else has to be sent.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ GatherInto = Callable[[Tensor, Tensor], object]
 
 
 def width_of(size: int) -> int:
-    """Return the bytes of one process's head: less where there are many processes."""
+    """Return the bytes of one process's header: fewer where there are many processes."""
     return max(_NARROWEST, min(_WIDEST, _ALL_TOGETHER // size // _PREFIX * _PREFIX))
 
 
 class Head:
-    """Buffers for the heads of all processes, and their exchange. Used by one thread at a time.
+    """Buffers for the headers of all processes, and their exchange. Used by one thread at a time.
 
     Args:
         size: Number of processes.
         gather: Fills its first argument with the second one of all processes, in rank order; on the CPU.
 
     Attributes:
-        room: Bytes of payload that travel with a head.
+        room: Bytes of payload in a header.
         slot: The payload of this process, to be written before an exchange.
         rows: The payloads of all processes after it, one row each; valid until the next exchange.
     """
@@ -75,18 +75,18 @@ class Head:
         return self._windows[key]
 
     def elements(self, dtype: torch.dtype) -> Tensor:
-        """View all heads, prefixes included, as elements of a dtype; the same view each time."""
+        """View all headers, prefixes included, as elements of a dtype; the same view each time."""
         if dtype not in self._elements:
             with torch.inference_mode(False):
                 self._elements[dtype] = self._arrived.view(dtype)
         return self._elements[dtype]
 
     def positions(self, start: int, dtype: torch.dtype, counts: list[int]) -> Tensor:
-        """Say where in `elements` leaves are: for each leaf its elements of all processes, in rank order.
+        """Return where in `elements` leaves are: for each leaf its elements of all processes, in rank order.
 
         Args:
             start: First byte of the leaves in a payload.
-            dtype: Of the leaves, which lie side by side.
+            dtype: Of the leaves, which are neighbours.
             counts: Number of elements of each.
 
         Returns:
@@ -101,14 +101,14 @@ class Head:
         return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(counts, 1)])
 
     def exchange(self, mark: int, length: int = 0) -> bool:
-        """Send the head of this process and receive all; called on all ranks.
+        """Send the header of this process and receive all; called on all ranks.
 
         Args:
-            mark: Stands for what this process does; 64 bits, signed.
-            length: Bytes of its payload, which is not in the head where it has no room.
+            mark: Identifies what this process does; 64 bits, signed.
+            length: Bytes of its payload, which is not in the header where it is larger than `room`.
 
         Returns:
-            Whether the marks of all processes are the same; each process finds the same.
+            Whether the marks of all processes are the same; the result is equal on all of them.
         """
         self._sent_numbers[0] = mark
         self._sent_numbers[1] = length
@@ -117,11 +117,11 @@ class Head:
         return all(arrived[start // 8] == mark for start in self._starts)
 
     def lengths(self) -> list[int]:
-        """The lengths that all processes gave in the last exchange."""
+        """The lengths of all processes in the last exchange."""
         return [self._arrived_numbers[start // 8 + 1] for start in self._starts]
 
     def payloads(self) -> list[memoryview]:
-        """The payloads of the last exchange, each as long as its process said; valid until the next one."""
+        """The payloads of the last exchange, cut to their lengths; valid until the next one."""
         return [
             self._arrived_bytes[start + _PREFIX : start + _PREFIX + length]
             for start, length in zip(self._starts, self.lengths(), strict=True)

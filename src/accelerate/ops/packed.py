@@ -1,11 +1,15 @@
-"""Nested tensors over a wire: few collectives for a whole structure, and the results of one for each tensor.
+"""Nested tensors and objects over a wire: few collectives for a whole structure.
 
-CPU tensors begin with one head that compares the processes and carries small structures with it. What is
-larger follows: small tensors together in buffers, large ones each by itself, without a copy in between.
+CPU tensors and objects begin with one header that compares the processes and carries small payloads with it.
+What is larger follows: small tensors together in flat buffers, large ones each by itself, without a copy in
+between. A distributed tensor (`torch.distributed.tensor.DTensor`) is one value, whatever ranks hold parts.
 """
 
 from __future__ import annotations
 
+import pickle
+from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +17,19 @@ import torch
 from torch import Tensor
 
 from accelerate.nested import recursively_apply
-from accelerate.ops.base import Transport
-from accelerate.ops.dtensors import gather_values, reduce_values
-from accelerate.ops.dtypes import finished_reduction, reducible_dtype
-from accelerate.ops.flat_buffers import Slot, joined_shape
+from accelerate.ops.base import Transport, finished_reduction, reducible_dtype
 from accelerate.ops.header import Head
-from accelerate.ops.packing import Parts, Plan, plan_for, put_together, take_apart
-from accelerate.ops.verify import Call, agree, checking_head, debugging
+from accelerate.ops.packing import (
+    Parts,
+    Slot,
+    TransferPlan,
+    joined_shape,
+    mark_of,
+    plan_for,
+    put_together,
+    take_apart,
+)
+from accelerate.ops.verify import Call, agree, checking_head, debugging, must_verify
 
 
 def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
@@ -34,13 +44,13 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         The same nesting.
     """
     parts = take_apart(data)
-    if parts.is_distributed:
+    if any(map(is_dtensor, parts.leaves)):
         return gather_values(data, transport, lambda leaf: gather_packed(leaf, transport, call))
     leaves, size = parts.leaves, transport.size
     plan, head = _begin(parts, transport, call, sends=True)
     results: list[Any] = [None] * len(leaves)
-    for place in plan.empty:
-        results[place] = leaves[place].new_empty(joined_shape(leaves[place].shape, size))
+    for index in plan.empty:
+        results[index] = leaves[index].new_empty(joined_shape(leaves[index].shape, size))
     if head is not None and plan.whole is not None:
         for slot in plan.whole.slots:
             slot.receive(head, results)
@@ -49,15 +59,15 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
         joined = transport.gather(layout.pack(leaves)).view(size, -1)
         for slot in layout.slots:
             slot.split_rows(slot.read(joined), results)
-    for place in plan.alone:
-        results[place] = transport.gather(leaves[place])
+    for index in plan.alone:
+        results[index] = transport.gather(leaves[index])
     return put_together(data, iter(results))
 
 
 def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call: Call) -> Any:
     """Combine the tensors of all processes element by element.
 
-    What rides on the head is combined in the order of the ranks, in the dtype in which the wire would.
+    What is sent in the header is combined in the order of the ranks, in the dtype in which the wire would.
 
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks; not changed.
@@ -70,7 +80,7 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
         The same nesting.
     """
     parts = take_apart(data)
-    if parts.is_distributed:
+    if any(map(is_dtensor, parts.leaves)):
         totals = reduce_values(data, how, transport, partial(_reduce_value, transport=transport, call=call))
         return recursively_apply(_scaled, totals, scale)
     leaves, size = parts.leaves, transport.size
@@ -78,16 +88,16 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
     results: list[Any] = [None] * len(leaves)
     if head is not None and plan.whole is not None:
         for slot, rows in plan.whole.received(head):
-            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.places[0]])
+            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.indices[0]])
             slot.split(_scaled(total, scale), results)
     for layout in plan.buffers:
         slot = layout.slots[0]
         slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
-    for place in plan.alone:
-        results[place] = _scaled(transport.reduce(leaves[place], how), scale)
-    for place in plan.empty:
-        nothing = leaves[place].detach().to(reducible_dtype(leaves[place].dtype), copy=True)
-        results[place] = _scaled(finished_reduction(nothing, how, size, leaves[place]), scale)
+    for index in plan.alone:
+        results[index] = _scaled(transport.reduce(leaves[index], how), scale)
+    for index in plan.empty:
+        empty = leaves[index].detach().to(reducible_dtype(leaves[index].dtype), copy=True)
+        results[index] = _scaled(finished_reduction(empty, how, size, leaves[index]), scale)
     return put_together(data, iter(results))
 
 
@@ -111,7 +121,7 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
             for slot, rows in plan.whole.received(head):
                 slot.overwrite(rows[source], leaves)
         for layout in plan.buffers:
-            device = leaves[layout.slots[0].places[0]].device
+            device = leaves[layout.slots[0].indices[0]].device
             buffer = torch.empty(layout.width, dtype=torch.uint8, device=device)
             if sends:
                 layout.pack_into(leaves, buffer)
@@ -119,20 +129,20 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
             if not sends:
                 for slot in layout.slots:
                     slot.overwrite(slot.read(buffer), leaves)
-        for place in plan.alone:
-            transport.broadcast(leaves[place], source)
+        for index in plan.alone:
+            transport.broadcast(leaves[index], source)
     return put_together(data, iter(leaves))
 
 
 def _begin(
     parts: Parts, transport: Transport, call: Call, *, sends: bool, mixed: bool = True
-) -> tuple[Plan, Head | None]:
-    """Plan how a structure travels, and exchange heads where this wire begins with them.
+) -> tuple[TransferPlan, Head | None]:
+    """Plan how a structure is sent, and exchange headers where this wire begins with them.
 
     Returns:
-        The plan, and the head that carries the payload; None where it travels otherwise.
+        The plan, and the header that carries the payload; None where it is sent otherwise.
     """
-    head = transport.head if _rides(parts, transport) else None
+    head = transport.head if _goes_over_cpu(parts, transport) else None
     room = -1 if head is None else head.room
     name = f"{call.operation}({call.arguments})"
     plan = plan_for(name, parts, size=transport.size, room=room, mixed=mixed)
@@ -145,8 +155,8 @@ def _begin(
     return plan, head
 
 
-def _rides(parts: Parts, transport: Transport) -> bool:
-    """Whether the tensors travel by way of the CPU, as the head does."""
+def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
+    """Whether the tensors are sent from the CPU, as the header is."""
     return transport.verifies or not parts.leaves or parts.leaves[0].is_cpu
 
 
@@ -171,3 +181,177 @@ def _back_on_device(results: list[Any], parts: Parts) -> list[Any]:
     if not parts.leaves or parts.leaves[0].is_cpu:
         return results
     return [result.to(parts.leaves[0].device) for result in results]
+
+
+# Distributed tensors
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether each rank of a mesh holds a part of a value; torch's class stays unimported."""
+    return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def whole_tensors(data: Any) -> Any:
+    """Return nested data with whole tensors instead of distributed ones; called on all ranks."""
+    return recursively_apply(lambda leaf: leaf.full_tensor(), data, test_type=is_dtensor)
+
+
+def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any]) -> Any:
+    """Join nested tensors of which some are distributed: one whole tensor of each group that shares one.
+
+    Args:
+        data: Nested tensors.
+        transport: The wire between several processes.
+        gather: Joins nested plain tensors of all processes along their first dimension.
+
+    Returns:
+        The same nesting of plain tensors, on every process.
+    """
+
+    def join(leaf: Tensor) -> Tensor:
+        if not is_dtensor(leaf):
+            return gather(leaf)  # type: ignore[no-any-return]
+        whole, holders = _open(leaf, transport)
+        whole = whole if whole.ndim else whole.view(1)
+        if holders == [0]:
+            return whole
+        parts = gather(whole).chunk(transport.size)
+        return torch.cat([parts[rank] for rank in holders])
+
+    return recursively_apply(join, data, error_on_other_type=True)
+
+
+def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[Any, str], Any]) -> Any:
+    """Combine nested tensors of which some are distributed: each group that shares one counts once.
+
+    Args:
+        data: Nested tensors; not changed.
+        how: "sum", "mean", "max" or "min".
+        transport: The wire between several processes.
+        reduce: Combines nested plain tensors of all processes.
+
+    Returns:
+        The same nesting of plain tensors, on every process.
+    """
+
+    def combine(leaf: Tensor) -> Tensor:
+        if not is_dtensor(leaf):
+            return reduce(leaf, how)  # type: ignore[no-any-return]
+        whole, holders = _open(leaf, transport)
+        if holders == [0]:
+            return whole
+        if how in ("max", "min"):
+            return reduce(whole, how)  # type: ignore[no-any-return]
+        total: Tensor = reduce(whole if transport.rank in holders else torch.zeros_like(whole), "sum")
+        return total if how == "sum" else total / len(holders)
+
+    return recursively_apply(combine, data, error_on_other_type=True)
+
+
+def _open(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
+    """The whole tensor, and the first rank of each group that shares one."""
+    ranks = leaf.device_mesh.mesh
+    whole = leaf.full_tensor()
+    if ranks.numel() == transport.size:
+        return whole, [0]
+    return whole, sorted(set(transport.gather_object(int(ranks.min()))))
+
+
+# Objects and numbers
+
+
+def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
+    """Collect one picklable object of each process, in rank order, on every process.
+
+    Args:
+        obj: The object of this process.
+        transport: The wire between several processes.
+        call: For the message when the processes disagree.
+    """
+    head = transport.head
+    if head is None:
+        agree_on_call(transport, call)
+        return transport.gather_object(obj)
+    return [pickle.loads(part) for part in _share(pickle.dumps(obj), head, transport, call)]
+
+
+def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) -> Any:
+    """Return rank `source`'s object on every process; on the source it is the very object given.
+
+    Args:
+        obj: The object; not used on the receiving ranks.
+        source: The rank to send from.
+        transport: The wire between several processes.
+        call: For the message when the processes disagree.
+    """
+    head = transport.head
+    if head is None:
+        agree_on_call(transport, call)
+        return transport.broadcast_object(obj, source)
+    sends = transport.rank == source
+    payload = pickle.dumps(obj) if sends else b""
+    _announce(payload, head, transport, call)
+    length = head.lengths()[source]
+    if length <= head.room:
+        return obj if sends else pickle.loads(head.payloads()[source])
+    buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
+    content = buffer.numpy().data
+    if sends:
+        content[:] = payload
+    transport.broadcast(buffer, source)
+    return obj if sends else pickle.loads(content)
+
+
+def share_numbers(
+    numbers: Sequence[int], transport: Transport, call: Call, *facts: object
+) -> list[list[int]]:
+    """Gather the integers of all processes, in rank order.
+
+    Args:
+        numbers: As many on each rank.
+        transport: The wire between several processes.
+        call: For the message when the processes disagree.
+        *facts: What else has to be the same on all processes, by its `repr`.
+    """
+    head = transport.head
+    if head is not None and (transport.verifies or debugging()):
+        parts = _share(array("q", numbers).tobytes(), head, transport, call, *facts)
+        return [part.cast("q").tolist() for part in parts]
+    agree_on_call(transport, call, *facts)
+    table: list[list[int]] = transport.gather(torch.tensor([list(numbers)], dtype=torch.int64)).tolist()
+    return table
+
+
+def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
+    """Compare the calls of the processes: where that is cheap, and in debug mode everywhere.
+
+    Args:
+        transport: The wire between several processes.
+        call: What this process does.
+        *facts: What else has to be the same on all processes, by its `repr`.
+
+    Raises:
+        DistributedOperationException: They differ.
+    """
+    if must_verify(transport):
+        agree(transport, checking_head(transport), mark_of(call.operation, call.arguments, *facts), call)
+
+
+def _announce(payload: bytes, head: Head, transport: Transport, call: Call, *facts: object) -> None:
+    if len(payload) <= head.room:
+        head.put(payload)
+    mark = mark_of(call.operation, call.arguments, *facts)
+    agree(transport, head, mark, call, len(payload))
+
+
+def _share(payload: bytes, head: Head, transport: Transport, call: Call, *facts: object) -> list[memoryview]:
+    """Return the bytes of all processes; valid until the next collective."""
+    _announce(payload, head, transport, call, *facts)
+    lengths = head.lengths()
+    longest = max(lengths)
+    if longest <= head.room:
+        return head.payloads()
+    padded = torch.empty(longest, dtype=torch.uint8, device="cpu")
+    padded.numpy().data[: len(payload)] = payload
+    joined = transport.gather(padded).numpy().data
+    return [joined[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]

@@ -1,25 +1,249 @@
-"""Take nested tensors apart, plan how they travel, and put them together again.
+"""Take nested tensors apart, plan how they are sent, pack them into flat buffers, and rebuild the structure.
 
-Nothing travels here. What depends on the shapes only is worked out once per structure and kept as a `Plan`.
+Nothing is sent here. What depends on the shapes only is computed once per structure as a `TransferPlan`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
-from accelerate.ops.dtensors import is_dtensor
-from accelerate.ops.flat_buffers import FlatBuffer, lay_out
+from accelerate.ops.header import Head
+
+ALIGNMENT = 16
+"""Bytes; any dtype may be viewed at such an offset of a buffer."""
+
+_SHARED = 64 * 1024  # bytes of results that may share memory
+_ORDERED = 8192  # elements up to which their order is cached
+_NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch cannot reorder these
+
+# The declaration of the function leaves out that it returns the pieces.
+_split_copy: Callable[..., tuple[Tensor, ...]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+
+
+class RowGroup(NamedTuple):
+    """Neighbours in a slot that differ in the first dimension only: they are cut apart in one call.
+
+    Attributes:
+        start: First element in the slot.
+        stop: One past the last element.
+        tail: The shape of one row.
+        lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
+        joined: The same for the leaves of all processes together.
+        scalars: Whether the leaves are 0-d.
+    """
+
+    start: int
+    stop: int
+    tail: tuple[int, ...]
+    lengths: list[int]
+    joined: list[int]
+    scalars: bool
+
+
+@dataclass(slots=True)
+class Slot:
+    """All leaves of one dtype in a buffer.
+
+    Attributes:
+        dtype: Of the leaves.
+        start: First byte in the buffer.
+        stop: One past the last byte.
+        indices: Which leaves; those of one group are neighbours.
+        counts: Number of elements of each.
+        joined: Shape of each when those of all processes are joined.
+        groups: Its leaves, by the shape of their rows.
+        order: Where the elements of all processes are in their headers, leaf by leaf; computed at the second
+            use, so that a structure that is used once does not pay for it.
+        uses: How often it was received with a header.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    indices: tuple[int, ...]
+    counts: list[int]
+    joined: tuple[tuple[int, ...], ...]
+    groups: tuple[RowGroup, ...]
+    order: Tensor | None = None
+    uses: int = 0
+
+    def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
+        own = [leaves[index] for index in self.indices]
+        if len(own) == 1 or len(self.groups) > 1:
+            flat = torch._C._nn.flatten_dense_tensors(own)
+        else:
+            flat = torch.stack(own) if self.groups[0].scalars else torch.cat(own).reshape(-1)
+        return flat.detach().resolve_conj().resolve_neg()
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """View its bytes in a buffer, or in one buffer for each process (2-d), as elements."""
+        return buffer[..., self.start : self.stop].view(self.dtype)
+
+    def split(self, flat: Tensor, results: list[Tensor]) -> None:
+        """Cut elements into its leaves, which may use their memory."""
+        pieces = iter(self.indices)
+        for group in self.groups:
+            for piece in _cut(flat[group.start : group.stop], group.tail, group.lengths):
+                results[next(pieces)] = piece.view(()) if group.scalars else piece
+
+    def views(self, buffer: Tensor, results: list[Tensor]) -> None:
+        """Cut a buffer into its leaves, which use the memory of the buffer."""
+        flat, indices = self.read(buffer), iter(self.indices)
+        for group in self.groups:
+            for leaf in torch.split(flat[group.start : group.stop].view(-1, *group.tail), group.lengths):
+                results[next(indices)] = leaf.view(()) if group.scalars else leaf
+
+    def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
+        """Cut the elements of all processes (one row each) into copies of its leaves, joined by rows."""
+        pieces = _split_copy(rows, self.counts, 1)
+        for index, piece, shape in zip(self.indices, pieces, self.joined, strict=True):
+            results[index] = piece.view(shape)
+
+    def receive(self, head: Head, results: list[Tensor]) -> None:
+        """Cut the payloads of all headers into its leaves, joined by rows."""
+        rows = head.windows(self.start, self.stop, self.dtype)[1]
+        self.uses += 1
+        if self.order is None and (self.uses == 1 or not _can_be_ordered(rows)):
+            self.split_rows(rows, results)
+            return
+        if self.order is None:
+            self.order = head.positions(self.start, self.dtype, self.counts)
+        size, indices = len(rows), iter(self.indices)
+        flat = torch.index_select(head.elements(self.dtype), 0, self.order)
+        for group in self.groups:
+            part = flat[size * group.start : size * group.stop]
+            for piece in _cut(part, group.tail, group.joined):
+                results[next(indices)] = piece
+
+    def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Copy elements into its leaves, in place."""
+        own = [leaves[index] for index in self.indices]
+        theirs = list(torch._C._nn.unflatten_dense_tensors(flat, own))
+        if not any(leaf.is_conj() or leaf.is_neg() for leaf in own):
+            torch._foreach_copy_(own, theirs)
+            return
+        for leaf, arrived in zip(own, theirs, strict=True):
+            leaf.copy_(arrived)
+
+
+def _cut(flat: Tensor, tail: tuple[int, ...], lengths: list[int]) -> Sequence[Tensor]:
+    """Cut elements into tensors with rows of one shape; small ones share memory, not what they track."""
+    cut = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED else _split_copy
+    return cut(flat.view(-1, *tail), lengths, 0)
+
+
+def _can_be_ordered(rows: Tensor) -> bool:
+    return rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """Several leaves in one byte buffer.
+
+    Attributes:
+        slots: One for each dtype.
+        width: Bytes of the buffer.
+    """
+
+    slots: tuple[Slot, ...]
+    width: int
+
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of the leaves; may share the memory of a single leaf."""
+        if len(self.slots) == 1 and self.slots[0].stop == self.width:
+            return self.slots[0].flatten(leaves).view(torch.uint8)
+        buffer = torch.empty(
+            self.width,
+            dtype=torch.uint8,
+            device=leaves[self.slots[0].indices[0]].device if self.slots else "cpu",
+        )
+        self.pack_into(leaves, buffer)
+        return buffer
+
+    def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
+        """Write the leaves into the beginning of a byte buffer."""
+        for slot in self.slots:
+            slot.read(buffer).copy_(slot.flatten(leaves))
+
+    def send(self, leaves: Sequence[Tensor], head: Head) -> None:
+        """Write the leaves into a header."""
+        for slot in self.slots:
+            head.windows(slot.start, slot.stop, slot.dtype)[0].copy_(slot.flatten(leaves))
+
+    def received(self, head: Head) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each slot with the elements of all processes in their headers, one row each."""
+        for slot in self.slots:
+            yield slot, head.windows(slot.start, slot.stop, slot.dtype)[1]
+
+
+def lay_out(
+    indices: Sequence[int], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], size: int
+) -> FlatBuffer:
+    """Give each dtype its slot in one buffer, the slots one after the other."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index in indices:
+        by_dtype.setdefault(dtypes[index], []).append(index)
+    slots, start = [], 0
+    for dtype, members in by_dtype.items():
+        members.sort(key=lambda index: (len(shapes[index]) == 0, shapes[index][1:]))
+        own = [shapes[index] for index in members]
+        counts = [shape.numel() for shape in own]
+        stop = start + sum(counts) * dtype.itemsize
+        joined = tuple(joined_shape(shape, size) for shape in own)
+        slots.append(Slot(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size))))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
+    return FlatBuffer(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
+
+
+def _group(shapes: list[torch.Size], size: int) -> Iterator[RowGroup]:
+    start = 0
+    for (scalars, tail), members in groupby(shapes, key=lambda shape: (len(shape) == 0, tuple(shape[1:]))):
+        lengths = [shape[0] if shape else 1 for shape in members]
+        stop = start + sum(lengths) * torch.Size(tail).numel()
+        yield RowGroup(start, stop, tail, lengths, [size * length for length in lengths], scalars)
+        start = stop
+
+
+def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
+    """Return the shape of tensors joined along the first dimension; 0-d counts as 1-d."""
+    return (size * shape[0], *shape[1:]) if shape else (size,)
+
+
+@lru_cache(maxsize=256)
+def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
+    """Give each dtype its slot in a buffer with the tensors of one process; cached for the layouts used last.
+
+    Args:
+        facts: Shape and dtype of each tensor; those without elements are not in the buffer.
+    """
+    shapes, dtypes = [shape for shape, _ in facts], [dtype for _, dtype in facts]
+    return lay_out([index for index, shape in enumerate(shapes) if shape.numel()], shapes, dtypes, 1)
+
+
+def views_of(buffer: Tensor, facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
+    """Return the tensors of a buffer that `lay_out_once` has laid out, which use its memory."""
+    tensors: list[Any] = [None] * len(facts)
+    for slot in lay_out_once(facts).slots:
+        slot.views(buffer, tensors)
+    for index, (shape, dtype) in enumerate(facts):
+        if tensors[index] is None:
+            tensors[index] = torch.empty(shape, dtype=dtype, device=buffer.device)
+    return tensors
+
 
 ALONE = 64 * 1024
-"""Bytes from which a tensor travels by itself: copying it into a buffer would cost more than a call."""
+"""Bytes from which a tensor is sent by itself: copying it into a buffer would cost more than a call."""
 
 _SMALLEST_LIMIT, _LARGEST_LIMIT = 256 * 1024, 32 * 1024 * 1024
 
@@ -40,18 +264,13 @@ class Parts:
     facts: list[Any]
     skeleton: list[Any]
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether a leaf is a distributed tensor."""
-        return any(map(is_dtensor, self.leaves))
-
 
 def take_apart(data: Any) -> Parts:
     """List the tensors of nested data, and note what they look like.
 
     Raises:
         TypeError: A leaf is not a tensor.
-        ConfigurationError: The tensors lie on several devices.
+        ConfigurationError: The tensors are on several devices.
     """
     parts = Parts([], [], [])
     _collect(data, parts.leaves, parts.facts, parts.skeleton)
@@ -99,21 +318,21 @@ def not_a_tensor(data: object) -> TypeError:
 def _mixed_devices(leaves: list[Tensor]) -> ConfigurationError:
     devices = ", ".join(sorted({str(leaf.device) for leaf in leaves}))
     return ConfigurationError(
-        f"The tensors of one structure lie on {devices}, and a collective takes them from one device. "
+        f"The tensors of one structure are on {devices}, and a collective takes them from one device. "
         "Move them to one with `send_to_device`, or make one call for each device."
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How the leaves of one structure travel.
+class TransferPlan:
+    """How the leaves of one structure are sent.
 
     Attributes:
-        mark: A number that stands for the operation, the structure, the shapes and the dtypes.
-        whole: All leaves in one buffer, where that fits into the room that was asked for.
+        mark: A number that identifies the operation, the structure, the shapes and the dtypes.
+        whole: All leaves in one buffer, where that fits into the header.
         buffers: The small leaves, where it does not.
-        alone: The leaves that travel by themselves.
-        empty: The leaves without elements, which need not travel.
+        alone: The leaves that are sent by themselves.
+        empty: The leaves without elements, which are not sent.
     """
 
     mark: int
@@ -124,53 +343,55 @@ class Plan:
 
 
 def mark_of(*facts: object) -> int:
-    """Return a number of 64 bits that stands for facts, by what their `repr` reads."""
+    """Return a number of 64 bits that identifies facts, by their `repr`."""
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool = True) -> Plan:
-    """Work out how a structure travels; kept for the structures used last.
+def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool = True) -> TransferPlan:
+    """Plan how a structure is sent; cached for the structures used last.
 
     Args:
         operation: Its name with the arguments that must agree on all processes.
         parts: The structure.
         size: Number of processes.
-        room: Bytes that travel with the head.
+        room: Bytes of payload in the header.
         mixed: Whether several dtypes may share one buffer (bytes are only moved).
     """
     return _plan(operation, tuple(parts.facts), tuple(parts.skeleton), size, room, mixed)
 
 
 @lru_cache(maxsize=256)
-def _plan(operation: str, facts: Facts, skeleton: Facts, size: int, room: int, mixed: bool) -> Plan:
+def _plan(operation: str, facts: Facts, skeleton: Facts, size: int, room: int, mixed: bool) -> TransferPlan:
     shapes, dtypes = facts[::2], facts[1::2]
     lengths = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     mark = mark_of(operation, skeleton, facts)
-    filled = [place for place, length in enumerate(lengths) if length]
-    empty = tuple(place for place, length in enumerate(lengths) if not length)
+    filled = [index for index, length in enumerate(lengths) if length]
+    empty = tuple(index for index, length in enumerate(lengths) if not length)
     whole = lay_out(filled, shapes, dtypes, size)
     if whole.width <= room:
-        return Plan(mark, whole, (), (), empty)
-    shared = [place for place in filled if lengths[place] < ALONE]
+        return TransferPlan(mark, whole, (), (), empty)
+    shared = [index for index in filled if lengths[index] < ALONE]
     # Packing and unpacking hold copies of one buffer at a time: a quarter of everything at most.
     limit = max(_SMALLEST_LIMIT, min(_LARGEST_LIMIT // size, sum(lengths) // 4))
-    loads = _load(shared, lengths, limit, dtypes, mixed)
-    alone = [place for place in filled if lengths[place] >= ALONE]
+    loads = _distribute(shared, lengths, limit, dtypes, mixed)
+    alone = [index for index in filled if lengths[index] >= ALONE]
     alone += [load[0] for load in loads if len(load) == 1]
     buffers = tuple(lay_out(load, shapes, dtypes, size) for load in loads if len(load) > 1)
-    return Plan(mark, None, buffers, tuple(sorted(alone)), empty)
+    return TransferPlan(mark, None, buffers, tuple(sorted(alone)), empty)
 
 
-def _load(places: list[int], lengths: list[int], limit: int, dtypes: Facts, mixed: bool) -> list[list[int]]:
+def _distribute(
+    indices: list[int], lengths: list[int], limit: int, dtypes: Facts, mixed: bool
+) -> list[list[int]]:
     """Distribute leaves over buffers of at most `limit` bytes."""
     loads: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
-    for place in places:
-        kind = None if mixed else dtypes[place]
+    for index in indices:
+        kind = None if mixed else dtypes[index]
         batches = loads.setdefault(kind, [[]])
-        if batches[-1] and filled[kind] + lengths[place] > limit:
+        if batches[-1] and filled[kind] + lengths[index] > limit:
             batches.append([])
-        filled[kind] = lengths[place] + (filled[kind] if batches[-1] else 0)
-        batches[-1].append(place)
+        filled[kind] = lengths[index] + (filled[kind] if batches[-1] else 0)
+        batches[-1].append(index)
     return [batch for batches in loads.values() for batch in batches]

@@ -1,19 +1,23 @@
-"""Make tensors of different length line up before they are gathered."""
+"""Tensors whose lengths differ between processes: padded, or joined by rows without padding."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TypeVar
+from collections.abc import Iterator
+from itertools import tee
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
-from accelerate.ops.objects import share_numbers
+from accelerate.ops.base import Transport
+from accelerate.ops.packed import gather_packed, share_numbers
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, outline
 
-# Stands in the table of sizes for a tensor that is left alone.
+# The size that is sent for a tensor that is not padded.
 _LEFT_ALONE = -1
 
 T = TypeVar("T")
@@ -27,7 +31,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Bring the tensors of all processes to the same length in one dimension.
 
-    Called on all ranks. All sizes travel in one collective, whatever the nesting.
+    Called on all ranks. All sizes are sent in one collective, whatever the nesting.
 
     Args:
         tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
@@ -40,8 +44,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
         The same nesting; each tensor as long in `dim` as the longest of all processes, unchanged where it is.
 
     Raises:
-        DistributedOperationException: The numbers of dimensions differ (on CPU always; elsewhere in debug
-            mode).
+        DistributedOperationException: The numbers of dimensions differ (on CPU always; else in debug mode).
     """
     if any(leaf.is_nested for leaf in iterate_tensors(tensor)):
         warnings.warn(
@@ -104,3 +107,68 @@ def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Ten
         return tensor
     last = tensor.narrow(dim, batch_size - 1, 1)
     return torch.cat([tensor, *[last] * missing], dim=dim)
+
+
+# Rows
+
+
+def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
+    """Join tensors along their first dimension: padded to the longest to be sent, and cut again.
+
+    Args:
+        data: Nested tensors that agree on all ranks in everything but the number of rows.
+        counts: For each tensor the number of its rows on each rank; the same on all ranks.
+        transport: The wire between several processes.
+        call: For the message when the processes disagree.
+
+    Returns:
+        The same nesting; the rows of all ranks in rank order.
+    """
+    first, second = tee(counts)
+    filled = recursively_apply(lambda leaf: _pad_rows(leaf, next(first)), data, error_on_other_type=True)
+    joined = gather_packed(filled, transport, call)
+    return recursively_apply(lambda leaf: _cut(leaf, next(second)), joined)
+
+
+def first_rows(tensor: Tensor, count: int) -> Tensor:
+    """Return the first rows of a tensor.
+
+    Raises:
+        ConfigurationError: It has fewer.
+    """
+    rows = 0 if tensor.ndim == 0 else tensor.shape[0]
+    if rows < count or tensor.ndim == 0:
+        raise too_few_rows(rows, count)
+    return tensor if rows == count else tensor[:count]
+
+
+def at_least_1d(tensor: Tensor) -> Tensor:
+    """Return a 0-d tensor as one row, any other as it is."""
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def row_fact(tensor: Tensor) -> tuple[list[int], str]:
+    """Describe the rows of a tensor, whatever their number."""
+    return list(tensor.shape[1:]), str(tensor.dtype)
+
+
+def too_few_rows(rows: int, count: int) -> ConfigurationError:
+    """Build the error for data with fewer samples than were announced."""
+    return wrong_value(
+        "counts",
+        count,
+        f"this process has {rows} samples and not {count}",
+        "Give one row for each sample of the batch; average only after gathering",
+    )
+
+
+def _pad_rows(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+    missing = max(counts) - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
+
+
+def _cut(joined: Tensor, counts: tuple[int, ...]) -> Tensor:
+    longest = max(counts)
+    if min(counts) == longest:
+        return joined
+    return torch.cat([joined[rank * longest : rank * longest + count] for rank, count in enumerate(counts)])

@@ -28,7 +28,7 @@ from accelerate.strategies.fsdp import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from accelerate.strategies.fsdp.model_states import (
+from accelerate.strategies.fsdp.checkpoint import (
     _get_model_state_dict as _get_model_state_dict,
     _prepare_sd_options as _prepare_sd_options,
     _set_model_state_dict as _set_model_state_dict,

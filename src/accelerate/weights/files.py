@@ -16,7 +16,6 @@ import stat
 import struct
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelerate.base import CheckpointError, ConfigurationError, like, wrong_value
+from accelerate.base import CheckpointError, ConfigurationError, like, replace_files, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import place_of, resolve_device
 from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared
@@ -277,14 +276,8 @@ def write_beside(obj: Any, path: Path, safe_serialization: bool) -> None:
         path: the file.
         safe_serialization: whether in the format of safetensors.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(obj, beside, safe_serialization)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            beside.unlink()
-        raise
+    with replace_files([path]) as (temporary,):
+        write(obj, temporary, safe_serialization)
 
 
 def load_state_dict(

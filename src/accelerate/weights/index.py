@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import CheckpointError, describe, like, listed, refuse_outside
+from accelerate.base import CheckpointError, describe, like, listed, refuse_outside, replace_files
 
 INDEX = "index.json"
 Folder = str | os.PathLike[str]
@@ -29,10 +29,9 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
         return
     path = Path(offload_folder) / INDEX
     entries = {**(read_index(path) if path.is_file() else {}), **index}
-    unfinished = path.with_name(f".{INDEX}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(entries, indent=2), encoding="utf-8")
-        os.replace(unfinished, path)
+        with replace_files([path]) as (temporary,):
+            temporary.write_text(json.dumps(entries, indent=2), encoding="utf-8")
     except OSError as error:
         raise like(CheckpointError(f"{path} could not be written: {error}"), error) from error
 

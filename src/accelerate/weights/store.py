@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import CheckpointError, ConfigurationError, as_builtin, like
+from accelerate.base import CheckpointError, ConfigurationError, as_builtin, like, replace_files
 from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
 from accelerate.weights.mapping import MappedFile
 from accelerate.weights.placement import Device, read_dtype, resolve_device, set_module_tensor_to_device
@@ -49,9 +48,8 @@ def offload_weight(
     content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"\0"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)  # written over, it would tear what is mapped from it
+        with replace_files([path], sync=False) as (temporary,):  # the old file may be mapped into memory
+            temporary.write_bytes(content)
     except OSError as error:
         raise like(CheckpointError(f"{path} could not be written: {error}"), error) from error
     if index is not None:

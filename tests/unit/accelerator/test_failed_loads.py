@@ -114,9 +114,9 @@ def facts(accelerator: Accelerator, objects: Mapping[str, Any]) -> dict[str, Any
 
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
-    from accelerate.data_loader import position
+    from accelerate.data_loader import resume
 
-    return position.generators_of(loader)
+    return resume.generators_of(loader)
 
 
 def same(first: Any, second: Any) -> bool:

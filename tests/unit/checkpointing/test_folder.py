@@ -19,33 +19,33 @@ import pytest
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     Manifest,
-    Workplace,
-    exchange,
+    StagingFolder,
     folder,
     manifest,
-    plan_workplace,
+    plan_staging_folder,
     recover,
     remove,
     seal,
     temporary,
 )
+from accelerate.state import services
 
 
-def fill(workplace: Workplace, text: str, name: str = "optimizer.bin") -> None:
-    """Write a complete checkpoint into an open workplace."""
-    (workplace.folder / name).write_text(text)
-    record = seal(workplace.folder, name)
-    Manifest({name: record}, world_size=1).write(workplace.folder)
+def fill(staging: StagingFolder, text: str, name: str = "optimizer.bin") -> None:
+    """Write a complete checkpoint into an open staging."""
+    (staging.folder / name).write_text(text)
+    record = seal(staging.folder, name)
+    Manifest({name: record}, world_size=1).write(staging.folder)
 
 
 def save(target: Path, text: str, name: str = "optimizer.bin") -> None:
-    workplace = plan_workplace(target)
-    workplace.open()
+    staging = plan_staging_folder(target)
+    staging.open()
     try:
-        fill(workplace, text, name)
-        workplace.publish()
+        fill(staging, text, name)
+        staging.publish()
     finally:
-        workplace.discard()
+        staging.discard()
 
 
 def content(target: Path) -> str:
@@ -55,11 +55,11 @@ def content(target: Path) -> str:
 
 def test_a_new_folder_appears_at_the_end(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "checkpoint"
-    workplace = plan_workplace(target)
-    workplace.open()
-    fill(workplace, "new")
+    staging = plan_staging_folder(target)
+    staging.open()
+    fill(staging, "new")
     assert not target.exists()
-    workplace.publish()
+    staging.publish()
     assert content(target) == "new"
     assert os.listdir(target.parent) == ["checkpoint"]
 
@@ -98,7 +98,7 @@ def test_the_working_folder_is_filled_file_by_file(tmp_path: Path, monkeypatch: 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/checkpoint cannot be written: .*Choose a folder"):
-        plan_workplace(tmp_path / "file" / "checkpoint").open()
+        plan_staging_folder(tmp_path / "file" / "checkpoint").open()
 
 
 def unable_to_swap(*paths: Path) -> None:
@@ -146,10 +146,10 @@ def attempt(faults: Faults, target: Path) -> str:
         if faults.crash is not Crash:
             save(target, "new")
         else:
-            workplace = plan_workplace(target)
-            workplace.open()
-            fill(workplace, "new")
-            workplace.publish()
+            staging = plan_staging_folder(target)
+            staging.open()
+            fill(staging, "new")
+            staging.publish()
     except (OSError, Crash, CheckpointError):
         return "failed"
     return "saved"
@@ -160,7 +160,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(exchange, "swap", unable_to_swap)
+        monkeypatch.setattr(folder, "swap", unable_to_swap)
     calls = calls_of_a_save(faults, tmp_path / "count")
     assert calls >= 7
     for n in range(1, calls + 1):
@@ -169,7 +169,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        temporary._needed.clear()  # the process that crashed needs nothing
+        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -193,7 +193,7 @@ def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        temporary._needed.clear()  # the process that crashed needs nothing
+        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -233,7 +233,7 @@ def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
     target = tmp_path / ("x" * 240)
     save(target, "old")
     os.rename(target, temporary.claim(target.name, tmp_path, temporary.OLD))
-    temporary._needed.clear()
+    services.of_process(temporary._Needed).clear()
     folder.recover_all(tmp_path)  # the name is not known here
     assert not target.exists()
     recover(target)
@@ -252,7 +252,7 @@ def test_there_is_a_whole_checkpoint_at_every_moment(tmp_path: Path, monkeypatch
         return look
 
     save(target, "old")
-    for owner, name in ((os, "rename"), (exchange, "swap")):
+    for owner, name in ((os, "rename"), (folder, "swap")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     save(target, "new")
     assert seen[0] == "old"
@@ -274,7 +274,7 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
     with pytest.raises(Crash):
         save(target, "new")
     monkeypatch.undo()
-    temporary._needed.clear()
+    services.of_process(temporary._Needed).clear()
     assert len(os.listdir(tmp_path)) == 2
     recover(target)
     assert content(target) == "new"
@@ -285,14 +285,14 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
 def test_one_that_comes_back_has_another_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "checkpoint"
     save(target, "old")
-    stamp, sync = manifest.stamp(target), exchange.sync_folder
+    stamp, sync = manifest.stamp(target), folder.sync_folder
 
     def fail(path: Path) -> None:
         if path == tmp_path:
             raise OSError(5, "Input/output error")
         sync(path)
 
-    monkeypatch.setattr(exchange, "sync_folder", fail)
+    monkeypatch.setattr(folder, "sync_folder", fail)
     with pytest.raises(OSError, match="Input/output error"):
         save(target, "new")
     assert content(target) == "old"
@@ -321,7 +321,7 @@ def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
     save(target, "old", "scheduler.bin")
     (target / "mine.txt").write_text("mine")
     monkeypatch.setattr(os, "rename", rename_but_not(target))
-    monkeypatch.setattr(exchange, "swap", unable_to_swap)
+    monkeypatch.setattr(folder, "swap", unable_to_swap)
     for text in ("new", "newer"):
         save(target, text)
         assert content(target) == text
@@ -343,8 +343,7 @@ exec "$2" -c "$3"
 IN_LAYERS = """
 from pathlib import Path
 from accelerate.checkpointing import folder, manifest
-from accelerate.checkpointing.files import seal
-from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing import Manifest, seal
 import os, sys
 target = Path("merged/checkpoint")
 try:
@@ -353,12 +352,12 @@ try:
 except OSError as error:
     assert error.errno == 18, error
 for text in ("new", "newer"):
-    workplace = folder.plan_workplace(target)
-    workplace.open()
-    (workplace.folder / "optimizer.bin").write_text(text)
-    Manifest({"optimizer.bin": seal(workplace.folder, "optimizer.bin")}, 1).write(workplace.folder)
-    workplace.publish()
-    workplace.discard()
+    staging = folder.plan_staging_folder(target)
+    staging.open()
+    (staging.folder / "optimizer.bin").write_text(text)
+    Manifest({"optimizer.bin": seal(staging.folder, "optimizer.bin")}, 1).write(staging.folder)
+    staging.publish()
+    staging.discard()
     assert manifest.problems(target, manifest.read(target), deep=True) == []
     assert (target / "optimizer.bin").read_text() == text
     assert sorted(os.listdir(target)) == ["manifest.json", "mine.txt", "optimizer.bin"]
@@ -397,7 +396,7 @@ def another_process(target: Path) -> Iterator[int]:
     """Let another process be in the middle of a save."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        plan_workplace(target).open()
+        plan_staging_folder(target).open()
         os.write(writer, b"x")
         while True:
             time.sleep(1)
@@ -454,7 +453,7 @@ def test_a_writer_on_another_machine_counts_while_it_writes(tmp_path: Path) -> N
 
 def test_saves_of_one_process_do_not_hinder_each_other(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    first, second = plan_workplace(target), plan_workplace(target)
+    first, second = plan_staging_folder(target), plan_staging_folder(target)
     for each, text in ((first, "first"), (second, "second")):
         each.open()
         fill(each, text)
@@ -469,7 +468,7 @@ def test_of_processes_that_begin_together_one_saves(tmp_path: Path, monkeypatch:
     looks, rival = [], tmp_path / ".checkpoint.saving-other-host-7-1x0"
     writers = folder._writers
 
-    def look(target: Path) -> list[temporary.Hidden]:
+    def look(target: Path) -> list[temporary.HiddenFolder]:
         looks.append(target)
         if len(looks) == 2:  # both have looked, and now both have made their folders
             rival.mkdir()
@@ -536,14 +535,14 @@ def test_a_link_out_of_a_checkpoint_moves_nothing_of_the_user(tmp_path: Path, ha
 
 
 def save_shards(target: Path) -> None:
-    workplace = plan_workplace(target)
-    workplace.open()
+    staging = plan_staging_folder(target)
+    staging.open()
     try:
-        (workplace.folder / "pytorch_model_fsdp_0").mkdir()
-        fill(workplace, "new", "pytorch_model_fsdp_0/weights.distcp")
-        workplace.publish()
+        (staging.folder / "pytorch_model_fsdp_0").mkdir()
+        fill(staging, "new", "pytorch_model_fsdp_0/weights.distcp")
+        staging.publish()
     finally:
-        workplace.discard()
+        staging.discard()
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -627,3 +626,22 @@ def test_a_folder_is_gone_before_its_files_are_deleted(
     with pytest.raises(Crash):
         remove(target)
     assert not target.exists()
+
+
+def test_two_folders_swap_their_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"was {name}").touch()
+    folder.swap(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a" / "was b").exists()
+    assert (tmp_path / "b" / "was a").exists()
+
+
+def test_a_swap_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError, match="'b'|/b'"):
+        folder.swap(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(folder, "_renameat2", None)
+    with pytest.raises(OSError, match="not implemented"):
+        folder.swap(tmp_path / "a", tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -5,30 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
+    Candidate,
     FileRecord,
     Load,
     Manifest,
-    Source,
-    deal,
+    Progress,
+    divide_files,
     loading,
     manifest,
     nothing_to_load,
-    plan_workplace,
+    plan_staging_folder,
+    read_progress,
     remove,
     retention,
     seal,
 )
-from accelerate.checkpointing.loading import Place
-from accelerate.state import Consensus
+from accelerate.state import Consensus, Topology
 
-ALONE = Place(0, 1)
+ALONE = Topology()
 
 
 def make(folder: Path, world_size: int = 1, **names: str) -> Path:
@@ -39,27 +42,27 @@ def make(folder: Path, world_size: int = 1, **names: str) -> Path:
     return folder
 
 
-def settle(source: Source, failure: str = "") -> str:
+def agree(source: Candidate, failure: str = "") -> str:
     try:
-        source.settle(failure)
+        source.agree(failure)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 def test_a_whole_one_settles(tmp_path: Path) -> None:
-    source = Source(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
+    source = Candidate(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
     assert source.is_readable
-    assert settle(source) == ""
+    assert agree(source) == ""
     assert not source.resized
-    assert Source(make(tmp_path / "two", 3), Consensus(), ALONE).resized
+    assert Candidate(make(tmp_path / "two", 3), Consensus(), ALONE).resized
 
 
 def test_all_faults_are_said_once(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1", b="2", c="3")
     (folder / "a").unlink()
     (folder / "b").write_text("x")
-    said = settle(Source(folder, Consensus(), ALONE), "mine")
+    said = agree(Candidate(folder, Consensus(), ALONE), "mine")
     assert said.count("a is missing") == 1
     assert "b does not fit its checksum" in said
     assert said.endswith("mine")
@@ -69,16 +72,16 @@ def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(tmp_path: Path) -> N
     folder = make(tmp_path / "one", a="1")
     (folder / "a").unlink()
     (folder / "a").symlink_to("a")
-    assert "a " in settle(Source(folder, Consensus(), ALONE))
+    assert "a " in agree(Candidate(folder, Consensus(), ALONE))
 
 
 @pytest.mark.parametrize("damage", ["", "[" * 5000, "[1]", '{"seal": 1}', "{}", "\xff"])
 def test_a_damaged_manifest_is_a_fault(tmp_path: Path, damage: str) -> None:
     folder = make(tmp_path / "one", a="1")
     (folder / manifest.NAME).write_bytes(damage.encode("latin-1"))
-    source = Source(folder, Consensus(), ALONE)
+    source = Candidate(folder, Consensus(), ALONE)
     assert not source.is_readable
-    assert "manifest.json" in settle(source)
+    assert "manifest.json" in agree(source)
 
 
 def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
@@ -87,14 +90,14 @@ def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
     del content["seal"]
     content["surprise"] = 1
     (folder / manifest.NAME).write_text(json.dumps({**content, "seal": manifest._seal_of(content)}))
-    assert "'surprise'" in settle(Source(folder, Consensus(), ALONE))
+    assert "'surprise'" in agree(Candidate(folder, Consensus(), ALONE))
 
 
 def test_a_folder_of_checkpoints_is_told_from_one(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_4")
-    assert "pass" in settle(Source(tmp_path, Consensus(), ALONE))
-    assert "checkpoint_4" in settle(Source(tmp_path, Consensus(), ALONE))
-    assert settle(Source(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
+    assert "pass" in agree(Candidate(tmp_path, Consensus(), ALONE))
+    assert "checkpoint_4" in agree(Candidate(tmp_path, Consensus(), ALONE))
+    assert agree(Candidate(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
 
 
 def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> None:
@@ -121,13 +124,15 @@ def test_a_rank_that_cannot_look_has_none(
 
 def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
     make(tmp_path / "one").rename(tmp_path / ".one.old-elsewhere-1-0x0")
-    assert settle(next(loading.open_checkpoint(tmp_path / "one", Consensus(), ALONE, 1.0))) == ""
+    assert agree(next(loading.open_checkpoint(tmp_path / "one", Consensus(), ALONE, 1.0))) == ""
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
 def test_files_are_dealt_by_size_and_each_once(processes: int) -> None:
     sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0}
-    shares = deal(Manifest({name: FileRecord(name, size, "") for name, size in sizes.items()}, 1), processes)
+    shares = divide_files(
+        Manifest({name: FileRecord(name, size, "") for name, size in sizes.items()}, 1), processes
+    )
     assert len(shares) == processes
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     if processes == 2:
@@ -142,7 +147,7 @@ def test_another_number_of_processes_is_announced(
     tmp_path: Path, policy: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
-    source = Source(make(tmp_path / "one", 3), Consensus(), ALONE)
+    source = Candidate(make(tmp_path / "one", 3), Consensus(), ALONE)
     loading.announce(source, 1, policy)
     assert "was saved by 3 processes, and this run has 1" in caplog.text
     assert text in caplog.text
@@ -155,7 +160,7 @@ def test_another_number_of_processes_is_announced(
 @pytest.mark.usefixtures("states")
 def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    loading.announce(Source(tmp_path, Consensus(), ALONE), 1, "strict")
+    loading.announce(Candidate(tmp_path, Consensus(), ALONE), 1, "strict")
     assert "without being verified" in caplog.text
 
 
@@ -189,7 +194,9 @@ def test_nothing_to_load_says_why(folder: Any, faults: list[str], kind: type[Exc
         raise error
 
 
-def read_all(opened: Iterator[Source], act: Callable[[int, Source], None]) -> tuple[list[str], list[str]]:
+def read_all(
+    opened: Iterator[Candidate], act: Callable[[int, Candidate], None]
+) -> tuple[list[str], list[str]]:
     """Read checkpoints as `load_state` does; what it took, and what it heard of each try.
 
     Args:
@@ -199,7 +206,7 @@ def read_all(opened: Iterator[Source], act: Callable[[int, Source], None]) -> tu
     said = []
     for number, source in enumerate(opened):
         act(number, source)
-        said.append(settle(source))
+        said.append(agree(source))
         if not said[-1]:
             return [
                 path.read_text() for path in sorted(source.folder.iterdir()) if path.suffix != ".json"
@@ -209,13 +216,13 @@ def read_all(opened: Iterator[Source], act: Callable[[int, Source], None]) -> tu
 
 def replace(folder: Path, **names: str) -> None:
     """Save to a name as another run does."""
-    workplace = plan_workplace(folder)
-    workplace.open()
+    staging = plan_staging_folder(folder)
+    staging.open()
     for name, text in names.items():
-        (workplace.folder / name).write_text(text)
-    Manifest({name: seal(workplace.folder, name) for name in names}, 1).write(workplace.folder)
-    workplace.publish()
-    workplace.discard()
+        (staging.folder / name).write_text(text)
+    Manifest({name: seal(staging.folder, name) for name in names}, 1).write(staging.folder)
+    staging.publish()
+    staging.discard()
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -225,7 +232,7 @@ def test_one_that_is_replaced_while_it_is_read_is_read_again(
     monkeypatch.setattr(loading.folder, "_holds_mount", lambda path: inside)
     folder = make(tmp_path / "one", a="1", b="1")
 
-    def act(number: int, source: Source) -> None:
+    def act(number: int, source: Candidate) -> None:
         if number == 0:
             replace(folder, a="2", b="2")
 
@@ -249,7 +256,7 @@ def test_what_other_software_wrote_is_read_again_when_a_save_replaces_it(tmp_pat
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")
 
-    def act(number: int, source: Source) -> None:
+    def act(number: int, source: Candidate) -> None:
         if number == 0:
             replace(folder, a="new")
 
@@ -259,7 +266,7 @@ def test_what_other_software_wrote_is_read_again_when_a_save_replaces_it(tmp_pat
 def test_a_numbered_one_that_is_deleted_meanwhile_gives_way_to_a_newer_one(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_1", a="1")
 
-    def act(number: int, source: Source) -> None:
+    def act(number: int, source: Candidate) -> None:
         if number == 0:
             replace(tmp_path / "checkpoint_2", a="2")
             remove(tmp_path / "checkpoint_1")
@@ -273,7 +280,7 @@ def test_a_numbered_one_that_is_deleted_before_it_is_opened_gives_way_to_a_newer
     make(tmp_path / "checkpoint_1", a="1")
     survey, calls = retention.survey, []
 
-    def look(parent: Path) -> list[retention.Found]:
+    def look(parent: Path) -> list[retention.NumberedCheckpoint]:
         found = survey(parent)
         calls.append(parent)
         if len(calls) == 1:
@@ -306,22 +313,40 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     assert found == []
     assert len(said) == loading.ATTEMPTS
     assert "process 1 finds another save under this name than process 0" in said[-1]
-    (again,) = [settle(Source(folder, Pair({"place": "elsewhere", "save": "x"}), ALONE))]
+    (again,) = [agree(Candidate(folder, Pair({"place": "elsewhere", "save": "x"}), ALONE))]
     assert again == ""  # copies on two machines
 
 
 def test_what_one_rank_sees_replaced_is_read_again_on_all(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    source = Source(folder, Pair({"replaced": True, "problems": ["a is missing"]}), ALONE, is_last=False)
-    assert settle(source).startswith(loading.REPLACED)
+    source = Candidate(folder, Pair({"replaced": True, "problems": ["a is missing"]}), ALONE, is_last=False)
+    assert agree(source).startswith(loading.REPLACED)
     assert source.was_replaced
 
 
 def test_a_save_after_everything_was_read_does_no_harm(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    source = Source(folder, Consensus(), ALONE)
-    assert settle(source) == ""
+    source = Candidate(folder, Consensus(), ALONE)
+    assert agree(source) == ""
     replace(folder, a="2")
-    source.settle(was_read=False)
+    source.agree(was_read=False)
     with pytest.raises(CheckpointError, match=loading.REPLACED):
         source.confirm()
+
+
+def source(step: Any = 3, run: Any = None) -> Any:
+    return SimpleNamespace(manifest=SimpleNamespace(step=step, run={} if run is None else run))
+
+
+def test_what_the_manifest_says_is_taken(tmp_path: Path) -> None:
+    run = {"sync_gradients": False, "num_steps": 2, "updates": [4, 5], "gradient_order": [[1, 0], []]}
+    assert read_progress(source(3, run), Load(tmp_path)) == Progress(3, False, [4, 5], [[1, 0], []])
+    assert read_progress(source(), Load(tmp_path)) == Progress(3, True)
+
+
+@pytest.mark.parametrize(("content", "step"), [({"step": 4}, 4), ({"step": "4"}, None), ([1], None)])
+def test_other_software_may_say_the_step(tmp_path: Path, content: Any, step: int | None) -> None:
+    torch.save(content, tmp_path / "random_states_0.pkl")
+    other: Any = SimpleNamespace(manifest=None)
+    assert read_progress(other, Load(tmp_path)) == Progress(step)
+    assert read_progress(other, Load(tmp_path / "none")) == Progress()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from accelerate.checkpointing import LocalShards, Value, boxes, rejoin, shards_of_range, spread, whole
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
@@ -28,6 +29,7 @@ def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data:
     assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_slabs_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)

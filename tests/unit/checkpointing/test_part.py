@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.checkpointing import Load, nothing
+from accelerate.base import CheckpointError, ConfigurationError, StateError
+from accelerate.checkpointing import Change, Load, Stage, apply_all, nothing
 
 
 def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:
@@ -46,3 +48,100 @@ def test_errors_that_say_so_themselves_stay(tmp_path: Path) -> None:
 
 def test_nothing_changes_nothing() -> None:
     nothing()
+
+
+def settle(failure: str) -> None:
+    if failure:
+        raise CheckpointError(failure)
+
+
+def fail() -> None:
+    raise RuntimeError("it refuses")
+
+
+class Notes(list[str]):
+    """What happened, in its order."""
+
+    def change(self, name: str, **options: Any) -> Change:
+        return Change(lambda: self.append(name), name, self.keeping(name), **options)
+
+    def keeping(self, name: str) -> Callable[[], Callable[[], None]]:
+        def keep() -> Callable[[], None]:
+            self.append(f"keep {name}")
+            return lambda: self.append(f"undo {name}")
+
+        return keep
+
+
+def test_stages_come_in_their_order_and_are_agreed_upon() -> None:
+    notes = Notes()
+    weights = notes.change("weights", stage=Stage.LAST, first=(notes.change("extra"),))
+    apply_all(
+        [weights, notes.change("together", stage=Stage.TOGETHER), notes.change("alone"), nothing],
+        notes.append,
+    )
+    assert notes == [
+        *("keep extra", "extra", "keep alone", "alone", ""),
+        *("keep together", "together", ""),
+        *("keep weights", "weights", ""),
+    ]
+
+
+def test_what_was_changed_comes_back_in_reverse_order() -> None:
+    notes = Notes()
+    changes = [notes.change("a"), notes.change("b"), Change(fail, "c", notes.keeping("c")), notes.change("d")]
+    with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses"):
+        apply_all(changes, settle)
+    assert notes == ["keep a", "a", "keep b", "b", "keep c", "undo c", "undo b", "undo a"]
+
+
+def test_another_rank_that_fails_brings_this_one_back() -> None:
+    notes, said = Notes(), iter([None, CheckpointError("rank 1 refuses"), None])
+
+    def hear(failure: str) -> None:
+        if error := next(said):
+            raise error
+
+    changes = [
+        notes.change("a"),
+        notes.change("b", stage=Stage.TOGETHER),
+        notes.change("c", stage=Stage.LAST),
+    ]
+    with pytest.raises(CheckpointError, match="nothing was changed: rank 1 refuses"):
+        apply_all(changes, hear)
+    assert notes == ["keep a", "a", "keep b", "b", "undo b", "undo a"]
+
+
+def test_what_does_not_come_back_is_named() -> None:
+    notes = Notes()
+    changes = [
+        Change(lambda: None, "engine", stage=Stage.LAST),
+        notes.change("a"),
+        Change(lambda: None, "large", lambda: fail),
+        Change(fail, "weights", stage=Stage.LAST),
+    ]
+    with pytest.raises(CheckpointError) as caught:
+        apply_all(changes, settle)
+    assert str(caught.value) == (
+        "A checkpoint was not loaded: RuntimeError: it refuses. All is as it was before, but for large "
+        "(RuntimeError: it refuses), engine (it has the loaded state, or a part of it), weights (it has the "
+        "loaded state, or a part of it). Load another one, or start again."
+    )
+    assert notes[-1] == "undo a"
+
+
+def test_a_rank_that_is_gone_brings_this_one_back_without_further_agreement() -> None:
+    notes = Notes()
+
+    def miss(failure: str) -> None:
+        raise StateError("rank 1 did not come")
+
+    with pytest.raises(StateError, match="did not come"):
+        apply_all([notes.change("a")], miss)
+    assert notes == ["keep a", "a", "undo a"]
+
+
+def test_a_change_alone_does_all_of_it() -> None:
+    notes = Notes()
+    notes.change("weights", first=(notes.change("extra"),))()
+    assert notes == ["extra", "weights"]

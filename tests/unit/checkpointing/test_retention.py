@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from accelerate.checkpointing import Manifest, manifest, retention
+from accelerate.checkpointing import Manifest, checkpoints_below, manifest, retention
 
 
 def make(parent: Path, *numbers: int, complete: bool = True) -> None:
@@ -92,3 +94,136 @@ def test_a_replacement_that_was_interrupted_is_undone_first(tmp_path: Path) -> N
     (tmp_path / "checkpoint_7").rename(tmp_path / ".checkpoint_7.old-elsewhere-1-0")
     assert numbers(tmp_path) == [7]
     assert (tmp_path / "checkpoint_7" / manifest.NAME).is_file()
+
+
+def save(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    Manifest({}, world_size=1).write(folder)
+    return folder
+
+
+def names(top: Path) -> list[str]:
+    return [path.relative_to(top).as_posix() for path in checkpoints_below(top)]
+
+
+def test_any_name_and_depth_the_newest_of_numbered_ones_first(tmp_path: Path) -> None:
+    for name in (
+        "best",
+        "a/b/c/d/deep",
+        "runs/checkpoint_2",
+        "runs/checkpoint_10",
+        "runs/last",
+        ".hidden/one",
+    ):
+        save(tmp_path / name)
+    assert names(tmp_path) == [
+        "best",
+        ".hidden/one",
+        "a/b/c/d/deep",
+        "runs/checkpoint_10",
+        "runs/checkpoint_2",
+        "runs/last",
+    ]
+    assert checkpoints_below(tmp_path / "best") == [tmp_path / "best"]
+
+
+def test_no_folder_of_a_checkpoint_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "best")
+    (tmp_path / "best/pytorch_model_fsdp_0").mkdir()
+    searched: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: searched.append(Path(path).name) or scandir(path))
+    assert names(tmp_path) == ["best"]
+    assert searched == [tmp_path.name, "best"]
+
+
+def test_of_thousands_of_other_files_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "data/best")
+    for number in range(3000):
+        (tmp_path / "data" / f"{number}.bin").touch()
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / manifest.NAME
+    other.write_text('{"name": "a web page"}' + " " * 10**6)
+    read: list[int] = []
+    stats: list[Any] = []
+    real_open, real_stat = Path.open, os.stat
+
+    def note_open(path: Path, *args: Any, **kwargs: Any) -> Any:
+        file = real_open(path, *args, **kwargs)
+        reading = file.read
+        wrapped = MagicMock(wraps=file)
+        wrapped.__enter__.return_value.read = lambda size: read.append(size) or reading(size)
+        wrapped.__exit__.side_effect = lambda *_: file.close()
+        return wrapped
+
+    def note_stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        stats.append(path)
+        return real_stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", note_open)
+    monkeypatch.setattr(os, "stat", note_stat)
+    assert names(tmp_path) == ["data/best"]
+    assert len(read) == 2
+    assert max(read) < 1000
+    assert len(stats) < 20
+
+
+def test_files_of_other_software_are_no_manifests(tmp_path: Path) -> None:
+    for name, text in {
+        "page": '{"name": "x"}',
+        "list": "[1, 2]",
+        "text": "files",
+        "binary": "\0" * 9,
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifest.NAME).write_text(text)
+    (tmp_path / "page/below").mkdir()
+    save(tmp_path / "page/below/best")
+    assert names(tmp_path) == ["page/below/best"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 12, 30])
+def test_damaged_manifests_are_found(tmp_path: Path, kept: int) -> None:
+    path = save(tmp_path / "best") / manifest.NAME
+    path.write_bytes(path.read_bytes()[:kept])
+    assert names(tmp_path) == ["best"]
+
+
+def test_numbered_checkpoints_without_a_manifest_are_found_and_searched(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint_1/inner/best")
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_1/inner/best"]
+
+
+def test_links_are_followed_where_checkpoints_are_expected(tmp_path: Path) -> None:
+    save(tmp_path / "disk/checkpoint_1")
+    save(tmp_path / "disk/best")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "checkpoints").symlink_to("../disk")
+    (project / "latest").symlink_to("../disk/best")
+    (tmp_path / "disk/checkpoints").symlink_to("../project")
+    assert names(project) == ["checkpoints/checkpoint_1", "checkpoints/best"]
+
+
+def test_what_is_being_written_is_no_checkpoint_and_what_was_moved_aside_is_back(tmp_path: Path) -> None:
+    ended = f"{socket.gethostname()}-999999999-1x1x1"
+    save(tmp_path / f".best.saving-{ended}")
+    save(tmp_path / f".last.old-{ended}")
+    assert names(tmp_path) == ["last"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "best")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert names(tmp_path) == ["best"]
+    assert "closed cannot be read" in caplog.text

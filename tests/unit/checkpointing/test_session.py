@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
-from accelerate import Accelerator
+import pytest
+import torch
+
+from accelerate import Accelerator, PartialState
 from accelerate.base import CheckpointError, environ
+from accelerate.checkpointing import Background, Payload, StagingArea
 from accelerate.utils import ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -45,3 +49,68 @@ def test_a_failure_in_the_background_surfaces_once(tmp_path: object, monkeypatch
     monkeypatch.undo()
     assert accelerator.save_state().parent.exists()
     accelerator.wait_for_checkpoint()
+
+
+def test_a_job_runs_while_the_caller_goes_on() -> None:
+    background, go, done = Background(), threading.Event(), []
+    background.wait()
+    background.start(lambda: done.append(go.wait(5)))
+    assert done == []
+    go.set()
+    background.wait()
+    assert done == [True]
+
+
+def test_the_next_job_waits_for_the_one_before() -> None:
+    background, go, order = Background(), threading.Event(), []
+    background.start(lambda: (go.wait(5), order.append("first")))
+    threading.Timer(0.05, go.set).start()
+    background.start(lambda: order.append("second"))
+    background.wait()
+    assert order == ["first", "second"]
+
+
+@pytest.mark.usefixtures("states")
+def test_an_error_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    background = Background()
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    background.start(fail)
+    with pytest.raises(OSError, match="No space left"):
+        background.start(lambda: None)
+    background.wait()
+    background.start(fail)
+    with pytest.raises(OSError, match="No space left"):
+        background.wait()
+    background.wait()
+    assert "A checkpoint was not saved" in caplog.text
+
+
+def test_copies_hold_while_the_originals_change() -> None:
+    weight = torch.ones(3)
+    state = {"weight": weight, "same": weight, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "step": 3}
+    (staged,) = StagingArea().stage([Payload("x", state)])
+    weight.zero_()
+    state["groups"][0]["lr"] = 9.0  # type: ignore[index]
+    assert staged.content["weight"].tolist() == [1.0, 1.0, 1.0]
+    assert staged.content["weight"] is staged.content["same"]
+    assert staged.content["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
+
+
+def test_memory_is_used_again() -> None:
+    area = StagingArea()
+    first = area.stage([Payload("x", {"weight": torch.ones(3)})])[0].content["weight"]
+    again = area.stage([Payload("x", {"weight": torch.zeros(3)})])[0].content["weight"]
+    other = area.stage([Payload("x", {"weight": torch.zeros(5)})])[0].content["weight"]
+    assert again is first
+    assert other.shape == (5,)
+
+
+def test_strided_and_sparse_tensors() -> None:
+    tensors = {"t": torch.arange(6.0).view(2, 3).t(), "s": torch.eye(2).to_sparse()}
+    (staged,) = StagingArea().stage([Payload("x", tensors)])
+    assert torch.equal(staged.content["t"], tensors["t"])
+    assert torch.equal(staged.content["s"].to_dense(), torch.eye(2))

@@ -11,38 +11,54 @@ import pytest
 import torch
 
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Entry, pack, shard_index
+from accelerate.checkpointing import shard_files, shard_index
 
 WEIGHT = ("model", "a.weight")
 
 
-def entry(rank: int, rows: int = 2, place: Any = WEIGHT) -> Entry:
-    return Entry(place, (4, 3), torch.float32, (rank * 2, 0), (rows, 3), f"__{rank}_0.distcp", 10, 99)
+def entry(rank: int, rows: int = 2) -> list[Any]:
+    box = [(4, 3), "float32", (rank * 2, 0), (rows, 3)]
+    return [WEIGHT, box, [f"__{rank}_0.distcp", 10, 99]]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    value = Entry(("model", "extra"), file="__0_0.distcp", start=200, length=5)
-    shard_index.write(tmp_path, [pack([entry(0), value]), pack([entry(1)])])
+    value = [("model", "extra"), None, ["__0_0.distcp", 200, 5]]
+    shard_files.finish(tmp_path, [[entry(0), value], [entry(1)]])
     found = shard_index.read(tmp_path, "model")
     assert set(found.places) == {WEIGHT, ("model", "extra")}
-    assert found.shape(WEIGHT) == (4, 3)
-    assert found.shape(("model", "extra")) is None
-    assert found.needed(["model.a.weight"]) == {"__0_0.distcp": 109, "__1_0.distcp": 109}
-    assert found.needed(["model.extra"]) == {"__0_0.distcp": 205}
+    stored = found.stored(WEIGHT)
+    assert stored is not None
+    assert (stored.shape, stored.dtype, stored.device.type) == ((4, 3), torch.float32, "meta")
+    assert found.stored(("model", "extra")) is None
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(109))
+    with pytest.raises(CheckpointError, match=r"^[^;]*/__1_0.distcp is missing$"):
+        found.check_files(["model.a.weight"])
+    with pytest.raises(CheckpointError, match="__0_0.distcp has 109 bytes, and at least 205 are needed"):
+        found.check_files(["model.extra"])
 
 
 @pytest.mark.parametrize("second", [[], [entry(0)], [entry(1, rows=1)]], ids=["missing", "twice", "cut"])
-def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, second: list[Entry]) -> None:
+def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, second: list[Any]) -> None:
     if second == [entry(0)]:
         second = [entry(1), *second]
     with pytest.raises(CheckpointError, match=r"The parts of model\.a\.weight do not make whole tensors"):
-        shard_index.write(tmp_path, [pack([entry(0)]), pack(second)])
+        shard_files.finish(tmp_path, [[entry(0)], second])
     assert not (tmp_path / shard_index.NAME).exists()
 
 
+def test_a_save_of_one_rank_is_refused_where_parts_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="do not make whole tensors"):
+        shard_files.finish(tmp_path, [[entry(0)]])
+
+
+def test_the_metadata_names_no_folder(tmp_path: Path) -> None:
+    shard_files.finish(tmp_path / ".", [[entry(0), entry(1)]])
+    assert str(tmp_path).encode() not in (tmp_path / shard_index.NAME).read_bytes()
+
+
 def test_a_state_without_a_key_of_its_own_is_taken_as_if(tmp_path: Path) -> None:
-    flat = Entry(("a.weight",), (2,), torch.float32, (0,), (2,), "f", 0, 99)
-    shard_index.write(tmp_path, [pack([flat])])
+    flat = [("a.weight",), [(2,), "float32", (0,), (2,)], ["f", 0, 99]]
+    shard_files.finish(tmp_path, [[flat]])
     assert set(shard_index.read(tmp_path, "model").places) == {WEIGHT}
 
 
@@ -75,7 +91,7 @@ def test_functions_of_torch_are_refused(tmp_path: Path, module: str, name: str) 
 def test_missing_and_damaged_catalogues_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{tmp_path.name}/\.metadata is missing"):
         shard_index.read(tmp_path, "model")
-    shard_index.write(tmp_path, [pack([entry(0), entry(1)])])
+    shard_files.finish(tmp_path, [[entry(0), entry(1)]])
     path = tmp_path / shard_index.NAME
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(CheckpointError, match="it is damaged, or no metadata of shards"):

@@ -16,15 +16,18 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
+    ByOrder,
     EitherPart,
     Load,
     ModuleShards,
     OptimizerShards,
     ShardOwner,
-    ShardsPart,
+    by_name,
     folder_of,
+    group_places,
     nothing,
     read_shards,
+    shard_files,
     shard_index,
 )
 
@@ -49,7 +52,7 @@ class Tied(nn.Module):
 
 def save(folder: Path, owner: ShardOwner, index: int = 0) -> Load:
     name = folder_of(owner.root, index)
-    (payload,) = ShardsPart(name, owner.state(), 0).collect()
+    payload = shard_files.payload(name, 0, owner.state())
     path = folder / payload.name
     path.parent.mkdir()
     assert payload.finish is not None
@@ -76,6 +79,27 @@ def test_a_model_comes_back_with_buffers_and_extra_state(tmp_path: Path) -> None
     assert torch.equal(other.last.weight, model.last.weight)
 
 
+class Scaled(nn.Linear):
+    """Has a tensor as extra state."""
+
+    scale: torch.Tensor
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scale
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert isinstance(state, torch.Tensor)
+        self.scale = state
+
+
+def test_an_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    model, other = Scaled(2, 2), Scaled(2, 2)
+    model.scale, other.scale = torch.ones(3), torch.zeros(5)
+    options = save(tmp_path, ModuleShards(model))
+    read_shards("pytorch_model_fsdp_0", ModuleShards(other), options)()
+    assert torch.equal(other.scale, torch.ones(3))
+
+
 def test_what_lies_whole_is_read_by_the_other_part(tmp_path: Path) -> None:
     class Whole:
         everywhere = False
@@ -94,7 +118,6 @@ def test_what_lies_whole_is_read_by_the_other_part(tmp_path: Path) -> None:
     assert part.read(Load(tmp_path)) is nothing
     assert part.collect() is Whole.collected
     assert part.everywhere is False
-    assert ShardsPart("a", {}, 0).read(Load(tmp_path)) is nothing
 
 
 def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
@@ -111,7 +134,7 @@ def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
 def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     owner = ModuleShards(Tied(4.0))
     state = {place: value for place, value in owner.state().items() if place[1] != "last.weight"}
-    (payload,) = ShardsPart("pytorch_model_fsdp_0", state, 0).collect()
+    payload = shard_files.payload("pytorch_model_fsdp_0", 0, state)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     assert payload.finish is not None
     report = payload.write(payload.content, tmp_path / payload.name)
@@ -123,7 +146,7 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
 
 def test_other_shapes_are_told(tmp_path: Path) -> None:
     options = save(tmp_path, ModuleShards(nn.Linear(3, 4)))
-    with pytest.raises(CheckpointError, match=r"other shapes: weight \(4, 3\) instead of \(4, 2\)"):
+    with pytest.raises(CheckpointError, match=r"weight has the shape \(4, 3\) instead of \(4, 2\)"):
         read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Linear(2, 4)), options)
 
 
@@ -236,3 +259,49 @@ def test_memory_is_not_reserved_for_what_the_files_do_not_hold(tmp_path: Path) -
     rewrite(tmp_path / "optimizer_0", grow)
     with pytest.raises(CheckpointError, match="bytes, and at least 1125899906.* are needed: it is cut off"):
         read_shards("optimizer_0", owner_of(optimizer), options)
+
+
+NAMES = [[["a.weight", "tied.weight"], ["a.bias"]]]
+
+
+def stepped_once(lr: float) -> torch.optim.Optimizer:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_groups_have_places() -> None:
+    found = group_places([{"lr": 0.1, "params": [0, 1]}], [["a", "b"]])
+    assert found == {
+        ("optimizer", "param_groups", 0, "lr"): 0.1,
+        ("optimizer", "param_groups", 0, "params"): ["a", "b"],
+    }
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_states_are_loaded_by_name_and_by_order(named: bool) -> None:
+    optimizer, other = stepped_once(0.1), stepped_once(0.5)
+    state: Any = optimizer.state_dict()
+    if named:
+        state = by_name(state, NAMES)
+        assert list(state["state"]) == ["a.weight", "a.bias"]
+        assert state["param_groups"][0]["params"] == ["a.weight", "a.bias"]
+        state["state"]["tied.weight"] = state["state"].pop("a.weight")
+    owner = ByOrder(other, lambda: NAMES)
+    owner.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.1
+    old, new = optimizer.state_dict()["state"], owner.state_dict()["state"]
+    assert all(torch.equal(old[index][key], new[index][key]) for index in old for key in old[index])
+
+
+def test_states_of_others_are_refused() -> None:
+    optimizer = stepped_once(0.1)
+    owner = ByOrder(optimizer, lambda: [[["b"], ["c"]]])
+    with pytest.raises(CheckpointError, match=r"parameters it does not step: a\.bias, a\.weight"):
+        owner.load_state_dict(by_name(optimizer.state_dict(), NAMES))
+    twice = by_name(optimizer.state_dict(), NAMES)
+    twice["param_groups"] *= 2
+    with pytest.raises(CheckpointError, match="has 2 groups, and there are 1"):
+        ByOrder(optimizer, lambda: NAMES).load_state_dict(twice)

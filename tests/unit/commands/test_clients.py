@@ -118,7 +118,7 @@ def test_a_folder_that_is_read_only(site: Path, monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(clients.os, "replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(
         ConfigurationError, match=r"cannot be written: Permission denied\. Run this as the user"
     ):

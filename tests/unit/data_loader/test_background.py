@@ -118,7 +118,7 @@ def test_a_read_that_does_not_return_is_left_alone(
     from accelerate.state import PartialState
 
     PartialState(cpu=True)
-    monkeypatch.setattr(background, "_PATIENCE", 0.05)
+    monkeypatch.setattr(background, "_JOIN_TIMEOUT", 0.05)
     release = threading.Event()
 
     def stuck() -> Iterator[Item]:

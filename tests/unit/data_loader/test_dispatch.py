@@ -15,12 +15,11 @@ from accelerate import data_loader
 from accelerate.base import PreparationError
 from accelerate.data_loader import (
     DataLoaderDispatcher,
-    Dealer,
+    RoundBuilder,
     ShardPlan,
     count_samples,
     cut_batch,
     prepare_data_loader,
-    shard,
 )
 
 CPU = torch.device("cpu")
@@ -37,11 +36,11 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
 
 
 def test_what_cannot_be_cut_says_what_to_do() -> None:
-    rounds = Dealer(2).rounds(iter([object(), object(), object()]))
+    rounds = RoundBuilder(2).rounds(iter([object(), object(), object()]))
     assert len(next(rounds).parts) == 2
     with pytest.raises(PreparationError, match="slice_fn_for_dispatch"):
         next(rounds)
-    assert len(list(Dealer(2, drop_last=True).rounds(iter([object(), object(), object()])))) == 1
+    assert len(list(RoundBuilder(2, drop_last=True).rounds(iter([object(), object(), object()])))) == 1
 
 
 def test_the_position_is_noted_before_reading_on() -> None:
@@ -53,7 +52,7 @@ def test_the_position_is_noted_before_reading_on() -> None:
             read.append(number)
             yield torch.tensor([number])
 
-    list(Dealer(2).rounds(batches(), lambda: noted.append(len(read))))
+    list(RoundBuilder(2).rounds(batches(), lambda: noted.append(len(read))))
     assert noted == [2, 4, 4]
 
 
@@ -62,7 +61,7 @@ def test_the_position_is_noted_before_reading_on() -> None:
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_length(states: None, drop_last: bool, split: bool, size: int) -> None:
     batches = DataLoader(torch.arange(size), batch_size=3, drop_last=drop_last)  # type: ignore[arg-type]
-    rounds = list(Dealer(3, split, drop_last).rounds(iter(batches)))
+    rounds = list(RoundBuilder(3, split, drop_last).rounds(iter(batches)))
     for group in range(3):
         loader = DataLoaderDispatcher(
             torch.arange(size),
@@ -107,7 +106,7 @@ def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch
     runtime.is_spmd = lambda: False  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
     monkeypatch.setattr(data_loader, "is_torch_xla_available", lambda: True)
-    shard.wrapper_for_xla.cache_clear()
+    data_loader.wrapper_for_xla.cache_clear()
     kind = data_loader.MpDeviceLoaderWrapper
     data = DataLoader(list(range(5)), batch_size=2)
     loader: Any = prepare_data_loader(data, torch.device("xla:0"), 1, 0, put_on_device=True)
@@ -122,7 +121,7 @@ def test_xla_loader_reads_ahead_without_losing_the_end(states: None, monkeypatch
     late = data_loader.skip_first_batches(loader, 2)
     assert isinstance(late, kind)
     assert [batch.tolist() for batch in late] == [[4]]
-    shard.wrapper_for_xla.cache_clear()
+    data_loader.wrapper_for_xla.cache_clear()
 
 
 def test_the_xla_loader_is_only_there_with_torch_xla() -> None:

@@ -84,7 +84,7 @@ def test_only_batch_samplers_may_end_unevenly(
 def test_it_can_be_read() -> None:
     assert str(decide(MAPPED)) == "shard, part 0 of 2 (by the batch sampler)"
     assert str(decide(MAPPED, world=1)) == "leave (one process)"
-    assert str(decide(SHARED)) == "shard, part 0 of 2 (the dataset is shared out already)"
+    assert str(decide(SHARED)) == "shard, part 0 of 2 (the dataset is sharded already)"
     assert "dispatch_batches=False" in str(decide(STREAMED))
 
 

@@ -84,7 +84,8 @@ def test_settings_of_the_user_are_kept() -> None:
         assert getattr(prepared, name) == getattr(loader, name)
     for name in ("collate_fn", "worker_init_fn", "multiprocessing_context", "generator", "dataset"):
         assert getattr(prepared, name) is getattr(loader, name)
-    assert prepared.base_dataloader is prepared
+    assert type(prepared.base_dataloader) is DataLoader
+    assert prepared.base_dataloader.dataset is loader.dataset
 
 
 def test_the_shard_can_be_neutralised() -> None:

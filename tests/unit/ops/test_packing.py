@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accelerate.ops import ALONE, Head, Plan, mark_of, plan_for, put_together, take_apart
+from accelerate.ops import ALONE, Head, TransferPlan, mark_of, plan_for, put_together, take_apart
 
 Pair = namedtuple("Pair", ["first", "second"])
 DTYPES = [
@@ -63,7 +63,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
 
 
-def parcels_of(plan: Plan) -> list[Any]:
+def buffers_of(plan: TransferPlan) -> list[Any]:
     return [plan.whole, *plan.buffers] if plan.whole is not None else list(plan.buffers)
 
 
@@ -80,11 +80,11 @@ def test_apart_and_together_is_the_same(data: Any) -> None:
 def test_every_leaf_travels_once(data: Any, room: int, mixed: bool) -> None:
     parts = take_apart(data)
     plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
-    slots = [slot for buffer in parcels_of(plan) for slot in buffer.slots]
-    places = [*plan.alone, *plan.empty, *(place for slot in slots for place in slot.places)]
+    slots = [slot for buffer in buffers_of(plan) for slot in buffer.slots]
+    places = [*plan.alone, *plan.empty, *(place for slot in slots for place in slot.indices)]
     assert sorted(places) == list(range(len(parts.leaves)))
     assert plan.whole is None or plan.whole.width <= room
-    for buffer in parcels_of(plan):
+    for buffer in buffers_of(plan):
         assert [slot.start % 16 for slot in buffer.slots] == [0] * len(buffer.slots)
         assert all(slot.stop <= buffer.width for slot in buffer.slots)
 
@@ -94,7 +94,7 @@ def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, siz
     parts = take_apart(data)
     plan = plan_for("op", parts, size=size, room=room)
     results: dict[int, torch.Tensor] = {}
-    for buffer in parcels_of(plan):
+    for buffer in buffers_of(plan):
         sent = buffer.pack(parts.leaves)
         assert sent.dtype == torch.uint8
         assert sent.numel() == buffer.width
@@ -151,7 +151,7 @@ def test_elements_are_split_into_leaves(data: Any) -> None:
     assert all(same(result, parts.leaves[place]) for place, result in results.items())
 
 
-def test_large_leaves_travel_alone_and_small_ones_in_parcels_of_bounded_size() -> None:
+def test_large_leaves_travel_alone_and_small_ones_in_buffers_of_bounded_size() -> None:
     large, small = torch.zeros(ALONE, dtype=torch.uint8), torch.zeros(ALONE - 1, dtype=torch.uint8)
     parts = take_apart([large, *[small] * 40])
     plan = plan_for("op", parts, size=2, room=100)
@@ -161,7 +161,7 @@ def test_large_leaves_travel_alone_and_small_ones_in_parcels_of_bounded_size() -
     assert all(buffer.width <= total / 4 for buffer in plan.buffers)
 
 
-def test_a_parcel_holds_one_dtype_where_numbers_are_combined() -> None:
+def test_a_buffer_holds_one_dtype_where_numbers_are_combined() -> None:
     parts = take_apart(
         [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(3).long()]
     )
@@ -197,5 +197,5 @@ def test_a_mark_is_64_bits_and_the_same_everywhere() -> None:
 def test_other_leaves_and_several_devices_are_refused() -> None:
     with pytest.raises(TypeError, match="was given str"):
         take_apart([torch.ones(1), "text"])
-    with pytest.raises(ValueError, match="lie on cpu, meta"):
+    with pytest.raises(ValueError, match="are on cpu, meta"):
         take_apart([torch.ones(1), torch.ones(1, device="meta")])

@@ -13,7 +13,7 @@ from accelerate.strategies.fsdp.clipping import (
     scale_down as scale_down,
 )
 from accelerate.strategies.fsdp.loading import (
-    Weights as Weights,
+    MainWeights as MainWeights,
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     empty_model as empty_model,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
@@ -42,12 +42,12 @@ from accelerate.strategies.fsdp.sharding import (
     outermost_wrappers as outermost_wrappers,
     recompute as recompute,
 )
-from accelerate.strategies.fsdp.states import (
+from accelerate.strategies.fsdp.tensors import (
+    DistributedTensors as DistributedTensors,
     WholeOptimizer as WholeOptimizer,
+    distribute_like as distribute_like,
     gather_state as gather_state,
-    own_part as own_part,
 )
-from accelerate.strategies.fsdp.tensors import DistributedTensors as DistributedTensors
 from accelerate.strategies.fsdp.units import (
     choose_units as choose_units,
     holdings as holdings,

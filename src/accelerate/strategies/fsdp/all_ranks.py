@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.base import replace_files
 from accelerate.checkpointing import Payload, shard_files
 from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
 from accelerate.weights import write_torch
@@ -26,12 +27,8 @@ def write_whole(path: Path, content: Any) -> None:
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            write_torch(content, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replace_files([path]) as (temporary,):
+            write_torch(content, temporary)
 
     run_on_rank_0(write)
 

@@ -1,4 +1,4 @@
-"""One sharded model or optimizer in a folder, under the signatures that other libraries call.
+"""One sharded model or optimizer in a folder, and its state dict, under the signatures that others call.
 
 A whole run is saved by `Accelerator.save_state`, which also verifies what it loads.
 """
@@ -6,7 +6,7 @@ A whole run is saved by `Accelerator.save_state`, which also verifies what it lo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,8 @@ from accelerate.checkpointing import (
 from accelerate.ops import run_on_all_ranks
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.fsdp.all_ranks import write_shards, write_whole
-from accelerate.strategies.fsdp.model_states import chosen_names, saves_shards
+from accelerate.strategies.fsdp.base import IN_SHARDS
+from accelerate.unwrapping import extract_model_from_parallel, is_peft_model
 from accelerate.weights import read_torch
 
 Folder = str | os.PathLike[str]
@@ -118,7 +119,7 @@ def load_fsdp_model(
         stored = {str(place[1]) for place in found.places}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
-        apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _settle)
+        apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
         stored = set(state)
     wanted = set(names.values())
     return LoadedKeys(sorted(wanted - stored), sorted(stored - own))
@@ -194,7 +195,7 @@ def load_fsdp_optimizer(
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
     part = StatePart(path.name, ByOrder(whole, lambda: names), is_optimizer=True)
-    apply_all([run_on_all_ranks(lambda: part.read(Load(path.parent)))], _settle)
+    apply_all([run_on_all_ranks(lambda: part.read(Load(path.parent)))], _agree)
 
 
 def whole_model(index: int) -> str:
@@ -242,7 +243,7 @@ def _load_shards(found: ShardIndex, owner: ShardOwner, options: Load) -> None:
     change = run_on_all_ranks(
         lambda: owner.plan(shard_files.read(found, owner.targets(found, options), options.reading), options)
     )
-    apply_all([change], _settle)
+    apply_all([change], _agree)
 
 
 def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
@@ -262,9 +263,88 @@ def _whole_change(
     return weights_change(apply, model, strategy.live_weights(model), state, path, options)
 
 
-def _settle(failure: str) -> None:
+def _agree(failure: str) -> None:
     def fail() -> None:
         if failure:
             raise CheckpointError(failure)
 
     run_on_all_ranks(fail)
+
+
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> Any:
+    """Return the state of a model, or that of its adapter; on all ranks.
+
+    Args:
+        model: prepared or not.
+        adapter_only: leave out everything but the adapter of a PEFT model.
+        sd_options: torch's `StateDictOptions`; None takes `model.state_dict()`.
+    """
+    if sd_options is None:
+        state = model.state_dict()
+    else:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(model, options=sd_options)
+    return {name: state[own] for name, own in chosen_names(model, list(state), adapter_only).items()}
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Load a state into a model, or into its adapter; on all ranks.
+
+    Args:
+        model: prepared or not.
+        state_dict: as `_get_model_state_dict` returns it.
+        adapter_only: it is that of the adapter of a PEFT model.
+        sd_options: torch's `StateDictOptions`; None calls `model.load_state_dict`.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`.
+    """
+    names = chosen_names(model, list(model.state_dict()), adapter_only)
+    state = {names.get(name, name): value for name, value in state_dict.items()}
+    if sd_options is None:
+        return model.load_state_dict(state, strict=not adapter_only)
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    options = replace(sd_options, strict=False) if adapter_only else sd_options
+    return set_model_state_dict(model, state, options=options)
+
+
+def _prepare_sd_options(fsdp_plugin: Any) -> Any:
+    """Return torch's `StateDictOptions` that suit a plugin; None for FSDP 1, whose modules have their own."""
+    if fsdp_plugin.fsdp_version != 2:
+        return None
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    whole = not saves_shards(fsdp_plugin)
+    offload = bool(getattr(fsdp_plugin.state_dict_config, "offload_to_cpu", False))
+    return StateDictOptions(full_state_dict=whole, cpu_offload=offload, broadcast_from_rank0=whole)
+
+
+def saves_shards(plugin: Any) -> bool:
+    """Whether states are saved in shards, as a plugin says."""
+    return plugin.state_dict_type.name in IN_SHARDS
+
+
+def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> dict[str, str]:
+    """Return name in a file -> name in the model, of what is saved or loaded.
+
+    Args:
+        model: prepared or not.
+        names: of all that its state has.
+        adapter_only: leave out everything but the adapter of a PEFT model.
+    """
+    inner = extract_model_from_parallel(model)
+    if not adapter_only or not is_peft_model(inner):
+        return {name: name for name in names}
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, str] = get_peft_model_state_dict(
+        inner,
+        state_dict={name: name for name in names},
+        adapter_name=inner.active_adapter,
+        save_embedding_layers=False,
+    )
+    return found

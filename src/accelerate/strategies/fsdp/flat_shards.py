@@ -1,7 +1,7 @@
 """Sharded state dicts under FSDP 1: each process saves the elements in its own flat parameters.
 
-Nothing is gathered and no process talks to another. A range of elements is cut into boxes of the tensor that
-the user knows, so that any other layout can read it.
+torch's own sharded state dicts gather each unit over the process group; here no process talks to another. A
+range of elements is cut into boxes of the whole tensor, so that any other layout can read it.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ from accelerate.checkpointing import (
     Value,
     group_places,
     loaded_groups,
+    memory_for,
     model_targets,
     optimizer_change,
-    refuse_strangers,
+    refuse_other_optimizer,
+    rejoin,
     shards_of_range,
     whole,
 )
 from accelerate.strategies.fsdp.parameters import clean_name
+from accelerate.weights import is_extra
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What lies here of one parameter.
+class LocalRange:
+    """The elements of one parameter that are on this rank.
 
     Attributes:
         names: all names of the parameter, without wrappers; the usual one first.
         shape: of the whole parameter.
-        start: number of its first element that lies here.
-        values: its elements that lie here.
+        start: number of its first element on this rank.
+        values: its elements on this rank.
         stepped: what an optimizer steps: the parameter itself, or the flat one that it is a part of.
-        total: elements of `stepped` that lie here.
+        total: elements of `stepped` on this rank.
         at: where those of the parameter begin in them.
         copies: processes that have the same elements, and the place of this one among them.
     """
@@ -65,10 +68,10 @@ class Piece:
     copies: tuple[int, int]
 
     def spread(self, values: Tensor, turn: int) -> LocalShards:
-        """Return elements as what lies here of a tensor with the shape of the parameter.
+        """Return elements as the local shards of a tensor with the shape of the parameter.
 
         Args:
-            values: one for each element of the parameter that lies here.
+            values: one for each element of the parameter on this rank.
             turn: counts the parameters, so that processes with the same elements share the work.
         """
         shards = shards_of_range(values, self.shape, self.start)
@@ -84,20 +87,17 @@ class Piece:
         return flat.view(-1).narrow(0, self.at, self.values.numel())
 
 
-def pieces(root: FSDP) -> list[Piece]:
-    """Return what lies here of all parameters in units, also of those of which nothing does.
-
-    Args:
-        root: the outermost unit.
+def local_ranges(root: FSDP) -> list[LocalRange]:
+    """Return the local range of all parameters in units, also of those without an element here.
 
     Raises:
-        ConfigurationError: a parameter does not lie in memory row by row.
+        ConfigurationError: a parameter is not contiguous in memory.
     """
-    found: list[Piece] = []
+    found: list[LocalRange] = []
     for prefix, unit in root.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:
             _reshard(unit._handle)
-            found += _pieces_of(unit, f"{prefix}." if prefix else "")
+            found += _ranges_of(unit, f"{prefix}." if prefix else "")
     return found
 
 
@@ -109,7 +109,7 @@ def _reshard(handle: Any) -> None:
         handle.post_reshard()
 
 
-def _pieces_of(unit: Any, prefix: str) -> Iterator[Piece]:
+def _ranges_of(unit: Any, prefix: str) -> Iterator[LocalRange]:
     handle, flat = unit._handle, unit._handle.flat_param
     aliases = _aliases(flat, prefix)
     shard = getattr(flat, "_local_shard", flat).detach()
@@ -118,11 +118,11 @@ def _pieces_of(unit: Any, prefix: str) -> Iterator[Piece]:
         name = clean_name(prefix + fqn)
         if not flat._contiguities[index]:
             raise ConfigurationError(
-                f"{name} does not lie in memory row by row (channels_last?), and FSDP 1 cannot save it in "
+                f"{name} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
                 "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
             )
         start, at, count = _range(handle, index)
-        yield Piece(
+        yield LocalRange(
             (name, *aliases.get(name, ())),
             tuple(shape),
             start,
@@ -135,7 +135,7 @@ def _pieces_of(unit: Any, prefix: str) -> Iterator[Piece]:
 
 
 def _range(handle: Any, index: int) -> Shape:
-    """Return the first element of a parameter that lies here, where it lies, and how many do."""
+    """Return the first element of a parameter on this rank, its offset in the shard, and their number."""
     if not handle.uses_sharded_strategy:
         first, last = handle._get_flat_param_offsets()[index]
         return 0, first, last - first + 1
@@ -179,11 +179,7 @@ def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def whole_shapes(root: FSDP) -> dict[str, Any]:
-    """Return what whole weights of a model have by name, without values; in any order of memory.
-
-    Args:
-        root: the outermost unit.
-    """
+    """Return what whole weights of a model have by name, without values; in any order of memory."""
     found: dict[str, Any] = {}
     for prefix, unit in root.named_modules():
         if isinstance(unit, FSDP) and unit._handle is not None:
@@ -209,14 +205,14 @@ class FlatModuleShards:
 
     def state(self) -> dict[Place, Any]:
         spreads = [
-            (piece, piece.spread(piece.values, turn)) for turn, piece in enumerate(pieces(self.module))
+            (local, local.spread(local.values, turn)) for turn, local in enumerate(local_ranges(self.module))
         ]
-        found: dict[Place, Any] = {(MODEL, name): own for piece, own in spreads for name in piece.names}
+        found: dict[Place, Any] = {(MODEL, name): own for local, own in spreads for name in local.names}
         others = _others(self.module, {place[1] for place in found})
         return {**found, **{(MODEL, name): value for name, value in others}}
 
-    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
-        return model_targets(self.module, self.state(), found, options)
+    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+        return model_targets(self.module, self.state(), index, options)
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
         return Change(partial(self._apply, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
@@ -226,13 +222,13 @@ class FlatModuleShards:
         live = self.state()
         for place, value in values.items():
             own = live[place]
-            if isinstance(value, LocalShards):
-                shards = own.shards if isinstance(own, LocalShards) else whole(own).shards
-                for target, read in zip(shards, value.shards, strict=True):
-                    target.tensor.copy_(read.tensor)
-            else:
+            if is_extra(place[1]):
                 module = self.module.get_submodule(_owner_of(self.module, place[1]))
-                module.set_extra_state(value)
+                module.set_extra_state(rejoin(value))
+                continue
+            shards = own.shards if isinstance(own, LocalShards) else whole(own).shards
+            for target, read in zip(shards, value.shards, strict=True):
+                target.tensor.copy_(read.tensor.view_as(target.tensor))
 
 
 def _owner_of(root: nn.Module, name: str) -> str:
@@ -266,31 +262,29 @@ class FlatOptimizerShards:
         saved = self.optimizer.state_dict()
         places = self._places()
         found: dict[Place, Any] = {}
-        for turn, piece in enumerate(pieces(self.module)):
-            values = saved[STATE].get(places.get(id(piece.stepped)), {})
-            if piece.values.numel():
+        for turn, local in enumerate(local_ranges(self.module)):
+            values = saved[STATE].get(places.get(id(local.stepped)), {})
+            if local.values.numel():
                 for key, value in values.items():
-                    found[OPTIMIZER, STATE, piece.names[0], key] = _state_of(piece, value, turn)
+                    found[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
         return {**found, **group_places(saved[GROUPS], self.names)}
 
-    def targets(self, found: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
         known = self._by_name()
-        refuse_strangers(found, known, len(self.names), self.optimizer)
-        wanted = [place for place in found.places if place[1] != STATE or known[place[2]].total]
-        return {place: self._target(place, known, found) for place in wanted}
+        refuse_other_optimizer(index, known, len(self.names), self.optimizer)
+        wanted = [place for place in index.places if place[1] != STATE or known[place[2]].total]
+        return {place: self._target(place, known, index.stored(place)) for place in wanted}
 
-    def _target(self, place: Place, known: Mapping[str, Piece], found: ShardIndex) -> LocalShards | None:
-        shape = found.shape(place)
-        if shape is None:
-            return None
-        dtype = found.entry(place).properties.dtype  # type: ignore[union-attr]
-        piece = known[place[2]] if place[1] == STATE else None
-        if piece is None or piece.shape != shape or place[3] == "step":
-            return whole(torch.empty(shape, dtype=dtype))
-        key = (id(piece.stepped), place[3])
+    def _target(
+        self, place: Place, known: Mapping[str, LocalRange], stored: Tensor | None
+    ) -> LocalShards | None:
+        local = known[place[2]] if place[1] == STATE else None
+        if stored is None or local is None or local.shape != tuple(stored.shape) or place[3] == "step":
+            return memory_for(stored)
+        key = (id(local.stepped), place[3])
         if key not in self._read:
-            self._read[key] = torch.zeros(piece.total, dtype=dtype)
-        return piece.spread(piece.part(self._read[key]), 0)
+            self._read[key] = torch.zeros(local.total, dtype=stored.dtype)
+        return local.spread(local.part(self._read[key]), 0)
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
         known, places = self._by_name(), self._places()
@@ -298,11 +292,12 @@ class FlatOptimizerShards:
         for place, value in values.items():
             if place[1] != STATE:
                 continue
-            piece = known[place[2]]
-            own = value.shards[0].tensor if isinstance(value, LocalShards) and value.shards else value
-            filled = self._read.get((id(piece.stepped), place[3]), own)
-            states.setdefault(places[id(piece.stepped)], {})[place[3]] = filled
-        numbers = {name: places[id(piece.stepped)] for name, piece in known.items()}
+            local = known[place[2]]
+            filled = self._read.get((id(local.stepped), place[3]))
+            states.setdefault(places[id(local.stepped)], {})[place[3]] = (
+                rejoin(value) if filled is None else filled
+            )
+        numbers = {name: places[id(local.stepped)] for name, local in known.items()}
         groups = loaded_groups(self.optimizer, values, numbers)
         return optimizer_change(self.optimizer, states, groups, options)
 
@@ -311,17 +306,17 @@ class FlatOptimizerShards:
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {id(parameter): index for index, parameter in enumerate(stepped)}
 
-    def _by_name(self) -> dict[str, Piece]:
+    def _by_name(self) -> dict[str, LocalRange]:
         stepped = self._places()
-        own = [piece for piece in pieces(self.module) if id(piece.stepped) in stepped]
-        return {name: piece for piece in own for name in piece.names}
+        own = [local for local in local_ranges(self.module) if id(local.stepped) in stepped]
+        return {name: local for local in own for name in local.names}
 
 
-def _state_of(piece: Piece, value: Any, turn: int) -> LocalShards | Value:
+def _state_of(local: LocalRange, value: Any, turn: int) -> LocalShards | Value:
     """Return what is saved of a value that an optimizer keeps for a parameter."""
-    first = piece.start == 0 and piece.owns(turn)
+    first = local.start == 0 and local.owns(turn)
     if not isinstance(value, Tensor):
         return Value(value, first)
-    if value.ndim and value.numel() == piece.total:
-        return piece.spread(piece.part(value.detach()), turn)
+    if value.ndim and value.numel() == local.total:
+        return local.spread(local.part(value.detach()), turn)
     return whole(value.detach(), first)

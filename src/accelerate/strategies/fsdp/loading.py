@@ -33,7 +33,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
     environ.assign({EFFICIENT_LOADING: "False"})
 
 
-class Weights:
+class MainWeights:
     """The weights that rank 0 has read, taken out of a model that goes to the meta device.
 
     Args:
@@ -106,7 +106,7 @@ def fsdp2_load_full_state_dict(
                 if is_main
                 else torch.empty(shape, dtype=dtype, device=accelerator.device)
             )
-            filled[id(target)] = _own_part(transport.broadcast(whole, MAIN), target, cpu_offload)
+            filled[id(target)] = _distribute(transport.broadcast(whole, MAIN), target, cpu_offload)
         state[name] = filled[id(target)]
     model.load_state_dict(state, assign=True)
 
@@ -125,7 +125,7 @@ def _check_whole(wanted: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -
         raise as_builtin(error, KeyError) if missing else error
 
 
-def _own_part(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
+def _distribute(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     part = whole

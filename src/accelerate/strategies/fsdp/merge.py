@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
 
 from accelerate.base import (
     FSDP_MODEL_NAME,
@@ -22,37 +22,17 @@ from accelerate.base import (
     advance,
     expect,
     progress_bar,
+    replace_files,
     wrong_value,
 )
-from accelerate.checkpointing import Place, ShardIndex, shard_files, shard_index, whole
+from accelerate.checkpointing import MODEL, Place, ShardIndex, shard_files, shard_index, whole
 from accelerate.weights import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
 
-MODEL_KEY = "model"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of a sharded checkpoint.
-
-    Attributes:
-        place: in the checkpoint.
-        name: its name in the model.
-        shape: of the whole tensor.
-        dtype: its number format.
-    """
-
-    place: Place
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+Tensors = dict[Place, Tensor]
+"""Tensors of a sharded checkpoint by their places in it, on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +47,10 @@ class Format:
 
     pattern: str
     index: str
-    save: Callable[[dict[str, torch.Tensor], Path], None]
+    save: Callable[[dict[str, Tensor], Path], None]
 
 
-def _save_safely(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _save_safely(tensors: dict[str, Tensor], path: Path) -> None:
     write_whole_tensors(tensors, {}, path)
 
 
@@ -121,21 +101,15 @@ def _refuse_losing(source: Path, target: Path) -> None:
 
 def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
     folder = _find(source)
-    found, pieces = _read_pieces(folder)
-    groups = list(_grouped(pieces, shard_bytes))
-    expect(sum(piece.nbytes for piece in pieces))
+    index, tensors = _read_tensors(folder)
+    groups = list(_grouped(tensors, shard_bytes))
+    expect(_bytes_of(tensors))
     target.mkdir(parents=True, exist_ok=True)
     names = [_file_name(form, number, len(groups)) for number in range(1, len(groups) + 1)]
-    unfinished = [target / f".{name}.part" for name in names]
-    try:
-        for group, path in zip(groups, unfinished, strict=True):
-            form.save(_load(found, group), path)
-            advance(sum(piece.nbytes for piece in group))
-        for path, name in zip(unfinished, names, strict=True):
-            os.replace(path, target / name)
-    finally:
-        for path in unfinished:
-            path.unlink(missing_ok=True)
+    with replace_files([target / name for name in names]) as temporary:
+        for group, path in zip(groups, temporary, strict=True):
+            form.save(_load(index, group), path)
+            advance(_bytes_of(group))
     if len(groups) > 1:
         _write_index(target / form.index, dict(zip(names, groups, strict=True)))
 
@@ -151,49 +125,54 @@ def _find(source: Path) -> Path:
     return found
 
 
-def _read_pieces(folder: Path) -> tuple[ShardIndex, list[Piece]]:
-    """All tensors of a checkpoint, without reading any.
+def _read_tensors(folder: Path) -> tuple[ShardIndex, Tensors]:
+    """Read the shapes and dtypes of all tensors of a checkpoint.
 
     Raises:
         ConfigurationError: there is none.
         CheckpointError: the metadata is damaged.
     """
-    found = shard_index.read(folder, MODEL_KEY)
-    entries = {place: found.metadata.state_dict_metadata[key] for place, key in found.places.items()}
-    pieces = [
-        Piece(place, ".".join(map(str, place[1:])), tuple(entry.size), entry.properties.dtype)
-        for place, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    ]
-    if not pieces:
+    index = shard_index.read(folder, MODEL)
+    stored = {place: index.stored(place) for place in index.places}
+    tensors = {place: tensor for place, tensor in stored.items() if tensor is not None}
+    if not tensors:
         raise wrong_value(
             "checkpoint_directory", str(folder), "it holds no tensors", "Name a model's checkpoint"
         )
-    return found, pieces
+    return index, tensors
 
 
-def _grouped(pieces: list[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and sum(held.nbytes for held in group) + piece.nbytes > shard_bytes:
+def _grouped(tensors: Tensors, shard_bytes: int) -> Iterator[Tensors]:
+    group: Tensors = {}
+    for place, tensor in tensors.items():
+        if group and _bytes_of(group) + tensor.nbytes > shard_bytes:
             yield group
-            group = []
-        group.append(piece)
+            group = {}
+        group[place] = tensor
     yield group
 
 
-def _load(found: ShardIndex, group: list[Piece]) -> dict[str, torch.Tensor]:
-    tensors = {piece.name: torch.empty(piece.shape, dtype=piece.dtype) for piece in group}
-    shard_files.read(found, {piece.place: whole(tensors[piece.name]) for piece in group}, {})
-    return tensors
+def _bytes_of(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _name(place: Place) -> str:
+    return ".".join(map(str, place[1:]))
+
+
+def _load(index: ShardIndex, group: Tensors) -> dict[str, Tensor]:
+    memory = {place: torch.empty_like(tensor, device="cpu") for place, tensor in group.items()}
+    shard_files.read(index, {place: whole(tensor) for place, tensor in memory.items()}, {})
+    return {_name(place): tensor for place, tensor in memory.items()}
 
 
 def _file_name(form: Format, number: int, count: int) -> str:
     return form.pattern.format(suffix=f"-{number:05d}-of-{count:05d}" if count > 1 else "")
 
 
-def _write_index(path: Path, files: Mapping[str, list[Piece]]) -> None:
-    total = sum(piece.nbytes for group in files.values() for piece in group)
-    places = {piece.name: name for name, group in files.items() for piece in group}
+def _write_index(path: Path, files: Mapping[str, Tensors]) -> None:
+    total = sum(map(_bytes_of, files.values()))
+    places = {_name(place): name for name, group in files.items() for place in group}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with replace_files([path]) as (temporary,):
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

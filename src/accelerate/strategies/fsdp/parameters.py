@@ -199,9 +199,6 @@ class ParameterRemapper:
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the optimizers the new parameters.
 
-        Args:
-            parameters: clean name -> new parameter.
-
         Raises:
             PreparationError: one is gone, or would stand in two groups.
         """
@@ -232,11 +229,7 @@ class ParameterRemapper:
         }
 
     def moved(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """Iterate over those old parameters that somebody still holds, with the new ones.
-
-        Args:
-            parameters: clean name -> new parameter.
-        """
+        """Iterate over those old parameters that somebody still holds, with the new ones."""
         for old, name in list(self._old.items()):  # type: ignore[no-untyped-call]
             new = parameters.get(name)
             if new is not None and new is not old:

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate.base import listed
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
-from accelerate.strategies.fsdp.loading import Weights, fsdp2_load_full_state_dict
+from accelerate.strategies.fsdp.loading import MainWeights, fsdp2_load_full_state_dict
 from accelerate.strategies.fsdp.parameters import (
     check_ignored,
     get_parameters_from_modules,
@@ -77,7 +77,7 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: Model) -> Model:
     exact = kept_in_float32(model, chosen) if computes_low(plugin) else []
     units = split_by_dtype(model, [*exact, *chosen], ignored)
     kept = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
-    weights = Weights(model) if streams else None
+    weights = MainWeights(model) if streams else None
     split_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)

@@ -1,4 +1,4 @@
-"""Ways of training in which parameters are distributed tensors: norms, whole states and loading."""
+"""Training with parameters that are distributed tensors: norms, loading, whole states."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded
-from accelerate.strategies.fsdp.states import WholeOptimizer, gather_state, own_part
 
 
 class DistributedTensors(Sharded):
@@ -37,7 +36,7 @@ class DistributedTensors(Sharded):
         """Load this rank's part of whole weights."""
         inner = self.unwrap(model, keep_compiled=False)
         targets = inner.state_dict(keep_vars=True)
-        fill(inner, {name: own_part(value, targets.get(name, value)) for name, value in state.items()})
+        fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
 
     @torch.no_grad()
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
@@ -52,3 +51,66 @@ class DistributedTensors(Sharded):
                 known[id(value)] = whole.detach().cpu() if keeps else whole.new_empty(0)
             state[name] = known[id(value)]
         return self.keep_whole(state)
+
+
+class WholeOptimizer:
+    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters.
+
+    Args:
+        optimizer: steps distributed tensors; plain ones are as they are.
+        state: as `gather_state` returns it, where it is to be saved.
+    """
+
+    def __init__(self, optimizer: Any, state: Mapping[str, Any] | None = None) -> None:
+        self.optimizer = optimizer
+        self._state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state that was gathered."""
+        assert self._state is not None
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over this rank's part of a whole state; needs no other rank."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parts = {index: _part(values, parameters[index]) for index, values in state["state"].items()}
+        self.optimizer.load_state_dict({**state, "state": parts})
+
+
+@torch.no_grad()
+def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
+    """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; called on all ranks.
+
+    Args:
+        optimizer: steps distributed tensors.
+        keep: whether this rank keeps it; others get an empty state.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    whole = {
+        index: {name: _gathered(value, keep) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": whole if keep else {}}
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+        return value.cpu() if keep else None
+    return value
+
+
+def _part(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    return {name: distribute_like(value, parameter) for name, value in values.items()}
+
+
+def distribute_like(value: Any, like: torch.Tensor) -> Any:
+    """Return what a rank keeps of a whole tensor that is spread like another; anything else as it is.
+
+    Args:
+        value: a whole tensor, the same on all ranks.
+        like: a tensor of the same shape, or one of another shape that the value has nothing to do with.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -123,11 +123,6 @@ def split_by_dtype(
 ) -> list[nn.Module]:
     """Return units of which none trains parameters of two dtypes: odd modules become units of their own.
 
-    Args:
-        model: the model.
-        units: as chosen.
-        ignored: parameters that no unit holds.
-
     Raises:
         PreparationError: one module has parameters of two dtypes, or a tied parameter is in the way.
     """

@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.base import PreparationError
 from accelerate.state import PartialState
 from accelerate.strategies.fsdp import (
-    Weights,
+    MainWeights,
     disable_fsdp_ram_efficient_loading,
     empty_model,
     enable_fsdp_ram_efficient_loading,
@@ -55,7 +55,7 @@ def test_the_variables_for_other_libraries(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_model_goes_to_the_meta_device_and_comes_back() -> None:
     model, expected = tied(), tied()
-    weights = Weights(model)
+    weights = MainWeights(model)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert model[1].weight is model[0].weight
     fsdp2_load_full_state_dict(RUN, model, weights.state)

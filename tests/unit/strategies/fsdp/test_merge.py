@@ -76,7 +76,7 @@ def test_only_one_file_is_in_memory_at_a_time(
     held: list[int] = []
     load = merge._load
 
-    def watched(found: Any, group: list[merge.Piece]) -> dict[str, torch.Tensor]:
+    def watched(found: Any, group: merge.Tensors) -> dict[str, torch.Tensor]:
         tensors = load(found, group)
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         return tensors

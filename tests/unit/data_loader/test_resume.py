@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import CheckpointError
-from accelerate.data_loader import advance, position
+from accelerate.data_loader import advance, resume
 from accelerate.utils import set_seed
 from accelerate.weights import load
 
@@ -177,8 +177,8 @@ def test_a_stream_with_state_reads_nothing_twice() -> None:
     accelerator = Accelerator(cpu=True)
     dataset = StreamWithState()
     loader = accelerator.prepare(DataLoader(dataset, batch_size=BATCH))
-    state = {**(position.capture(loader) or {}), "seen": 5, "consumed": 5}
-    position.restore(loader, state, {"state": {"index": 15}, "first": []})
+    state = {**(resume.capture(loader) or {}), "seen": 5, "consumed": 5}
+    resume.restore(loader, state, {"state": {"index": 15}, "first": []})
     assert len(list(accelerator.skip_first_batches(loader, 5))) == 3
     assert dataset.read == SAMPLES - 15
 
@@ -209,7 +209,7 @@ def test_a_pass_without_a_late_start_repeats_the_epoch_from_its_beginning(tmp_pa
     whole, _ = train(tmp_path, "own generator", 0, {}, stop=(0, 4))
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(build("own generator", 0))
-    position.restore(loader, load(tmp_path / "sampler.bin"))
+    resume.restore(loader, load(tmp_path / "sampler.bin"))
     assert [index.flatten().tolist() for index, _ in loader][:5] == [indices for _, _, indices in whole]
 
 
@@ -217,9 +217,9 @@ def test_another_kind_of_loader_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     plain, shuffled = accelerator.prepare(build("in order", 0), build("own generator", 0))
     with pytest.raises(CheckpointError, match="had 1 random generators, and .* has 0"):
-        position.restore(plain, position.capture(shuffled) or {})
+        resume.restore(plain, resume.capture(shuffled) or {})
     with pytest.raises(CheckpointError, match="this is no position of a loader"):
-        position.restore(plain, {"epoch": 1})
+        resume.restore(plain, {"epoch": 1})
 
 
 @pytest.mark.parametrize("source", [list(range(50)), range(50), (n for n in range(50)), Batches()])

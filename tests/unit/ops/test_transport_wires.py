@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.ops import Transport
-from accelerate.ops.wires import _carried_devices, _scatter_by_broadcast
+from accelerate.ops.transport import _carried_devices, _scatter_by_broadcast
 
 
 @pytest.mark.parametrize(

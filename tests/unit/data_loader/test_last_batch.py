@@ -216,7 +216,7 @@ def test_what_the_user_shared_out_is_not_shared_out_again(
             dispatch_batches=dispatch,
         )
         ranks.append(read_pass(loader))
-        assert "the dataset is shared out already" in repr(loader)
+        assert "the dataset is sharded already" in repr(loader)
         assert not shard.tagged
     assert gather(ranks) == list(range(samples))
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data_loader import Failure, Piece, Round, pack, unpack
+from accelerate.data_loader import Failure, PackedPart, Round, pack, unpack
 
 DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
 
 
-def rebuild(piece: Piece) -> Any:
+def rebuild(piece: PackedPart) -> Any:
     return unpack(pickle.loads(piece.spec), piece.chunk)
 
 

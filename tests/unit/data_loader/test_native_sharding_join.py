@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import PreparationError
-from accelerate.data_loader import InStep
+from accelerate.data_loader import FirstRound, Join
 from accelerate.ops import Transport
 
 
@@ -34,9 +34,9 @@ def batches(*sizes: int) -> Iterator[torch.Tensor]:
 
 
 def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[Any], dict[int, Any]]:
-    step = InStep(Other(theirs), [0, 1], **{"fills_short": True, "drop_last": False, **options})
+    ranks = Join(Other(theirs), [0, 1], FirstRound(), **{"fills_short": True, "drop_last": False, **options})
     fillers: dict[int, Any] = {}
-    taken = list(step.take(mine, None, lambda note: None, 0, fillers))
+    taken = list(ranks.take(mine, None, lambda note: None, 0, fillers))
     return [(getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken], fillers
 
 
@@ -94,9 +94,9 @@ def test_batches_that_cannot_be_counted_are_one_each() -> None:
 
 
 def test_ranks_of_one_group_count_once() -> None:
-    step = InStep(Other([2, 2]), [0, 0], fills_short=True, drop_last=False)
+    ranks = Join(Other([2, 2]), [0, 0], FirstRound(), fills_short=True, drop_last=False)
     fillers: dict[int, Any] = {}
-    list(step.take(batches(2, 2), None, lambda note: None, 0, fillers))
+    list(ranks.take(batches(2, 2), None, lambda note: None, 0, fillers))
     assert fillers == {1: (2,)}
 
 
@@ -110,7 +110,7 @@ def test_the_states_of_a_batch_are_those_behind_it() -> None:
         read.append(-1)
 
     kept: list[Any] = []
-    step = InStep(Other([1, 1, 1]), [0, 1], fills_short=True, drop_last=False)
-    for _ in step.take(source(), lambda: list(read), kept.append, 0, {}):
+    ranks = Join(Other([1, 1, 1]), [0, 1], FirstRound(), fills_short=True, drop_last=False)
+    for _ in ranks.take(source(), lambda: list(read), kept.append, 0, {}):
         pass
     assert kept == [[0], [0, 1], [0, 1, 2, -1]]

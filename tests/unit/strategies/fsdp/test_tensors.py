@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accelerate.strategies.fsdp import WholeOptimizer, gather_state, own_part
+from accelerate.strategies.fsdp import WholeOptimizer, distribute_like, gather_state
 
 
 def stepped() -> torch.optim.Optimizer:
@@ -32,5 +32,5 @@ def test_ranks_that_do_not_write_keep_nothing() -> None:
 
 def test_what_is_not_spread_is_whole() -> None:
     value = torch.ones(3)
-    assert own_part(value, torch.zeros(3)) is value
-    assert own_part("text", torch.zeros(3)) == "text"
+    assert distribute_like(value, torch.zeros(3)) is value
+    assert distribute_like("text", torch.zeros(3)) == "text"

@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate.base import CheckpointError
 from accelerate.data_loader import (
-    Place,
-    Resume,
-    position,
+    Offset,
+    ResumePoint,
     prepare_data_loader,
+    resume,
     skip_first_batches,
     start_late,
     start_where_saved,
-    variant_of,
 )
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -84,16 +83,16 @@ def test_a_million_batches_are_passed_over_at_once(processes: int, rank: int, co
 def test_a_resumed_loader_reads_no_sample_of_the_past() -> None:
     data = Counted()
     loader = make(data)
-    state = {**(position.capture(loader) or {}), "seen": MILLION, "consumed": MILLION}
-    position.restore(loader, state)
+    state = {**(resume.capture(loader) or {}), "seen": MILLION, "consumed": MILLION}
+    resume.restore(loader, state)
     late, found = skip_first_batches(loader, MILLION), []
     assert python_calls(lambda: found.append(next(iter(late)))) < 20_000
     assert len(data.read) == BATCH
 
 
-def resume(loader: Any, seen: int, groups: int = 1, consumed: int | None = None, **facts: Any) -> Any:
-    place = Place(seen, seen if consumed is None else consumed)
-    loader.position.resume = Resume(place, None, groups, **facts)
+def resumed(loader: Any, seen: int, groups: int = 1, consumed: int | None = None, **facts: Any) -> Any:
+    offset = Offset(seen, seen if consumed is None else consumed)
+    loader.position.resume_point = ResumePoint(offset, None, groups, **facts)
     return loader
 
 
@@ -107,7 +106,7 @@ def test_another_number_of_groups_goes_on_behind_what_all_had() -> None:
     parts = []
     for rank in range(2):
         loader = prepare_data_loader(DataLoader(data, batch_size=BATCH), torch.device("cpu"), 2, rank)
-        late = start_late(resume(loader, 2, groups=3, consumed=6), 2)
+        late = start_late(resumed(loader, 2, groups=3, consumed=6), 2)
         parts += [value for batch in late for value in batch.tolist()]
     assert sorted(parts) == list(range(12, 20))
 
@@ -118,19 +117,19 @@ def test_batches_of_another_size_go_on_behind_the_same_samples(
 ) -> None:
     """`seen` rounds of `groups` batches of `rows` samples were given; batches have two samples now."""
     loader = prepare_data_loader(DataLoader(Counted(20), batch_size=BATCH), torch.device("cpu"), 1, 0)
-    late = start_late(resume(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
+    late = start_late(resumed(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
     assert [value for batch in late for value in batch.tolist()] == list(range(first, 20))
     assert len(late) == (20 - first) // BATCH
 
 
 def test_batches_that_do_not_begin_there_are_refused() -> None:
-    loader = resume(make(Counted(20)), 3, rows_in_batch=3)
+    loader = resumed(make(Counted(20)), 3, rows_in_batch=3)
     with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
         start_late(loader, 3)
 
 
 def test_shares_of_the_datasets_own_keep_their_batches() -> None:
-    loader = resume(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
+    loader = resumed(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
     loader.plan = replace(loader.plan, how="dataset_shards")
     with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shares"):
         start_late(loader, 2)
@@ -141,29 +140,29 @@ def test_batches_of_another_size_go_on_after_a_checkpoint() -> None:
     before = prepare_data_loader(DataLoader(Counted(16), batch_size=2), torch.device("cpu"), 2, 0)
     batches = iter(before)
     next(batches), next(batches)
-    state: dict[str, Any] = position.capture(before) or {}
+    state: dict[str, Any] = resume.capture(before) or {}
     after = prepare_data_loader(DataLoader(Counted(16), batch_size=4), torch.device("cpu"), 1, 0)
-    position.restore(after, state)
+    resume.restore(after, state)
     assert [batch.tolist() for batch in skip_first_batches(after, 2)] == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 def test_an_epoch_that_was_over_stays_over() -> None:
-    assert list(start_late(resume(make(Stream()), 10, is_over=True), 10)) == []
+    assert list(start_late(resumed(make(Stream()), 10, is_over=True), 10)) == []
 
 
 @pytest.mark.parametrize(
     ("seen", "stateful", "goes_on"), [(3, True, True), (0, True, False), (3, False, False)]
 )
 def test_only_a_loader_that_is_told_to_goes_on_by_itself(seen: int, stateful: bool, goes_on: bool) -> None:
-    loader = resume(make(Counted(20)), seen)
+    loader = resumed(make(Counted(20)), seen)
     loader.use_stateful_dataloader = stateful
     assert (start_where_saved(loader) is not None) == goes_on
     assert start_where_saved(make(Counted(20))) is None
 
 
-def test_a_variant_shares_what_is_not_changed() -> None:
-    loader = make(Counted(20))
-    variant: Any = variant_of(loader, skip_batches=4)
-    assert (variant.skip_batches, loader.skip_batches) == (4, 0)
-    assert variant.dataset is loader.dataset
-    assert variant.position is loader.position
+def test_a_late_start_shares_what_is_not_changed() -> None:
+    loader = make(Stream())
+    late: Any = start_late(loader, 4)
+    assert (late.skip_batches, loader.skip_batches) == (4, 0)
+    assert late.dataset is loader.dataset
+    assert late.position is loader.position

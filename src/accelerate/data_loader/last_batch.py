@@ -1,0 +1,176 @@
+"""How the last batch is filled from the beginning of the epoch, and which of its samples are real.
+
+Every process sees the order of the whole epoch, so every process knows the counts of all without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
+from typing import Any, TypeVar
+
+import torch
+
+from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_find_batch_size
+
+T = TypeVar("T")
+
+Counts = tuple[int, ...]
+Fillers = dict[int, Counts]
+"""Number of the batch in its pass -> real samples on each data-parallel rank; only batches with filler."""
+
+
+@dataclass
+class FirstRound:
+    """The first items of an epoch, which fill its end.
+
+    Attributes:
+        items: those of the pass that was begun last.
+        restored: those of an epoch that the next pass resumes; empty where the next pass begins one.
+    """
+
+    items: list[Any] = field(default_factory=list)
+    restored: list[Any] = field(default_factory=list)
+
+    def take_restored(self) -> list[Any]:
+        """Return `restored`, which counts for one pass only."""
+        restored, self.restored = self.restored, []
+        return restored
+
+
+def fill(items: Iterable[T], first: Iterable[T], size: int) -> list[T]:
+    """Return `size` items: those given, then items from the beginning of the epoch, repeated where needed."""
+    return list(islice(chain(items, cycle(first)), size))
+
+
+def first_samples(first: Sequence[Any], count: int) -> Iterator[Any]:
+    """Yield batches of `count` samples in all from the beginning of the epoch, repeated where it is shorter.
+
+    Args:
+        first: The batches that the epoch began with.
+        count: How many samples.
+    """
+    beginning = join(first)
+    samples = count_samples(beginning) or 1
+    while count > 0:
+        yield cut_batch(beginning, slice(0, min(count, samples)), samples)
+        count -= samples
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Return one batch with the samples of all; a single one is returned as it is."""
+    return batches[0] if len(batches) == 1 else concatenate(batches)
+
+
+def real_per_part(samples: int, part: int, parts: int) -> list[int]:
+    """Return how many of `samples` fall in each of `parts` consecutive parts of size `part`."""
+    return [min(max(samples - index * part, 0), part) for index in range(parts)]
+
+
+def count_samples(batch: Any) -> int | None:
+    """Return the number of samples in a batch: the length of its first tensor or, without one, plain list."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Mapping):
+        return _first_count(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return _first_count(batch) if any(map(_is_nested, batch)) else len(batch)
+    return None
+
+
+def cut_batch(batch: Any, span: slice, samples: int) -> Any:
+    """Take a span of samples: of tensors and plain lists that are `samples` long; the rest passes whole."""
+    if isinstance(batch, torch.Tensor):
+        return batch[span] if batch.ndim and batch.shape[0] == samples else batch
+    if isinstance(batch, Mapping):
+        return honor_mapping(batch, {key: cut_batch(value, span, samples) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)):
+        if any(map(_is_nested, batch)):
+            return honor_type(batch, (cut_batch(item, span, samples) for item in batch))
+        return batch[span] if len(batch) == samples else batch
+    return batch
+
+
+def _is_nested(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, Mapping, list, tuple))
+
+
+def _first_count(items: Iterable[Any]) -> int | None:
+    return next((count for count in map(count_samples, items) if count is not None), None)
+
+
+@dataclass(slots=True)
+class Tagged:
+    """A sample that carries the counts of its batch from a dataset in a worker to the collate function."""
+
+    sample: Any
+    counts: Counts
+
+
+@dataclass(slots=True)
+class Counted:
+    """A collated batch that carries its counts from a worker to the main process."""
+
+    batch: Any
+    counts: Counts
+
+    def pin_memory(self, device: Any = None) -> Counted:
+        """Pin the batch inside; torch's pin thread calls this."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return Counted(pin_memory(self.batch, device), self.counts)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class CountingCollate:
+    """The user's collate function; the counts of the first sample are returned with the batch."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        head = samples[0] if type(samples) is list and samples else samples
+        if type(head) is not Tagged:
+            return self.collate(samples)
+        plain = [head.sample, *samples[1:]] if samples is not head else head.sample
+        return Counted(self.collate(plain), head.counts)
+
+
+def untagged(batches: Iterator[Any], fillers: Fillers) -> Iterator[Any]:
+    """Yield the batches without their counts, which are written to `fillers`."""
+    for number, batch in enumerate(batches):
+        if type(batch) is Counted:
+            fillers[number] = batch.counts
+            yield batch.batch
+        else:
+            yield batch
+
+
+def in_samples(counts: Counts | None, loader: Any, batch: Any) -> Counts | None:
+    """Turn the counts of a batch into samples where they count whole batches."""
+    if counts is None or not loader.counts_batches:
+        return counts
+    size = ignorant_find_batch_size(batch) or 1
+    return tuple(count * size for count in counts)
+
+
+def last_remainder(loader: Any) -> int:
+    """Return how many samples of the last global batch are real; 0: all of them, -1: not known."""
+    if loader._drop_last:
+        return -1
+    if loader.valid_counts is not None:
+        return sum(loader.valid_counts)
+    whole, length = loader.total_batch_size, length_of(loader.get_sampler())
+    if length is None:
+        length = length_of(loader.dataset)
+    return -1 if not whole or length is None else length % whole
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of an object, None where it has none."""
+    if not hasattr(sized, "__len__"):
+        return None
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # a wrapper around an object without a length
+        return None

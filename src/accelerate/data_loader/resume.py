@@ -1,0 +1,494 @@
+"""Resume in the middle of an epoch: save where a loader is, restore it, and skip what was used.
+
+The order of an epoch is not stored. What is stored are the states of the random generators when the epoch
+began: a loader that resumes sets them, draws the order again, skips the indices it has used before, and then
+sets the generators to the states that they had when the checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import rng
+from accelerate.base import CheckpointError, wrong_value
+from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.data_loader.plan import BY_HAND
+from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+
+VERSION = 1
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+
+
+class Offset(NamedTuple):
+    """A point in an epoch, between two batches.
+
+    Attributes:
+        seen: batches that the loop has taken in this epoch, over all its interruptions.
+        consumed: batches of the dataset that this took, for all groups together.
+        stream: the state of an iterable dataset that has one, with the samples that fill the end of the
+            epoch.
+    """
+
+    seen: int = 0
+    consumed: int = 0
+    stream: Any = None
+
+
+BEGINNING = Offset()
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a loaded checkpoint says that a loader was.
+
+    Attributes:
+        offset: the point in the epoch.
+        start_states: states of the random generators when the epoch began; None between two epochs.
+        groups: number of data-parallel groups at that time.
+        is_over: whether that was behind the last batch of the epoch.
+        own_shares: whether the groups read shares that the dataset made.
+        rows_in_batch: samples in a batch of the dataset at that time; None where that was not known.
+    """
+
+    offset: Offset
+    start_states: Mapping[str, Any] | None
+    groups: int
+    is_over: bool = False
+    own_shares: bool = False
+    rows_in_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class LateStart:
+    """Where each pass of a loader begins.
+
+    Attributes:
+        offset: the point in the epoch.
+        origin: the loader of which this one is a late start; both count epochs together.
+        skip_source: batches of the dataset that are read and dropped, in addition to `skip_batches`.
+        keeps_first_round: whether the first round of the epoch is read nevertheless, to fill its end.
+        is_over: whether nothing is left of the epoch.
+    """
+
+    offset: Offset = BEGINNING
+    origin: Any = None
+    skip_source: int = 0
+    keeps_first_round: bool = False
+    is_over: bool = False
+
+
+class Position:
+    """The position within the epoch of a loader and all late starts of it.
+
+    Attributes:
+        seen: batches that the loop has taken in this epoch; 0 between two passes.
+        consumed: batches of the dataset that this took, for all groups together.
+        stream: the state of the dataset behind the batch just yielded, where it has one.
+        is_over: whether the batch just yielded is the last one.
+        start_states: states of the random generators when the pass began.
+        resume_point: where to resume; None once the next pass has begun.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.consumed, self.stream = BEGINNING
+        self.is_over = False
+        self.start_states: Mapping[str, Any] | None = None
+        self.resume_point: ResumePoint | None = None
+
+    def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
+        """Begin a pass; called before anything is drawn for it.
+
+        Args:
+            loader: that is read.
+            offset: where in the epoch the pass begins.
+
+        Returns:
+            To be called when the order is drawn: restores the random states of the checkpoint from which the
+            pass resumes.
+        """
+        point, self.resume_point = self.resume_point, None
+        self.offset = offset
+        if point is None or point.start_states is None:
+            own = [generator.get_state() for generator in generators_of(loader)]
+            self.start_states = {"global": rng.capture_on_cpu(), "generators": own}
+            return lambda: None
+        now, states = rng.capture(), point.start_states
+        self.start_states = states
+        rng.restore(states["global"])
+        for generator, state in zip(generators_of(loader), states["generators"], strict=True):
+            generator.set_state(state)
+        return lambda: rng.restore(now)
+
+    @property
+    def offset(self) -> Offset:
+        """The point behind the batch just yielded; the beginning between two passes."""
+        return Offset(self.seen, self.consumed, self.stream)
+
+    @offset.setter
+    def offset(self, offset: Offset) -> None:
+        self.seen, self.consumed, self.stream = offset
+
+    def end(self) -> None:
+        """End a pass."""
+        self.offset = BEGINNING
+        self.is_over = False
+        self.start_states = None
+
+
+# Save and restore
+
+
+def is_tracked(loader: Any) -> bool:
+    """Whether a loader knows its order and position: prepared ones do."""
+    return isinstance(getattr(loader, "position", None), Position)
+
+
+def capture(loader: Any) -> dict[str, Any] | None:
+    """Return the order and position of a loader; None for one that is not prepared."""
+    if not is_tracked(loader):
+        return None
+    position: Position = loader.position
+    return {
+        "version": VERSION,
+        "epoch": loader.iteration,
+        "seen": position.seen,
+        "consumed": position.consumed,
+        "groups": loader.plan.groups,
+        "is_over": bool(position.seen and position.is_over),
+        "own_shares": loader.plan.own_shares,
+        "rows_in_batch": loader.plan.rows_in_batch,
+        "start": position.start_states,
+        "generators": [generator.get_state() for generator in generators_of(loader)],
+        "seed": getattr(loader.get_sampler(), "initial_seed", None),
+    }
+
+
+def is_state(state: Any) -> bool:
+    """Whether an object is what `capture` returns, of any version."""
+    return isinstance(state, Mapping) and {"version", "seen", "consumed", "generators"} <= state.keys()
+
+
+def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
+    """Restore the order and position of a prepared loader, from which its next pass resumes.
+
+    Args:
+        loader: a prepared one.
+        state: what `capture` returned, maybe in a run with another number of processes.
+        stream: the state of its dataset, where that has one.
+
+    Raises:
+        CheckpointError: the state is none, or of a loader with other random generators.
+    """
+    try:
+        version, offset = state["version"], Offset(int(state["seen"]), int(state["consumed"]), stream)
+        epoch, groups, own_states = int(state["epoch"]), int(state["groups"]), state["generators"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"this is no position of a loader: {error!r}") from error
+    if version != VERSION:
+        raise CheckpointError(f"the position of a loader has version {version}, and this one reads {VERSION}")
+    start = _match_generators(loader, own_states, state["start"])
+    if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
+        sampler.initial_seed = state["seed"]
+    loader.set_epoch(epoch)
+    loader.position.end()
+    own_shares, rows = bool(state.get("own_shares")), state.get("rows_in_batch")
+    is_over = bool(state["is_over"])
+    loader.position.resume_point = ResumePoint(offset, start, groups, is_over, own_shares, rows)
+
+
+def _match_generators(
+    loader: Any, own_states: list[torch.Tensor], start: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Set the generators of a loader, and return the states that they have at the start of its epoch.
+
+    A shuffle without its own generator gets one when several processes share it. Between a run of one process
+    and one of several, the states are converted from the one way of shuffling to the other.
+    """
+    generators, sampler = generators_of(loader), loader.get_sampler()
+    own = getattr(sampler, "generator", None)
+    if len(generators) == len(own_states) - 1 and own is None and hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator()
+        generators = generators_of(loader)
+    elif len(generators) == len(own_states) + 1 and any(own is generator for generator in generators):
+        index = next(index for index, generator in enumerate(generators) if generator is own)
+        del generators[index]
+        if start is not None:
+            states = list(start["generators"])
+            states.insert(index, _state_of_plain_shuffle(start["global"]["torch"]))
+            start = {**start, "generators": states}
+    if len(generators) != len(own_states):
+        raise CheckpointError(
+            f"the loader had {len(own_states)} random generators, and {loader!r} has {len(generators)}: "
+            "prepare a loader that shuffles in the same way"
+        )
+    for generator, state in zip(generators, own_states, strict=True):
+        generator.set_state(state)
+    return start
+
+
+def _state_of_plain_shuffle(torch_state: torch.Tensor) -> torch.Tensor:
+    """The generator of torch's shuffle, which is seeded from the global one after the seed of the workers."""
+    source = torch.Generator()
+    source.set_state(torch_state)
+    draws = [int(torch.empty((), dtype=torch.int64).random_(generator=source).item()) for _ in range(2)]
+    return torch.Generator().manual_seed(draws[1]).get_state()
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that belong to a loader, its samplers and its dataset, each once."""
+    dataset = loader.dataset
+    owners: list[Any] = [loader, loader.get_sampler(), dataset, getattr(dataset, "dataset", None)]
+    index_sampler = loader._index_sampler
+    while index_sampler is not None:
+        owners.append(index_sampler)
+        index_sampler = getattr(index_sampler, "batch_sampler", None)
+    generators = [
+        generator
+        for name in ("generator", "synchronized_generator")
+        for owner in owners
+        if not hasattr(owner, "initial_seed")  # its order depends on its seed and the epoch only
+        if isinstance(generator := getattr(owner, name, None), torch.Generator)
+    ]
+    return list({id(generator): generator for generator in generators}.values())
+
+
+# Datasets that are read in order
+
+
+def stream_of(loader: Any) -> Any:
+    """Return the iterable dataset whose state can be captured as it is read; None without one."""
+    if loader.num_workers or not isinstance(loader.dataset, IterableDataset):
+        return None
+    for dataset in (getattr(loader.dataset, "dataset", None), loader.dataset):
+        if all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+            return dataset
+    return None
+
+
+def source_state(loader: Any) -> Callable[[], Any] | None:
+    """Return what captures the state behind the batch just read, before the next one is; None without one."""
+    if loader.torchdata_resumes:
+        return loader.torchdata_state  # type: ignore[no-any-return]
+    stream = stream_of(loader)
+    if stream is None:
+        return None
+    return lambda: {"state": stream.state_dict(), "first": loader.first_round.items}
+
+
+def keep_source_state(loader: Any, state: Any) -> None:
+    """Keep the state behind the batch that is yielded next."""
+    if loader.torchdata_resumes:
+        loader.dl_state_dict = state
+        loader.adjust_state_dict_for_prefetch()
+    else:
+        loader.position.stream = state
+
+
+def restore_stream(loader: Any) -> None:
+    """Restore the state of the dataset from the checkpoint from which the next pass resumes."""
+    stream = loader.start.offset.stream
+    if stream is not None and loader.position.resume_point is not None:
+        stream_of(loader).load_state_dict(stream["state"])
+        loader.first_round.restored = stream["first"]
+
+
+def capture_stream(loader: Any) -> dict[str, Any]:
+    """Return the state of a dataset that is read in order, as this process reads it; empty without one."""
+    if not is_tracked(loader):
+        return {}
+    position: Position = loader.position
+    if not loader.torchdata_resumes:
+        return {} if position.stream is None else {"dataset": position.stream}
+    if not position.seen or loader.dl_state_dict is None:  # to ask torchdata would start a pass
+        return {}
+    return {"torchdata": loader.dl_state_dict, "first": loader.first_round.items}
+
+
+# Late starts
+
+
+def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
+    """A loader like this one that starts `num_batches` batches late, at each of its passes.
+
+    Map-style data is skipped by its indices, without reading a sample; iterable data has to be read. The
+    loader that was given does not change; both count epochs together, so that it continues with the next
+    epoch.
+
+    Args:
+        dataloader: A prepared loader, or a plain one.
+        num_batches: How many batches of this process to skip.
+
+    Returns:
+        A loader of the same kind; a plain one over iterable data becomes a `SkipDataLoader`.
+
+    Raises:
+        ConfigurationError: A negative number of batches.
+    """
+    if num_batches < 0:
+        raise wrong_value(
+            "num_batches", num_batches, "batches that were never read cannot be put back", "use 0 or more"
+        )
+    late: Any = _skip(dataloader, num_batches)
+    return late  # type: ignore[no-any-return]
+
+
+def _skip(loader: Any, skipped: int) -> Any:
+    inner = getattr(loader, "dataloader", None)
+    if is_tracked(inner):  # a loader around a prepared one, as on XLA devices
+        return type(loader)(_skip(inner, skipped), loader.target)
+    if is_tracked(loader):
+        return start_late(loader, skipped)
+    if isinstance(loader.dataset, IterableDataset):
+        from accelerate.data_loader.shard import SkipDataLoader  # builds on this file
+
+        return SkipDataLoader.from_plain(loader, skipped)
+    return _by_batches(loader, skipped)
+
+
+def start_late(loader: Any, skipped: int) -> Any:
+    """Return a prepared loader like this one that starts late, at each of its passes.
+
+    After a checkpoint of a run with another number of processes or another batch size was loaded, and where
+    as many batches are skipped as the loop had taken then, it starts behind the samples that all processes of
+    that run had taken.
+
+    Args:
+        loader: does not change; both count epochs together.
+        skipped: batches of this process that are skipped.
+    """
+    point: ResumePoint | None = loader.position.resume_point
+    if point is None or skipped != point.offset.seen:
+        return _skip_rounds(loader, skipped)
+    if point.is_over and isinstance(loader.dataset, IterableDataset):
+        return _late(loader, offset=point.offset, is_over=True)
+    _refuse_other_shares(loader, point)
+    if point.offset.stream is not None:  # the dataset itself starts there
+        return _late(loader, offset=point.offset)
+    offset = _offset_in_batches_of(loader, point)
+    if point.groups != loader.plan.groups or offset != point.offset:
+        return _share_rest(loader, offset)
+    return _skip_rounds(loader, skipped)
+
+
+def start_where_saved(loader: Any) -> Any:
+    """Return the late start with which a loader resumes by itself; None where it begins an epoch.
+
+    Args:
+        loader: a prepared one.
+    """
+    point: ResumePoint | None = loader.position.resume_point
+    is_resumed = point is not None and point.offset.seen and loader.use_stateful_dataloader
+    if point is None or not is_resumed or loader.start.origin is not None:
+        return None
+    if loader.torchdata_resumes and not point.is_over:
+        return None
+    return start_late(loader, point.offset.seen)
+
+
+def _refuse_other_shares(loader: Any, point: ResumePoint) -> None:
+    """Raise where the groups read other shares of the dataset than those of now."""
+    own_shares, groups = loader.plan.own_shares, loader.plan.groups
+    if (point.own_shares, point.groups) == (own_shares, groups) or not (own_shares or point.own_shares):
+        return
+    before = "its own shares" if point.own_shares else "batches of the whole"
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch: {point.groups} data-parallel groups read "
+        f"{before} then, and what they have left of the dataset is no share of {groups} groups. Go on with "
+        f"{point.groups} until the end of the epoch, or from a checkpoint between two epochs; loaders with "
+        "dispatch_batches=True can go on with any number."
+    )
+
+
+def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
+    """The offset of a checkpoint, counted in the batches of this loader."""
+    before, now = point.rows_in_batch, loader.plan.rows_in_batch
+    if before is None or now is None or before == now or point.is_over:
+        return point.offset
+    samples = point.offset.consumed * before
+    if samples % now or loader.plan.own_shares:
+        shares = "the batches of shares that the dataset gives are counted, not its samples"
+        why = shares if loader.plan.own_shares else f"behind them no batch of {now} begins"
+        raise CheckpointError(
+            f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "
+            f"batches of {before} and not of {now}, and {why}. Go on with batches of {before} until the end "
+            "of the epoch, or from a checkpoint between two epochs."
+        )
+    return point.offset._replace(consumed=samples // now)
+
+
+def _skip_rounds(loader: Any, skipped: int) -> Any:
+    """The same loader from a later round on; rounds keep their numbers and their filler."""
+    before = loader.start.offset
+    offset = Offset(before.seen + skipped, before.consumed + skipped * loader.plan.batches_in_round)
+    late = _late(loader, offset=offset, keeps_first_round=offset.seen > 0)
+    if isinstance(loader.dataset, IterableDataset):
+        late.skip_batches += skipped
+    else:
+        skipped_by_index = skipped * loader.plan.batches_per_step
+        late.base_dataloader = _by_batches(loader.base_dataloader, skipped_by_index, loader.batches_kept)
+    epoch = getattr(loader.get_sampler(), "epoch", None)
+    if loader.plan == BY_HAND and isinstance(loader.batch_sampler, BatchSamplerShard):
+        late.iteration = epoch if isinstance(epoch, int) else late.iteration
+    return late
+
+
+def _share_rest(loader: Any, offset: Offset) -> Any:
+    """The rest of an epoch of another number of groups, or of other batches, for the groups of now."""
+    dataset, base = loader.dataset, loader.base_dataloader
+    late = _late(loader, offset=offset)
+    if isinstance(dataset, IterableDatasetShard):
+        rest = copy(dataset)
+        rest.skip_samples = offset.consumed * dataset.part_size
+        late.base_dataloader = copy_with(base, dataset=rest)
+    elif isinstance(dataset, IterableDataset):
+        late.start = replace(late.start, skip_source=offset.consumed)
+    else:
+        late.base_dataloader = _reordered(base, partial(_rest_of, consumed=offset.consumed))
+    return late
+
+
+def _rest_of(index_sampler: Any, consumed: int) -> Any:
+    """The sampler of a prepared loader without the batches that were taken from under its shard."""
+    if isinstance(index_sampler, SamplerShard):
+        items = copy(index_sampler)
+        items.shard = _rest_of(index_sampler.shard, consumed)
+        return items
+    if isinstance(index_sampler, BatchSamplerShard):
+        shard = copy(index_sampler)
+        shard.batch_sampler = SkipBatchSampler(index_sampler.batch_sampler, consumed)
+        return shard
+    return SkipBatchSampler(index_sampler, consumed)
+
+
+def _by_batches(loader: DataLoader[Any], skipped: int, kept: int = 0) -> DataLoader[Any]:
+    """A torch loader over map-style data without its first batches, of which the first `kept` are read."""
+    return _reordered(loader, lambda index_sampler: SkipBatchSampler(index_sampler, skipped, kept))
+
+
+def _reordered(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
+    """A copy of a torch loader that reads by a changed index sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return copy_with(loader, **{name: change(getattr(loader, name))})
+
+
+def _late(loader: Any, **start: Any) -> Any:
+    """A late start of a loader, which shares its position."""
+    late = copy(loader)
+    late.start = replace(loader.start, origin=loader, **start)
+    return late
+
+
+def copy_with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A copy of a torch loader without its iterator, with other attributes, also read-only ones."""
+    changed = copy(loader)
+    for name, value in {"_iterator": None, **attributes}.items():
+        object.__setattr__(changed, name, value)
+    return changed
