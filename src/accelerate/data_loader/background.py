@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import threading
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from contextvars import copy_context
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from accelerate import rng
@@ -51,19 +51,26 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._before: bytes | None = None
+        self._before: dict[str, Any] | None = None
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and capture the generators after the first one, which also starts the sampler."""
         for batch in batches:
-            self._before = pickle.dumps(rng.capture_on_cpu())
+            self._before = rng.capture_on_cpu()
             yield batch
             break
         yield from batches
 
     def seen(self) -> bool:
         """Whether the generators have moved since."""
-        return self._before is not None and self._before != pickle.dumps(rng.capture_on_cpu())
+        if self._before is None:
+            return False
+        before, now = self._before, rng.capture_on_cpu()
+        return not (
+            before["python"] == now["python"]
+            and all(map(np.array_equal, before["numpy"], now["numpy"]))
+            and torch.equal(before["torch"], now["torch"])
+        )
 
 
 class ReadAhead(Generic[T]):
