@@ -10,7 +10,6 @@ UNPICKLING = {
     "checkpointing/shard_index.py": "metadata of a folder of shards that the user trusts",
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
     "checkpointing/shard_files.py": "names the exception class alone",
-    "data_loader/background.py": "compares states of random generators, and loads nothing",
     "data_loader/dispatch_transport.py": "what rank 0 sends through a collective or shared memory",
     "diagnostics/observation.py": "what torch's flight recorder returns inside this process",
     "ops/packed.py": "objects in collectives",
