@@ -7,11 +7,13 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from accelerate.base import StateError, current, wrong_value
-from accelerate.state import PartialState
+from accelerate.state import PartialState, services
 
 FRAMES_HERE = 2  # between the caller and Python's logger: the line that is logged is the caller's
 
-_said: set[tuple[str, str]] = set()
+
+class _Warned(set[tuple[str, str]]):
+    """The warnings that `warning_once` has logged in this process: name of the logger, and text."""
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -77,11 +79,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             **kwargs: keywords of `log`.
         """
         key = (self.logger.name, f"{msg} {args!r}")
-        if key in _said:
+        warned = services.of_process(_Warned)
+        if key in warned:
             return
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         self.log(logging.WARNING, msg, *args, **kwargs)
-        _said.add(key)
+        warned.add(key)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

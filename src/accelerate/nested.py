@@ -49,7 +49,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
     """Return whether an object is a tensor on an Intel XPU."""
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+    return isinstance(tensor, torch.Tensor) and tensor.is_xpu
 
 
 def is_tensor_information(tensor_info: Any) -> bool:

@@ -137,7 +137,7 @@ def capture() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy, torch and the device, by name."""
     states = capture_on_cpu()
     backend = _device_backend()
-    if backend != hardware_table.CPU:
+    if not backend.is_host:
         states[backend.name] = backend.rng_state()
     return states
 

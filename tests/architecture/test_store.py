@@ -11,13 +11,13 @@ UNPICKLING = {
     "checkpointing/metadata.py": "metadata of a folder of shards, by a short list of operations",
     "checkpointing/shard_files.py": "names the exception class alone",
     "data_loader/dispatch_transport.py": "what rank 0 sends through a collective or shared memory",
-    "diagnostics/flight.py": "what torch's flight recorder returns inside this process",
+    "diagnostics/observation.py": "what torch's flight recorder returns inside this process",
     "ops/packed.py": "objects in collectives",
     "weights/files.py": "names the exception class alone",
 }
 """Each file that may import such a module, and what for."""
 
-STORE = ("state/restarts.py", "state/process_group.py", "state/store_channel.py", "diagnostics/oom_retry.py")
+STORE = ("state/agreement.py", "state/process_group.py", "state/rendezvous.py", "diagnostics/oom_retry.py")
 """The files that hold a store of torch."""
 
 REQUESTS = {"get", "multi_get", "compare_set", "wait"}
@@ -49,7 +49,7 @@ def test_only_the_channel_reads_from_a_store(sources: list[Any]) -> None:
     found = [
         f"{source}:{node.lineno}"
         for source in sources
-        if str(source) in STORE and str(source) != "state/store_channel.py"
+        if str(source) in STORE and str(source) != "state/agreement.py"
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -61,5 +61,5 @@ def test_only_the_channel_reads_from_a_store(sources: list[Any]) -> None:
 
 def test_no_file_that_holds_a_store_unpickles(sources: list[Any]) -> None:
     assert not set(STORE) & set(UNPICKLING)
-    channel = next(source for source in sources if str(source) == "state/store_channel.py")
+    channel = next(source for source in sources if str(source) == "state/agreement.py")
     assert "json" in {each.target for each in channel.imports}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.diagnostics import find_executable_batch_size, oom_retry
-from accelerate.ops import gather, reduce
+from accelerate.ops import gather, reduce, reduce_async
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]
@@ -27,6 +27,7 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
     oom_retry.SECONDS_OF_GRACE = patience
     state = PartialState()
     sizes, groups, kept_alive = [], [], []
+    before = reduce_async([1.0], "sum", "test").wait()  # opens a group of its own
 
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size: int, bias: int) -> int:
@@ -56,6 +57,7 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
         "kept group": groups[0]() is groups[1](),
         "threads": [thread.name for thread in threading.enumerate() if "attempt" in thread.name],
         "wire": gather(torch.tensor([state.process_index])).tolist(),
+        "in the background": [before, reduce_async([1.0], "sum", "test").wait()],
     }
 
 
@@ -77,6 +79,7 @@ def test_all_try_again(run: Run, failing_rank: int | None, when: str, kept: bool
         assert result["kept group"] is kept
         assert result["threads"] == []
         assert result["wire"] == [0, 1, 2]
+        assert result["in the background"] == [[3.0], [3.0]]
 
 
 def fail_on_one_rank() -> str:

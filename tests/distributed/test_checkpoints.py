@@ -92,9 +92,9 @@ def save_on_the_other_rank() -> str:
     accelerator._runtime.checkpoints.patience = 0.1
     message = ""
     if not accelerator.is_main_process:
-        from accelerate.checkpointing import consensus
+        from accelerate.state import agreement
 
-        consensus.SECONDS_FOR_THE_VERDICT = 0.2
+        agreement.SECONDS_FOR_THE_VERDICT = 0.2
         with pytest.raises(StateError) as error:
             accelerator.save_state()
         message = str(error.value)

@@ -294,4 +294,4 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
 
 
 def _lies_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return isinstance(value, torch.Tensor) and not value.is_cpu

@@ -50,7 +50,7 @@ class Introspection:
     @property
     def multi_device(self) -> bool:
         """Whether the run uses several devices, one for each process."""
-        return self.use_distributed and self.device.type != "cpu"
+        return self.use_distributed and not self._runtime.state.device_backend.is_host
 
     @property
     def mixed_precision(self) -> PrecisionType | PrecisionName:

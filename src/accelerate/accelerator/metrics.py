@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerate.base import StateError, wrong_value
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.ops import (
@@ -213,7 +214,7 @@ def _exact_dtype(leaf: torch.Tensor) -> torch.dtype:
     """Doubles, but on devices that have none."""
     if leaf.dtype.is_complex:
         return torch.complex128
-    return torch.float64 if leaf.device.type in ("cpu", "cuda", "xpu") else torch.float32
+    return torch.float64 if of_device(leaf.device).has_float64 else torch.float32
 
 
 def _divide(total: torch.Tensor, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _announce_shards(request: RunRequest) -> None:
         ConfigurationError: it has opened one.
     """
     wanted = request.fsdp is not None and request.fsdp.fsdp_version == 2 and not request.cpu
-    if not wanted or hardware_table.detect() != hardware_table.XLA or xla.is_shared():
+    if not wanted or not hardware_table.detect().own_runtime or xla.is_shared():
         return
     if PartialState._shared_state:
         raise ConfigurationError(
@@ -108,7 +108,7 @@ def _announce_shards(request: RunRequest) -> None:
 
 def _shards_between_processes(place: PartialState) -> bool:
     """Whether FSDP makes this a run of its own kind: XLA devices have their own, also in one process."""
-    return place.num_processes > 1 and place.device_backend != hardware_table.XLA
+    return place.num_processes > 1 and not place.device_backend.own_runtime
 
 
 def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
@@ -120,7 +120,7 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
             "this process already runs without DeepSpeed",
             ONE_STATE,
         )
-    if state.device_backend == hardware_table.XLA:
+    if state.device_backend.own_runtime:
         return replace(request, parallelism=state.parallelism_config)
     begun = getattr(state, "fsdp_plugin", None)
     if begun is None and request.fsdp is not None and state.num_processes > 1:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.base import StateError, wrong_value
-from accelerate.ops import Answer, combine_aside
+from accelerate.ops import Answer, reduce_async
 from accelerate.state import GradientState
 
 
@@ -85,7 +85,7 @@ class CountedWeights:
 
     def complete(self) -> None:
         """Begin to sum the items of all ranks: this is the last round. Called on all ranks."""
-        self._answer = combine_aside([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
+        self._answer = reduce_async([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the factor of the window, which the first call of the last round finds out."""

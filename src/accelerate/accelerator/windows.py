@@ -20,7 +20,7 @@ from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor
 from accelerate.base import StateError
 from accelerate.data_loader import Moment, note_moment, recall_moment
 from accelerate.logging import get_logger
-from accelerate.ops import Answer, combine_aside
+from accelerate.ops import Answer, reduce_async
 
 logger = get_logger(__name__)
 
@@ -172,7 +172,7 @@ class _Reader:
         batches, more = self._read()
         length = len(batches)
         items = length if self._count is None else sum_items([self._count(batch) for batch, _ in batches])
-        answer = combine_aside(
+        answer = reduce_async(
             [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
         )
         self._ahead = _Read(batches), answer

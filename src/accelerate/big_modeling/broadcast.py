@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelerate.base import AccelerateError
-from accelerate.ops import Transport, current_transport
+from accelerate.ops import Transport, current_transport, run_on_rank_0
 from accelerate.weights import Weights
 
 CPU = torch.device("cpu")
@@ -54,9 +54,7 @@ class SentFile:
 
     def read(self, name: str, device: torch.device) -> Any:
         """Return one tensor, or what a module keeps beside its tensors; called on all ranks in one order."""
-        value = _tried_on_first(
-            self.wire, lambda: None if self.own is None else self._read_here(self.own, name)
-        )
+        value = run_on_rank_0(partial(self._read_here, name))
         if name in self.extra:
             return self.wire.broadcast_object(value)
         tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name]) if value is None else value
@@ -70,8 +68,9 @@ class SentFile:
         for file in () if self.own is None else {id(file): file for file in self.own.files.values()}.values():
             file.rest()
 
-    def _read_here(self, own: Weights, name: str) -> Any:
-        value = (own.extra if name in self.extra else own.files)[name].read(name, CPU)
+    def _read_here(self, name: str) -> Any:
+        assert self.own is not None  # on rank 0
+        value = (self.own.extra if name in self.extra else self.own.files)[name].read(name, CPU)
         return value.contiguous() if isinstance(value, Tensor) else value
 
 
@@ -86,7 +85,7 @@ def receive_weights(path: Path, open_files: Callable[[Path], Weights]) -> Opened
         AccelerateError: rank 0 cannot open them; raised on all ranks.
     """
     wire = current_transport()
-    own = _tried_on_first(wire, lambda: open_files(path) if wire.rank == 0 else None)
+    own = run_on_rank_0(partial(open_files, path))
     described = None if own is None else (path, *_describe(own))
     first, shapes, dtypes, extra = wire.broadcast_object(described)
     sent = SentFile(first, shapes, dtypes, extra, wire, own)
@@ -98,16 +97,3 @@ def _describe(own: Weights) -> tuple[dict[str, torch.Size], dict[str, torch.dtyp
     """Return shapes and dtypes of all tensors, which are mapped from the files, and other names."""
     shapes = {name: own.shape(name) for name in own.files}
     return shapes, {name: own.read(name, CPU).dtype for name in own.files}, list(own.extra)
-
-
-def _tried_on_first(wire: Transport, work: Callable[[], Any]) -> Any:
-    """Return what work returns, or raise on all ranks what it raises on rank 0: none waits for the others."""
-    found, fault = None, None
-    try:
-        found = work()
-    except AccelerateError as error:
-        fault = error
-    fault = wire.broadcast_object(fault)
-    if fault is not None:
-        raise fault
-    return found

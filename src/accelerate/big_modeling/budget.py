@@ -188,10 +188,10 @@ def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list
 def _free_memory() -> dict[Place, int]:
     backend = hardware_table.detect()
     cpu: dict[Place, int] = {"cpu": hardware_table.CPU.free_memory()}
-    if backend is hardware_table.CPU:
+    if backend.is_host:
         return cpu
-    if backend.name == "mps":
-        return {"mps": backend.free_memory()}
+    if backend.shares_host_memory:
+        return {backend.name: backend.free_memory()}
     return {**{index: backend.free_memory(index) for index in range(backend.count())}, **cpu}
 
 

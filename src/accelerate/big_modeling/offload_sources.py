@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accelerate.base import ConfigurationError, as_builtin, listed
 from accelerate.big_modeling.checking import spell_place
 from accelerate.big_modeling.device_map import CPU, DISK
+from accelerate.devices import of_device
 from accelerate.weights import (
     INDEX,
     STATISTICS,
@@ -100,7 +101,7 @@ def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
-    if main.type in ("cpu", "meta", "mps"):
+    if main.type == "meta" or of_device(main).shares_host_memory:
         return False
     import psutil
 

@@ -11,12 +11,6 @@ from accelerate.base import (
     get_pretty_name as get_pretty_name,
     is_torch_version as is_torch_version,
 )
-from accelerate.checkpointing.consensus import (
-    CollectiveConsensus as CollectiveConsensus,
-    Consensus as Consensus,
-    StoreConsensus as StoreConsensus,
-    open_consensus as open_consensus,
-)
 from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
 from accelerate.checkpointing.folder import (
     StagingFolder as StagingFolder,

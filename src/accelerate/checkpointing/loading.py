@@ -20,12 +20,11 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.checkpointing import folder, manifest, retention
-from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.part import Load
 from accelerate.checkpointing.parts import GeneratorsPart
 from accelerate.logging import get_logger
-from accelerate.state import Topology
+from accelerate.state import Consensus, Topology
 
 logger = get_logger(__name__)
 

@@ -16,13 +16,13 @@ import torch
 
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.consensus import Consensus
 from accelerate.checkpointing.folder import StagingFolder, place_of, plan_staging_folder
 from accelerate.checkpointing.manifest import SAVE, FileRecord, Manifest, files_under, seal
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
+from accelerate.state import Consensus
 
 logger = get_logger(__name__)
 

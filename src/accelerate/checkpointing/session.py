@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpointing import retention, saving
-from accelerate.checkpointing.consensus import Consensus, open_consensus
 from accelerate.checkpointing.part import Payload
 from accelerate.checkpointing.saving import Site
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import honor_type
-from accelerate.ops import current_transport
-from accelerate.state import PartialState, process_group
-from accelerate.weights import WITHOUT_ADDRESS
+from accelerate.ops import current_transport, open_consensus
+from accelerate.state import Consensus, rendezvous, services
 
 logger = get_logger(__name__)
 
@@ -35,9 +33,6 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """How long one request to the store may take."""
-
-_numbers = count()
-"""Numbers the consensus objects of this process; all ranks open theirs in the same order."""
 
 
 class Session:
@@ -60,20 +55,12 @@ class Session:
     @property
     def consensus(self) -> Consensus:
         """How the ranks agree; every session of a process counts their decisions together."""
-        consensus: Consensus | None = PartialState._shared_state.get("_consensus")
-        if consensus is None:
-            # the store may still hold answers from before the state was reset
-            purpose = f"checkpoints/{next(_numbers)}"
-            channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
-            consensus = open_consensus(current_transport(), channel)
-            PartialState._shared_state["_consensus"] = consensus
-        return consensus
+        return services.get(Consensus, _open_consensus)
 
     @property
     def background(self) -> Background:
         """What writes; the sessions of a process take turns in it, because they agree over one consensus."""
-        background: Background = PartialState._shared_state.setdefault("_checkpoints", Background())
-        return background
+        return services.get(Background, Background)
 
     @staticmethod
     def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
@@ -184,7 +171,7 @@ class StagingArea:
             replace(payload, content=self._copy(payload.content, (payload.name,), before, copied))
             for payload in payloads
         ]
-        for device in {key[0] for key in copied if key[0].type != "cpu"}:
+        for device in {key[0] for key in copied if not of_device(key[0]).is_host}:
             torch.get_device_module(device).synchronize(device)
         return staged
 
@@ -205,7 +192,7 @@ class StagingArea:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...], before: Any, copied: Any) -> Tensor:
-        if tensor.device.type in WITHOUT_ADDRESS:
+        if not of_device(tensor.device).is_addressable:
             return tensor.cpu()
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.cpu().clone()
@@ -215,7 +202,7 @@ class StagingArea:
             return shared
         buffer: Tensor | None = before.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
         buffer.copy_(tensor, non_blocking=True)
         self._buffers[path] = copied[identity] = buffer
         return buffer
@@ -226,3 +213,9 @@ def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     for key, item in items.items():  # `update` of a Counter would add
         twin[key] = item
     return twin
+
+
+def _open_consensus() -> Consensus:
+    # All ranks open theirs in the same order; the store may still hold values from before a reset.
+    purpose = f"checkpoints/{services.next_number('checkpoints')}"
+    return open_consensus(current_transport(), rendezvous.connect_channel(purpose, STORE_TIMEOUT))

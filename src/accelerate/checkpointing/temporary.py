@@ -6,7 +6,6 @@ needs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from accelerate.checkpointing.manifest import checksum_of
+from accelerate.state import services
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -29,8 +29,10 @@ LONGEST_NAME = 96  # bytes of a name that is used whole: file systems take 255, 
 BYTES_OF_A_LONG_NAME = 60
 _SHORTENED = re.compile(r".+~[0-9a-f]{16}", re.DOTALL)
 _PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DOOMED})-(.+)-([0-9]{{1,9}})-(\w+)", re.DOTALL)
-_count = itertools.count()
-_needed: set[str] = set()
+
+
+class _Needed(set[str]):
+    """Names of the hidden folders that this process needs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class HiddenFolder:
         if self.host != socket.gethostname():
             return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_STRANGERS
         if self.pid == os.getpid():
-            return self.path.name in _needed
+            return self.path.name in services.of_process(_Needed)
         return _runs(self.pid) and birth_of(self.pid) in (self.birth, "")
 
     @property
@@ -94,9 +96,9 @@ def claim(name: str, parent: Path, kind: str) -> Path:
         parent: its parent folder.
         kind: what it is for.
     """
-    mark = f"{birth_of(os.getpid())}x{next(_count)}x{int(time.time())}"
+    mark = f"{birth_of(os.getpid())}x{services.next_number('hidden folders')}x{int(time.time())}"
     path = parent / f".{spell(name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
-    _needed.add(path.name)
+    services.of_process(_Needed).add(path.name)
     return path
 
 
@@ -113,7 +115,7 @@ def spell(name: str) -> str:
 
 def release(path: Path) -> None:
     """Need a folder no longer: what is left of it is anybody's to remove."""
-    _needed.discard(path.name)
+    services.of_process(_Needed).discard(path.name)
 
 
 def is_hidden(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate.base import attach, environ, installed_version
 from accelerate.commands.utils import entry_point, make_parser
+from accelerate.devices import DeviceBackend
 from accelerate.settings import (
     default_config_file as default_config_file,
     find_config_file,
@@ -75,7 +76,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "device": backend.label,
         "devices": backend.count(),
-        "device names": _device_names(backend.name),
+        "device names": _device_names(backend),
         "communication": backend.comm,
         "cpu cores": os.cpu_count(),
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
@@ -85,11 +86,11 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     }
 
 
-def _device_names(kind: str) -> list[str]:
+def _device_names(backend: DeviceBackend) -> list[str]:
     import torch
 
-    module = getattr(torch, kind, None)
-    if kind == "cpu" or not hasattr(module, "get_device_name"):
+    module = getattr(torch, backend.name, None)
+    if backend.is_host or not hasattr(module, "get_device_name"):
         return []
     return [module.get_device_name(index) for index in range(module.device_count())]  # type: ignore[union-attr]
 

@@ -54,7 +54,7 @@ from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from accelerate.data_loader.reading import after_workers_start as after_workers_start
+from accelerate.data_loader.reading import WorkersObserver as WorkersObserver
 from accelerate.data_loader.resume import (
     Offset as Offset,
     ResumePoint as ResumePoint,

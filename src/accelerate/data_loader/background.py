@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from accelerate import rng
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
+from accelerate.state import services
 
 MESSAGE_BYTES = 256 * 1024
 """Small items are taken together up to this size."""
@@ -172,7 +174,7 @@ class ReadAhead(Generic[T]):
         self.thread = threading.Thread(
             target=copy_context().run, args=(self._run, modes), name="accelerate-read-ahead", daemon=True
         )
-        _OPEN.add(self)
+        services.of_process(_OpenReaders).add(self)
         self.thread.start()
 
     def _run(self, modes: Callable[[], ExitStack]) -> None:
@@ -224,18 +226,19 @@ def _modes_of_this_thread() -> Callable[[], ExitStack]:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad and not inference))
-        if device.type != "cpu":
+        if not of_device(device).is_host:
             stack.enter_context(device)
         return stack
 
     return enter
 
 
-_OPEN: WeakSet[ReadAhead[Any]] = WeakSet()
+class _OpenReaders(WeakSet[ReadAhead[Any]]):
+    """The readers of this process whose threads run."""
 
 
 @atexit.register
 def _close_all() -> None:
     """A thread that runs during the shutdown of the interpreter may crash it."""
-    for reader in list(_OPEN):
+    for reader in list(services.of_process(_OpenReaders)):
         reader.close()

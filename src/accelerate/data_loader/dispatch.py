@@ -26,11 +26,9 @@ from accelerate.data_loader.last_batch import (
 from accelerate.data_loader.plan import ShardPlan, data_groups
 from accelerate.data_loader.reading import choose_move, open_batches
 from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
+from accelerate.devices import of_device
 from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState
-
-_UNADDRESSED = frozenset({"xla", "neuron"})  # devices whose tensors cannot be viewed as bytes
-
 
 Cut = Callable[..., Any]
 
@@ -257,7 +255,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return ReadAhead(map(sender.pack, rounds), draws.seen, self._enter_thread)
 
     def _enter_thread(self) -> None:
-        if self.device.type != "cpu":
+        if not of_device(self.device).is_host:
             self.state.device_backend.set_current(self.device.index or 0)
 
     def _route_over(self, transport: Transport) -> Route:
@@ -267,7 +265,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self._route
 
     def _block_device(self) -> torch.device:
-        return torch.device("cpu") if self.device.type in _UNADDRESSED else self.device
+        return self.device if of_device(self.device).is_addressable else torch.device("cpu")
 
     def __len__(self) -> int:
         rounds, rest = divmod(len(self.base_dataloader), self._builder().take)

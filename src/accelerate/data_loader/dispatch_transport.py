@@ -21,6 +21,7 @@ from torch import Tensor
 
 from accelerate.base import process_home
 from accelerate.data_loader.last_batch import Counts
+from accelerate.devices import of_device
 from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
 from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
 
@@ -268,7 +269,7 @@ class Route:
         self._group_of = group_of
         self._unused = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory: SharedMemory | None = None
-        self._may_share = device.type == "cpu"
+        self._may_share = of_device(device).is_host
 
     def send(self, header: Header, blocks: Mapping[int, Sequence[Tensor]]) -> None:
         """Process 0: send a message.

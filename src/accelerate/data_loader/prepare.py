@@ -17,6 +17,7 @@ from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywh
 from accelerate.data_loader.plan import ShardPlan, data_groups, is_sharded, may_read_own_share, plan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
+from accelerate.devices import of_device
 from accelerate.ops import current_transport
 from accelerate.state import PartialState
 
@@ -157,7 +158,7 @@ def _own_share(
 
 
 def _is_xla(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "xla"
+    return device is not None and of_device(torch.device(device)).own_runtime
 
 
 def _upload_in_background(loader: DataLoaderShard) -> Any:

@@ -22,8 +22,10 @@ from accelerate.data_loader.last_batch import (
 )
 from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+from accelerate.devices import of_device
 from accelerate.display import track
 from accelerate.nested import find_device, send_to_device
+from accelerate.state import services
 
 _END = object()
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
@@ -31,8 +33,16 @@ _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring g
 Carrier = Callable[[Iterator[Any]], Iterator[Any]]
 """Takes torch's iterator and yields its batches, such as a loader that moves them in the background."""
 
-after_workers_start: list[Callable[[Any], None]] = []
-"""Called with torch's iterator when its workers have started, by the thread that waits for them."""
+
+class WorkersObserver:
+    """Is told of worker processes when they have been started: a service of the run."""
+
+    def follow(self, iterator: Any) -> None:
+        """Take note of workers; called by the thread that will wait for them.
+
+        Args:
+            iterator: torch's, with its workers.
+        """
 
 
 def yield_batches(
@@ -131,8 +141,7 @@ def open_iterator(loader: Any) -> Iterator[Any]:
     with settings_of_workers(loader):
         iterator = iter(base)
     if base.num_workers:
-        for call in after_workers_start:
-            call(iterator)
+        services.get(WorkersObserver, WorkersObserver).follow(iterator)
     return iterator
 
 
@@ -293,7 +302,7 @@ def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
     """
     if device is None:
         return None
-    if torch.device(device).type == "cpu":
+    if of_device(torch.device(device)).is_host:
         return _MoveToCpu()
     return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
 
@@ -307,5 +316,5 @@ class _MoveToCpu:
     def __call__(self, batch: Any) -> Any:
         if self._is_needed is None:
             device = find_device(batch)
-            self._is_needed = device is not None and device.type != "cpu"
+            self._is_needed = device is not None and not of_device(device).is_host
         return send_to_device(batch, "cpu") if self._is_needed else batch

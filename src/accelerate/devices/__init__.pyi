@@ -1,8 +1,3 @@
-from accelerate.devices.affinity import (
-    override_numa_affinity as override_numa_affinity,
-    parse_cpu_list as parse_cpu_list,
-    set_numa_affinity as set_numa_affinity,
-)
 from accelerate.devices.availability import (
     USE_TORCH_XLA as USE_TORCH_XLA,
     is_bf16_available as is_bf16_available,
@@ -35,13 +30,12 @@ from accelerate.devices.hardware_table import (
     MPS as MPS,
     NPU as NPU,
     XLA as XLA,
+    clear_device_cache as clear_device_cache,
     count_visible as count_visible,
     detect as detect,
     get_current_device_type as get_current_device_type,
     named as named,
-)
-from accelerate.devices.memory import (
-    clear_device_cache as clear_device_cache,
+    of_device as of_device,
     release_memory as release_memory,
 )
 from accelerate.devices.nvidia import (
@@ -49,6 +43,9 @@ from accelerate.devices.nvidia import (
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
     get_driver_version as get_driver_version,
     get_gpu_info as get_gpu_info,
+    override_numa_affinity as override_numa_affinity,
+    parse_cpu_list as parse_cpu_list,
+    set_numa_affinity as set_numa_affinity,
 )
 from accelerate.devices.xla import (
     RowSharding as RowSharding,

@@ -39,6 +39,16 @@ class DeviceBackend:
             driver and the process can still be forked.
         largest_index: The largest number that torch takes in the name of a device where all numbers mean the
             same device, as for the CPU; None: numbers tell devices apart.
+        binds_group: Whether the default process group is bound to the device of each rank (`device_id`).
+        own_runtime: Whether its own runtime joins its processes, and not `torch.distributed`.
+        is_host: Whether it is the processor, whose tensors are in the memory of the process.
+        shares_host_memory: Whether its memory is the machine's: nothing is pinned, and device maps name it
+            by its type and not by a number.
+        is_addressable: Whether its tensors are stretches of bytes that have an address.
+        has_float64: Whether values are summed in float64 on it.
+        has_streams: Whether copies from it are ordered by streams and events.
+        checks_fork: Whether a process in which its driver was started cannot be forked.
+        notebook_variables: Variables set while a notebook trains on one such device.
     """
 
     name: str
@@ -53,6 +63,15 @@ class DeviceBackend:
     lacks: frozenset[str] = frozenset()
     probe_variables: tuple[tuple[str, str], ...] = ()
     largest_index: int | None = None
+    binds_group: bool = False
+    own_runtime: bool = False
+    is_host: bool = False
+    shares_host_memory: bool = False
+    is_addressable: bool = True
+    has_float64: bool = False
+    has_streams: bool = False
+    checks_fork: bool = False
+    notebook_variables: tuple[tuple[str, str], ...] = ()
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""
@@ -146,6 +165,10 @@ class DeviceBackend:
             total = module.get_device_properties(index).total_memory
             free = total - module.memory_reserved(index)
         return int(free), int(total)
+
+    def prevents_fork(self) -> bool:
+        """Return whether this process has started its driver, and a fork of it could not use it."""
+        return self.checks_fork and bool(self.torch_module().is_initialized())
 
     def empty_cache(self) -> None:
         """Give memory that torch holds but does not use back; nothing where its module keeps no cache."""

@@ -1,13 +1,18 @@
 """The one ordered table of backends, and look-up in it: the only place that chooses hardware."""
 
+import gc
 import platform
 from collections.abc import Mapping
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base import DistributedType, RNGType, current, installed_version, wrong_value
 from accelerate.devices import nvidia
 from accelerate.devices.backend import CpuBackend, DeviceBackend, GaudiBackend, MpsBackend
 from accelerate.devices.xla import XlaBackend, count_chips
+
+if TYPE_CHECKING:
+    import torch
 
 CUDA = DeviceBackend(
     name="cuda",
@@ -18,6 +23,10 @@ CUDA = DeviceBackend(
     module="torch.cuda",
     rng_type=RNGType.CUDA,
     probe_variables=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
+    binds_group=True,
+    has_float64=True,
+    has_streams=True,
+    checks_fork=True,
 )
 XPU = DeviceBackend(
     name="xpu",
@@ -27,6 +36,8 @@ XPU = DeviceBackend(
     visible_env="ZE_AFFINITY_MASK",
     module="torch.xpu",
     rng_type=RNGType.XPU,
+    has_float64=True,
+    has_streams=True,
 )
 NPU = DeviceBackend(
     name="npu",
@@ -92,6 +103,7 @@ NEURON = DeviceBackend(
     module="torch.neuron",
     rng_type=RNGType.NEURON,
     extension="torch_neuronx",
+    is_addressable=False,
 )
 MPS = MpsBackend(
     name="mps",
@@ -101,6 +113,8 @@ MPS = MpsBackend(
     visible_env=None,
     module="torch.mps",
     lacks=frozenset({"float64", "complex128"}),
+    shares_host_memory=True,
+    notebook_variables=(("PYTORCH_ENABLE_MPS_FALLBACK", "1"),),
 )
 XLA = XlaBackend(
     name="xla",
@@ -111,6 +125,8 @@ XLA = XlaBackend(
     module="torch_xla.core.xla_model",
     rng_type=RNGType.XLA,
     extension="torch_xla",
+    own_runtime=True,
+    is_addressable=False,
 )
 CPU = CpuBackend(
     name="cpu",
@@ -121,12 +137,18 @@ CPU = CpuBackend(
     module="torch.cpu",
     rng_type=RNGType.TORCH,
     largest_index=127,
+    is_host=True,
+    shares_host_memory=True,
+    has_float64=True,
 )
 
 # In the order in which they are asked; the CPU always answers.
 BACKENDS: tuple[DeviceBackend, ...] = (CUDA, XPU, NPU, MLU, SDAA, MUSA, HPU, NEURON, MPS, XLA, CPU)
 
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+_OTHER = DeviceBackend("", "other device", DistributedType.NO, comm=None, visible_env=None, module="torch")
+"""Kinds that are not in the table: "meta", and those that other packages bring to torch."""
 
 
 @cache
@@ -151,6 +173,15 @@ def named(name: str, asked_by: str = "device") -> DeviceBackend:
     if name not in _BY_NAME:
         raise wrong_value(asked_by, name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
+
+
+def of_device(device: "torch.device") -> DeviceBackend:
+    """Return the backend of a device; a plain row for a kind that is not in the table.
+
+    Args:
+        device: of any kind.
+    """
+    return _BY_NAME.get(device.type, _OTHER)
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -188,3 +219,29 @@ def _ask_torch() -> tuple[DeviceBackend, int]:
     if backend is XLA:  # asking its runtime would take the chips from the processes that are to use them
         return XLA, max(1, count_chips())
     return backend, backend.count()
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that torch holds but does not use back to the device.
+
+    Args:
+        garbage_collection: Collect unreachable Python objects first, so that their memory is among it.
+    """
+    if garbage_collection:
+        gc.collect()
+    detect().empty_cache()
+
+
+def release_memory(*objects: Any) -> list[Any]:
+    """Drop references and free what they held: `model, optimizer = release_memory(model, optimizer)`.
+
+    Args:
+        *objects: What is no longer needed. The memory is free once the caller's own names are rebound too.
+
+    Returns:
+        A None for each object, to assign to the same names.
+    """
+    released: list[None] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released

@@ -108,7 +108,7 @@ class RowSharding:
 
 
 def upload_options() -> dict[str, Any]:
-    """Return what torch_xla's loader is told: under SPMD, that each device gets its rows."""
+    """Return options of torch_xla's loader: under SPMD, that each device gets its rows."""
     if not is_shared():
         return {}
     mesh = import_module("torch_xla.distributed.spmd").get_global_mesh()

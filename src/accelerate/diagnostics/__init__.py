@@ -1,4 +1,4 @@
-"""What helps when a run does not go as planned: out-of-memory retries."""
+"""What helps when a run does not go as planned: hangs, out of memory, requests to stop, failed runs."""
 
 from accelerate.base import attach
 

@@ -1,9 +1,4 @@
-from accelerate.diagnostics.agreement import Agreement as Agreement, agreement_of_run as agreement_of_run
 from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, End as End, Note as Note
-from accelerate.diagnostics.batch_size import (
-    find_executable_batch_size as find_executable_batch_size,
-    should_reduce_batch_size as should_reduce_batch_size,
-)
 from accelerate.diagnostics.digest import (
     CAUSES as CAUSES,
     MOST_LINES as MOST_LINES,
@@ -15,9 +10,9 @@ from accelerate.diagnostics.digest import (
 from accelerate.diagnostics.hang_channel import (
     HangChannel as HangChannel,
     Identity as Identity,
-    Report as Report,
+    Peers as Peers,
+    own_identity as own_identity,
 )
-from accelerate.diagnostics.hang_outlet import Outlet as Outlet
 from accelerate.diagnostics.hang_report import (
     COLLECTIVE as COLLECTIVE,
     DATA as DATA,
@@ -26,42 +21,47 @@ from accelerate.diagnostics.hang_report import (
     ENDED as ENDED,
     SILENT as SILENT,
     TORCH as TORCH,
+    Outlet as Outlet,
     RankState as RankState,
+    Report as Report,
     compose as compose,
     fold as fold,
     is_hang as is_hang,
     odd_groups as odd_groups,
 )
-from accelerate.diagnostics.loader_watch import LoaderWatch as LoaderWatch
+from accelerate.diagnostics.loader_watch import Limits as Limits, LoaderWatch as LoaderWatch
 from accelerate.diagnostics.memory import (
     CLEAR_REFS as CLEAR_REFS,
     MIB as MIB,
     DeviceMeter as DeviceMeter,
     HostMeter as HostMeter,
     PeakMemory as PeakMemory,
+    find_executable_batch_size as find_executable_batch_size,
     meter_of as meter_of,
+    should_reduce_batch_size as should_reduce_batch_size,
     snapshot_on_exhaustion as snapshot_on_exhaustion,
 )
 from accelerate.diagnostics.observation import Observation as Observation
-from accelerate.diagnostics.peers import Peers as Peers, own_identity as own_identity
-from accelerate.diagnostics.siblings import Siblings as Siblings
-from accelerate.diagnostics.signals import SECONDS_ALIKE as SECONDS_ALIKE, SignalNotes as SignalNotes
-from accelerate.diagnostics.stop import (
+from accelerate.diagnostics.processes import Siblings as Siblings
+from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
     SAVE_FILE as SAVE_FILE,
+    SECONDS_ALIKE as SECONDS_ALIKE,
     SIGNALS as SIGNALS,
     STOP_FILE as STOP_FILE,
     TIME_IS_UP as TIME_IS_UP,
     TRIGGERS as TRIGGERS,
+    Agreement as Agreement,
     Deadline as Deadline,
     SaveFile as SaveFile,
     Seldom as Seldom,
+    SignalNotes as SignalNotes,
     StopFile as StopFile,
     Trigger as Trigger,
+    agreement_of_run as agreement_of_run,
     asked as asked,
     find_sources as find_sources,
     process_age as process_age,
     rounds_between as rounds_between,
 )
-from accelerate.diagnostics.watchdog import Limits as Limits, Watchdog as Watchdog
-from accelerate.diagnostics.watching import read_limits as read_limits
+from accelerate.diagnostics.watching import Watchdog as Watchdog, read_limits as read_limits

@@ -1,9 +1,8 @@
 """Which ranks have not come while others wait for them in `init_process_group`.
 
-Each rank that waits says so again and again on the store, from a thread of its own. One that has waited too
-long, and is the lowest of those that say so, asks the ranks of each machine what they see of the missing
-ones, and reports it. Where the store does not answer, as rank 0 is to keep it and did not come, each rank
-reports alone.
+Each rank that waits posts so again and again, from a thread of its own. One that has waited too long, and is
+the lowest of those that post, asks one rank of each machine what it sees of the missing ones, and reports it.
+Where the store does not answer, as rank 0 is to keep it and did not come, each rank reports alone.
 """
 
 from __future__ import annotations
@@ -15,30 +14,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from uuid import uuid4
 
-from accelerate.diagnostics import process_view, siblings, stacks
-from accelerate.diagnostics.hang_channel import PATIENCE, Report
-from accelerate.diagnostics.hang_outlet import Outlet
-from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, RankState, compose
-from accelerate.diagnostics.peers import own_identity
-from accelerate.diagnostics.watchdog import SECONDS_TO_ANSWER, Limits
-from accelerate.state import StoreChannel, Topology, as_dataclass, process_group
+from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics.hang_channel import PATIENCE, own_identity
+from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, Outlet, RankState, Report, compose
+from accelerate.diagnostics.loader_watch import Limits
+from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
 
+SECONDS_TO_ANSWER = 3.0
 SECONDS_TO_END = 10.0
 _PAUSES = 3
-"""Pauses within which every rank that waits has said so anew."""
+"""Pauses within which every rank that waits has posted so anew."""
 _OPERATION = "init_process_group"
 _WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be asked before it comes."
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says as long as it waits.
+    """What a rank posts as long as it waits.
 
     Attributes:
         token: of its process.
-        beat: how often it has said so.
+        beat: how often it has posted.
         host: machine of the process.
-        space: tells machines, and containers on them, apart.
+        space: differs between machines, and between containers on them.
         pid: number of the process.
         file: the user's file that waits.
         line: the line there.
@@ -70,13 +68,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Question:
-    """What ranks see of the missing ones.
-
-    Attributes:
-        number: of the question.
-        asked: ranks that are to answer.
-        missing: ranks that it is about.
-    """
+    """What the ranks `asked` see of the missing ones."""
 
     number: str
     asked: list[int]
@@ -85,13 +77,7 @@ class Question:
 
 @dataclass(frozen=True)
 class SentReport:
-    """A report that was made.
-
-    Attributes:
-        rank: that made it.
-        token: of its process.
-        missing: ranks that it named.
-    """
+    """That the process `token` of a rank has reported missing ranks."""
 
     rank: int
     token: str
@@ -100,12 +86,7 @@ class SentReport:
 
 @dataclass(frozen=True)
 class End:
-    """That a process is to end because of a report.
-
-    Attributes:
-        token: of the process.
-        text: the report.
-    """
+    """That the process `token` is to end because of a report."""
 
     token: str
     text: str
@@ -128,7 +109,7 @@ class ArrivalWatch:
         self._limits = limits
         self._outlet = Outlet(topology.rank, topology.size, environ)
         self._waiting_thread = threading.get_ident()
-        self._token = uuid4().hex  # tells this process from one of the same rank before a restart
+        self._token = uuid4().hex  # another one than that of the same rank before a restart
         self._own = own_identity()
         self._began = time.monotonic()
         self._next = limits.seconds
@@ -174,11 +155,11 @@ class ArrivalWatch:
     # The store
 
     def _connect(self) -> StoreChannel | None:
-        # Restarts share this part of the store: they tell themselves apart by the tokens of their processes.
-        return process_group.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
+        # Restarts share this part of the store: their processes have other tokens.
+        return rendezvous.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
 
     def _take_part(self, channel: StoreChannel) -> None:
-        """Say that this rank waits, and do what another one asks for."""
+        """Post that this rank waits, and do what another one asks for."""
         self._beats += 1
         channel.post(f"here/{self._rank}", asdict(self._note()))
         end = as_dataclass(End, channel.read(f"end/{self._rank}"))
@@ -195,8 +176,8 @@ class ArrivalWatch:
         """Whether another rank may end this one: anybody may have written what is not signed."""
         return channel.is_signed or (self._limits.ends and self._waited() >= self._limits.seconds)
 
-    def _rest(self, channel: StoreChannel) -> bool:
-        """Wait until every rank that waits has said so anew; whether the group is open meanwhile."""
+    def _wait_for_notes(self, channel: StoreChannel) -> bool:
+        """Wait until every rank that waits has posted so anew; whether the group is open meanwhile."""
         for _ in range(_PAUSES):
             if self._done.wait(self._limits.pause):
                 return True
@@ -204,16 +185,17 @@ class ArrivalWatch:
         return False
 
     def _find_waiting(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
-        """The ranks that say at this time that they wait; others may have said so before a restart."""
+        """The ranks that post at this time that they wait; others may have posted before a restart."""
         ranks = list(ranks)
         before = self._read_notes(channel, ranks)
-        if not ranks or self._rest(channel):
+        if not ranks or self._wait_for_notes(channel):
             return {}
         after = self._read_notes(channel, ranks)
         return {rank: note for rank, note in after.items() if note != before.get(rank)}
 
     def _read_notes(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
-        notes = {rank: as_dataclass(Note, channel.read(f"here/{rank}")) for rank in ranks}
+        posted = channel.gather("here", list(ranks), 0.0)
+        notes = {rank: as_dataclass(Note, value) for rank, value in posted.items()}
         return {rank: note for rank, note in notes.items() if note is not None}
 
     # The report
@@ -237,7 +219,7 @@ class ArrivalWatch:
             **{rank: found.get(rank) or self._unseen(rank) for rank in missing},
         }
         self._reported = set(missing)
-        channel.post("told", asdict(SentReport(self._rank, self._token, missing)))
+        channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
         advice = _advice([states[rank] for rank in missing])
         self._publish([states[rank] for rank in sorted(states)], advice, channel, notes)
 
@@ -245,7 +227,7 @@ class ArrivalWatch:
         """Whether this rank, or one that waits too, has reported all of these already."""
         if self._reported is not None and self._reported >= set(missing):
             return True
-        sent = as_dataclass(SentReport, channel.read("told"))
+        sent = as_dataclass(SentReport, channel.read("reported"))
         teller = None if sent is None else others.get(sent.rank)
         if sent is None or teller is None or teller.token != sent.token:
             return False
@@ -273,30 +255,24 @@ class ArrivalWatch:
 
     def _describe(self, missing: Iterable[int]) -> list[RankState]:
         """What this process sees of the missing ranks of its machine."""
-        seen = siblings.find(self._rank)
-        if seen is None:
+        siblings = processes.find_siblings(self._rank)
+        if siblings is None:
             return []
-        first = self._rank - self._topology.local_rank
-        here = range(first, first + self._topology.local_size) if seen.is_complete else ()
+        first, pids = self._rank - self._topology.local_rank, siblings.pids
+        started = range(first, first + self._topology.local_size) if siblings.is_complete else ()
         return [
-            self._seen(rank, seen.pids[rank]) if rank in seen.pids else self._gone(rank, seen.starter)
+            self._running(rank, pids[rank]) if rank in pids else self._ended(rank, siblings.starter)
             for rank in missing
-            if rank in seen.pids or rank in here
+            if rank in pids or rank in started
         ]
 
-    def _seen(self, rank: int, pid: int) -> RankState:
-        text = f"did not come: its process {pid} on {self._own.host} {process_view.describe(pid)}"
-        stack = stacks.without_runners(process_view.stack_of(pid))
-        return RankState(
-            rank,
-            SILENT,
-            ending=text,
-            stack=process_view.spell_stack(stack),
-            host=self._own.host,
-            pid=pid,
-        )
+    def _running(self, rank: int, pid: int) -> RankState:
+        host = self._own.host
+        text = f"did not come: its process {pid} on {host} {processes.describe(pid)}"
+        stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
+        return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
 
-    def _gone(self, rank: int, starter: int) -> RankState:
+    def _ended(self, rank: int, starter: int) -> RankState:
         host = self._own.host
         text = f"ended before it came (process {starter} on {host}, which started it, has it no more)"
         return RankState(rank, ENDED, ending=text, host=host)
@@ -305,9 +281,9 @@ class ArrivalWatch:
         return RankState(rank, SILENT, ending="did not come, and no rank that waits can see what it does")
 
     def _rank_0_without_store(self) -> RankState:
-        place = f"{self._topology.address}:{self._topology.port}"
-        (state,) = [s for s in self._describe([0]) if s.pid or s.doing == ENDED] or [self._unseen(0)]
-        return replace(state, ending=f"{state.ending}; it does not answer at {place}")
+        address = f"{self._topology.address}:{self._topology.port}"
+        state = next(iter(self._describe([0])), self._unseen(0))
+        return replace(state, ending=f"{state.ending}; it does not answer at {address}")
 
     def _note(self) -> Note:
         frame = stacks.innermost(self._waiting_thread)
@@ -340,7 +316,7 @@ class ArrivalWatch:
         if channel is not None:
             for rank, note in (notes or {}).items():
                 channel.post(f"end/{rank}", asdict(End(note.token, text)))
-            if self._rest(channel):
+            if self._wait_for_notes(channel):
                 return
         self._end(text)
 
@@ -349,7 +325,7 @@ class ArrivalWatch:
         self._outlet.end()
 
     def _report(self, text: str) -> Report:
-        return Report(text, self._rank, self._limits.ends, time.time(), [self._rank], [])
+        return Report(text, self._rank, self._limits.ends, [self._rank], [])
 
 
 def _advice(missing: list[RankState]) -> str:

@@ -123,8 +123,8 @@ def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
 
     Args:
         outcome: how the run ended.
-        folder: where the report for machines lies.
-        log_dir: where the logs of the ranks lie, if they were kept.
+        folder: that holds the report for machines.
+        log_dir: folder of the logs of the ranks, if they were kept.
     """
     cause, first = find_cause(outcome), find_first(outcome)
     heading, text = _first(outcome, first)
@@ -240,8 +240,8 @@ def _others(outcome: Outcome, first: Suspect | None) -> list[tuple[str, list[int
         said = f"afterwards: {shortened(failure.headline, _LONGEST_HEADLINE)}"
         texts[failure.rank] = looks.setdefault(_look(failure), said)
     left = outcome.finished if first is not None and first.kind == Kind.LEFT else []
-    told = {*left, *([first.rank] if first is not None else outcome.seen.killed)}
-    return _folded((text, rank) for rank, text in sorted(texts.items()) if rank not in told)
+    named = {*left, *([first.rank] if first is not None else outcome.seen.killed)}
+    return _folded((text, rank) for rank, text in sorted(texts.items()) if rank not in named)
 
 
 def _fate(outcome: Outcome, rank: int, number: int) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about hangs, over the store of the process group and not over its wire.
+"""What ranks exchange about hangs over the store, and what one of them knows of the others.
 
 Inquiries are numbered. Whoever raises the number asks; every rank posts its state under that number, and the
 one that asked posts the report.
@@ -6,36 +6,22 @@ one that asked posts the report.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
-from accelerate.diagnostics.hang_report import RankState
-from accelerate.state import StoreChannel, as_dataclass, process_group
+import psutil
+
+from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics.hang_report import ENDED, SILENT, RankState, Report
+from accelerate.state import StoreChannel, as_dataclass
 
 PATIENCE = timedelta(seconds=5)
 """How long a request to the store may take."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an inquiry found.
-
-    Attributes:
-        text: for people.
-        printer: rank that prints it.
-        ends: whether all ranks end now.
-        moment: seconds since the epoch at which it was made.
-        answered: ranks that answered.
-        ended: ranks that have ended.
-    """
-
-    text: str
-    printer: int
-    ends: bool
-    moment: float
-    answered: list[int]
-    ended: list[int]
+_SPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,7 @@ class Identity:
 
     Attributes:
         host: name of the machine.
-        space: tells machines, and containers on them, apart.
+        space: differs between machines, and between containers on them.
         pid: number of the process.
         born: when it was started, as the operating system says.
     """
@@ -55,15 +41,21 @@ class Identity:
     born: float
 
 
+def own_identity() -> Identity:
+    """How this process is found by others on its machine."""
+    space = os.readlink(_SPACE) if _SPACE.exists() else ""
+    return Identity(socket.gethostname(), space, os.getpid(), psutil.Process().create_time())
+
+
 class HangChannel:
-    """One rank's view of the common board.
+    """What one rank posts and reads.
 
     Args:
         channel: a connection that no other thread uses.
         rank: of this process.
 
     Attributes:
-        is_signed: whether what stands there was written by ranks of this run, and by nobody else.
+        is_signed: whether only ranks of this run can have written the values.
     """
 
     def __init__(self, channel: StoreChannel, rank: int) -> None:
@@ -72,21 +64,21 @@ class HangChannel:
         self._rank = rank
 
     def introduce(self, identity: Identity) -> None:
-        """Say how this process is found."""
+        """Post how this process is found."""
         self._channel.post(f"who/{self._rank}", asdict(identity))
 
     def identity(self, rank: int) -> Identity | None:
-        """How another process is found; None when it has not said it."""
+        """How another process is found; None when it has not posted it."""
         return as_dataclass(Identity, self._channel.read(f"who/{rank}"))
 
     def leave(self, ending: str) -> None:
-        """Say that this process ends, and how."""
+        """Post that this process ends, and how."""
         self._channel.post(f"end/{self._rank}", ending)
 
     def ending(self, rank: int) -> str | None:
-        """How another process has ended; None when it has not said so."""
-        found = self._channel.read(f"end/{rank}")
-        return found if isinstance(found, str) else None
+        """How another process has ended; None when it has not posted it."""
+        ending = self._channel.read(f"end/{rank}")
+        return ending if isinstance(ending, str) else None
 
     def inquiry(self) -> int:
         """The number of the last inquiry; 0 when there was none."""
@@ -94,7 +86,7 @@ class HangChannel:
 
     def ask(self, last: int) -> bool:
         """Begin the inquiry after `last`; whether this rank was the first to do so."""
-        if not self._channel.post_first(f"asked/{last + 1}", self._rank):
+        if self._channel.decide(f"asked/{last + 1}", self._rank) != self._rank:
             return False
         self._channel.count("inquiry", 1)
         return True
@@ -105,24 +97,24 @@ class HangChannel:
 
     def answers(self, number: int, ranks: Sequence[int]) -> dict[int, RankState]:
         """The states that have been posted for an inquiry, among those of `ranks`."""
-        found = {rank: self._channel.read(f"state/{number}/{rank}") for rank in ranks}
-        states = {rank: as_dataclass(RankState, state) for rank, state in found.items()}
+        posted = self._channel.gather(f"state/{number}", ranks, 0.0)
+        states = {rank: as_dataclass(RankState, state) for rank, state in posted.items()}
         return {rank: state for rank, state in states.items() if state is not None}
 
     def announce(self, number: int, report: Report) -> None:
-        """Post what an inquiry found."""
+        """Post the report of an inquiry."""
         self._channel.post(f"report/{number}", asdict(report))
 
     def report(self, number: int) -> Report | None:
-        """What an inquiry found; None as long as it lasts."""
+        """The report of an inquiry; None as long as there is none."""
         return as_dataclass(Report, self._channel.read(f"report/{number}"))
 
     def is_first_to_tell(self) -> bool:
-        """Whether no other rank has told yet why the run fails."""
-        return self._channel.post_first("told", self._rank)
+        """Whether no other rank has reported yet why the run fails."""
+        return bool(self._channel.decide("reported", self._rank) == self._rank)
 
     def confirm(self, number: int) -> int:
-        """Say that this rank has done what a report demands; how many have by now."""
+        """Post that this rank has done what a report demands; how many have by now."""
         return self._channel.count(f"confirmed/{number}", 1)
 
     def confirmed(self, number: int) -> int:
@@ -130,6 +122,57 @@ class HangChannel:
         return self._channel.count(f"confirmed/{number}")
 
 
-def connect() -> StoreChannel | None:
-    """Open a connection of its own to the store of the default group; None where there is no such store."""
-    return process_group.connect_channel("hangs", PATIENCE)
+class Peers:
+    """Whether the other ranks of the run still run, as far as this one can see.
+
+    Args:
+        hang_channel: where they posted how they are found.
+        own: identity of this process.
+        ranks: of the others.
+    """
+
+    def __init__(self, hang_channel: HangChannel, own: Identity, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._hang_channel = hang_channel
+        self._own = own
+        self._identities: dict[int, Identity] = {}
+
+    def ended(self) -> dict[int, str]:
+        """The ranks that have ended, each with how, as what follows "has"."""
+        endings = {rank: self._ending(rank) for rank in self.ranks}
+        return {rank: text for rank, text in endings.items() if text is not None}
+
+    def silent_state(self, rank: int) -> RankState:
+        """Describe a rank that gave no answer."""
+        who = self._identity(rank)
+        host, pid = (who.host, who.pid) if who else ("", 0)
+        ending = self._ending(rank)
+        if ending is not None:
+            return RankState(rank, ENDED, ending=ending, host=host, pid=pid)
+        stack = ""
+        if who is None:
+            text = "has built no Accelerator yet, or none that watches for hangs"
+        elif self._is_on_this_machine(who):
+            text = f"lives but gives no answer: its process {pid} on {host} {processes.describe(pid)}"
+            stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
+        else:
+            text = f"gives no answer (process {pid} on {host}): it, its machine or the way to it is lost"
+        return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
+
+    def _ending(self, rank: int) -> str | None:
+        posted = self._hang_channel.ending(rank)
+        if posted is not None:
+            return posted
+        who = self._identity(rank)
+        if who is None or not self._is_on_this_machine(who) or processes.runs(who.pid, who.born):
+            return None
+        # It may have posted its end while its process was looked for.
+        return self._hang_channel.ending(rank) or f"died without a word (process {who.pid} on {who.host})"
+
+    def _identity(self, rank: int) -> Identity | None:
+        if rank not in self._identities and (who := self._hang_channel.identity(rank)) is not None:
+            self._identities[rank] = who
+        return self._identities.get(rank)
+
+    def _is_on_this_machine(self, who: Identity) -> bool:
+        return (who.host, who.space) == (self._own.host, self._own.space)

@@ -1,14 +1,24 @@
-"""What is said about ranks that wait for each other: from what each of them does to a text."""
+"""The report about ranks that wait for each other: what each of them does, the text, and where it goes."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
 
 from accelerate.base import spell_ranks
+from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
 
 MOST_STACKS = 3
+EXIT_CODE = 1
 
 COLLECTIVE = "collective"
 TORCH = "torch"
@@ -29,10 +39,10 @@ class RankState:
 
     Attributes:
         rank: of the process.
-        doing: `COLLECTIVE`, an operation of this package; `TORCH`, one that the script or torch calls
-            itself; `STARTING`, it waits for the others to open the process group; `DATA`, it waits for a
-            batch; `ELSEWHERE`, none; `SILENT`, the process lives and does not answer, or may live where it
-            cannot be seen; `ENDED`.
+        doing: `COLLECTIVE`, an operation of this package; `TORCH`, one that the script or torch calls itself;
+            `STARTING`, it waits for the others to open the process group; `DATA`, it waits for a batch;
+            `ELSEWHERE`, none; `SILENT`, the process runs and does not answer, or may run where it cannot be
+            seen; `ENDED`.
         operation: name of the operation, or of the library function that the user's line called.
         sequence: number of the operation; 0 where they are not counted.
         facts: what the operation was called with.
@@ -68,34 +78,39 @@ class RankState:
         return self.doing in (COLLECTIVE, TORCH, STARTING)
 
 
-def awaits_data(states: Sequence[RankState], seconds: float) -> bool:
-    """Whether a rank has waited for a batch this long.
+@dataclass(frozen=True)
+class Report:
+    """The result of an inquiry.
 
-    Args:
-        states: of all ranks.
-        seconds: how long.
+    Attributes:
+        text: for people.
+        printer: rank that prints it.
+        ends: whether all ranks end now.
+        answered: ranks that answered.
+        ended: ranks that have ended.
+        moment: seconds since the epoch at which it was made.
     """
-    return any(state.doing == DATA and state.seconds >= seconds for state in states)
+
+    text: str
+    printer: int
+    ends: bool
+    answered: list[int]
+    ended: list[int]
+    moment: float = field(default_factory=time.time)
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
-    """Whether ranks wait for others in a deadlock; a step that takes long on all ranks is no hang.
-
-    Args:
-        states: of all ranks.
-    """
+    """Whether ranks wait for others in a deadlock; a step that takes long on all ranks is none."""
     waiting = [state for state in states if state.waits]
-    if not waiting:
-        return False
     operations = {state.operation for state in waiting}
     is_long_step = len(waiting) == len(states) and len(operations) == 1 and operations <= _LONG
-    return not is_long_step
+    return bool(waiting) and not is_long_step
 
 
 def compose(states: Sequence[RankState], folder: str) -> str:
-    """Write the report: one sentence, then the stacks of the ranks that keep the others waiting.
+    """Write the report: one sentence, then the stacks of the ranks for which the others wait.
 
-    Ranks that wait for batches only, while no rank waits for another, are told of as such.
+    Where ranks only wait for batches, and no rank for another, it says so.
 
     Args:
         states: of all ranks, in their order.
@@ -105,8 +120,8 @@ def compose(states: Sequence[RankState], folder: str) -> str:
     sentence = "; ".join(f"{spell_ranks([s.rank for s in group])} {text}" for text, group in groups)
     is_slow = not is_hang(states) and any(state.doing == DATA for state in states)
     lines = [f"accelerate: {'waiting for data' if is_slow else 'hang'}: {sentence}."]
+    # Of ranks that do the same one stack is enough; what each of them waits for differs.
     odd = odd_groups([group for _, group in groups])
-    # Ranks that do the same stand alike, but what they wait for is of each its own.
     shown = [state for group in odd for state in (group if group[0].details else group[:1])]
     for state in shown[:MOST_STACKS]:
         who = f"rank {state.rank} (process {state.pid} on {state.host})"
@@ -118,25 +133,18 @@ def compose(states: Sequence[RankState], folder: str) -> str:
 
 
 def fold(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:
-    """Ranks that do the same, with what is said of them: those that wait first, those that ended last.
-
-    Args:
-        states: of all ranks.
-        folder: see `compose`.
-    """
+    """Ranks that do the same, with their description: those that wait first, those that ended last."""
     order = (STARTING, COLLECTIVE, TORCH, DATA, ELSEWHERE, SILENT, ENDED)
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for state in sorted(states, key=lambda state: order.index(state.doing)):
-        groups.setdefault(_likeness(state), []).append(state)
+        own = () if state.doing == ELSEWHERE else (state.sequence, state.ending)
+        same = (state.doing, state.operation, state.file, state.line, *own)
+        groups.setdefault(same, []).append(state)
     return [(_describe(group, folder), group) for group in groups.values()]
 
 
 def odd_groups(groups: Sequence[list[RankState]]) -> list[list[RankState]]:
-    """The groups that do something else than most: those that are not waiting, or wait for something else.
-
-    Args:
-        groups: of ranks that do the same.
-    """
+    """The groups that do something else than most: those that are not waiting, or wait for something else."""
     waiting = [group for group in groups if group[0].waits]
     most = max((len(group) for group in waiting), default=0)
     leaders = [group for group in waiting if len(group) == most]
@@ -155,31 +163,86 @@ def _compare_records(states: Sequence[RankState]) -> list[str]:
     return [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in groups.items()]
 
 
-def _likeness(state: RankState) -> tuple[object, ...]:
-    if state.doing == ELSEWHERE:
-        return (state.doing, state.operation, state.file, state.line)
-    return (state.doing, state.operation, state.sequence, state.file, state.line, state.ending)
-
-
 def _describe(group: Sequence[RankState], folder: str) -> str:
     state, plural = group[0], len(group) > 1
-    place = f"{_short(state.file, folder)}:{state.line}" if state.file else "an unknown line"
-    since = max(member.seconds for member in group)
-    if state.doing == COLLECTIVE:
-        verb = "wait" if plural else "waits"
-        return f"{verb} in {state.operation} #{state.sequence}, {place}, since {since:.0f} s"
-    if state.doing == TORCH:
-        verb = "wait" if plural else "waits"
-        return f"{verb} in {state.operation} (not through accelerate), {place}, since {since:.0f} s"
-    if state.doing == STARTING:
-        return f"{'wait' if plural else 'waits'} in {state.operation}, {place}, since {since:.0f} s"
-    if state.doing == DATA:
-        return f"{'wait' if plural else 'waits'} for a batch, {place}, since {since:.0f} s"
+    if state.doing in (SILENT, ENDED):
+        return f"{'have' if plural else 'has'} {state.ending}" if state.doing == ENDED else state.ending
+    file = state.file.removeprefix(f"{folder}{os.sep}")
+    line = f"{file}:{state.line}" if file else "an unknown line"
     if state.doing == ELSEWHERE:
-        where = f"at {place}" if state.operation.startswith("<") else f"in {state.operation}, {place}"
+        where = f"at {line}" if state.operation.startswith("<") else f"in {state.operation}, {line}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
-    return f"{'have' if plural else 'has'} {state.ending}" if state.doing == ENDED else state.ending
+    reason = {
+        COLLECTIVE: f"in {state.operation} #{state.sequence}",
+        TORCH: f"in {state.operation} (not through accelerate)",
+        STARTING: f"in {state.operation}",
+        DATA: "for a batch",
+    }[state.doing]
+    seconds = max(member.seconds for member in group)
+    return f"{'wait' if plural else 'waits'} {reason}, {line}, since {seconds:.0f} s"
 
 
-def _short(file: str, folder: str) -> str:
-    return file[len(folder) + 1 :] if file.startswith(f"{folder}{os.sep}") else file
+class Outlet:
+    """Where the reports of one rank go: standard error, the folder of the launcher, the end of the process.
+
+    Args:
+        rank: of this process.
+        size: number of processes.
+        environ: has the folder in which the launcher collects failures, and the number of restarts.
+    """
+
+    def __init__(self, rank: int, size: int, environ: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._size = size
+        self._attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+        folder = environ.get(FOLDER_VARIABLE)
+        self._folder = Path(folder) if folder else None
+
+    def publish(self, report: Report) -> None:
+        """Print a report, and keep it for the launcher."""
+        self._print(report.text)
+        if self._folder is not None and self._folder.is_dir():
+            kept = {"text": report.text, "moment": report.moment, "attempt": self._attempt}
+            (self._folder / HANG).write_text(json.dumps(kept), encoding="utf-8")
+
+    def withdraw(self, text: str) -> None:
+        """Print that a report no longer holds, and keep none."""
+        self._print(text)
+        if self._folder is not None:
+            (self._folder / HANG).unlink(missing_ok=True)
+
+    def prepare_end(self, report: Report) -> None:
+        """Write for the launcher that this process ends because of a report."""
+        if self._folder is None:
+            return
+        Failure(
+            rank=self._rank,
+            world_size=self._size,
+            attempt=self._attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            moment=report.moment,
+            kind=(HANG_KIND,),
+            headline=report.text.splitlines()[0].removeprefix("accelerate: "),
+            trace=report.text,
+            place="",
+        ).write(self._folder)
+
+    def end(self) -> None:
+        """End this process at once: its main thread is blocked where no exception reaches it.
+
+        Its daemons, such as the workers of a loader, end with it, as they do when Python ends by itself.
+        """
+        own = {process.pid for process in psutil.Process().children()}
+        for child in multiprocessing.active_children():  # of a fork: those of its parent too
+            if child.daemon and child.pid in own:
+                child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    @staticmethod
+    def _print(text: str) -> None:
+        # Parts of it come from other processes: nothing in it may control the terminal.
+        text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+        print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""One process: say what the workers of a loader do when it waits long for a batch.
+"""Whether a thread waits for a batch of a loader, and what the worker processes do that are to read it.
 
-With several processes the watcher of each rank does that too. Here a thread watches each pass over a loader
-with workers, and ends with it. It takes no lock, so a process that is forked meanwhile inherits none that is
-held.
+With several processes the watcher of each rank reports that too. With one process a thread watches each pass
+over a loader with workers, and ends with it. It takes no lock, so a process that is forked meanwhile inherits
+none that is held.
 """
 
 from __future__ import annotations
@@ -12,20 +12,154 @@ import socket
 import threading
 import time
 import weakref
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
-from accelerate.diagnostics import loading, stacks
-from accelerate.diagnostics.hang_channel import Report
-from accelerate.diagnostics.hang_outlet import Outlet
-from accelerate.diagnostics.hang_report import DATA, RankState, compose
-from accelerate.diagnostics.watchdog import GROWTH, Limits
+from accelerate.base import Frame
+from accelerate.data_loader import ReadAhead, WorkersObserver
+from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics.hang_report import DATA, Outlet, RankState, Report, compose
+
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_NOTICE_A_DEATH = 2.0
+GROWTH = 2.0
+"""By how much longer the next wait may be before it is reported again."""
+MOST_WORKERS = 8
+"""Workers that a report describes; those that owe the next batch come first."""
+MOST_WORKER_STACKS = 3
+_DEPTH = 16  # the wait of a loader is among the innermost frames
+_WAIT_OF_TORCH = "_get_data"
+_WAIT_OF_OURS = ReadAhead.take.__code__
+_WORKER_LOOP = "_worker_loop"
+_TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to read
 
 
-class LoaderWatch:
-    """Follows the passes over loaders with workers.
+@dataclass(frozen=True)
+class Limits:
+    """When a wait is reported, and what follows.
+
+    Attributes:
+        seconds: how long a rank may wait.
+        ends: whether all ranks end after a report.
+    """
+
+    seconds: float
+    ends: bool
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks."""
+        return min(SECONDS_BETWEEN_LOOKS, self.seconds / 10)
+
+    @property
+    def death(self) -> float:
+        """Seconds of waiting after which a rank looks whether the others still run."""
+        return min(SECONDS_TO_NOTICE_A_DEATH, self.seconds)
+
+
+@dataclass(frozen=True)
+class BatchWait:
+    """A thread that waits for a batch.
+
+    Attributes:
+        token: differs between two waits.
+        iterator: torch's iterator, which has the workers; None where a thread reads without any.
+        reader: the frame of the thread that reads, where that is another one.
+    """
+
+    token: tuple[object, ...]
+    iterator: Any = field(repr=False)
+    reader: FrameType | None = field(repr=False)
+
+
+def find_wait(frame: FrameType | None) -> BatchWait | None:
+    """Find the batch that a thread waits for, from its innermost frame; None when it waits for none."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return None
+        if frame.f_code is _WAIT_OF_OURS:
+            return _wait_for_reader(frame.f_locals["self"])
+        if frame.f_code.co_name == _WAIT_OF_TORCH:
+            iterator = frame.f_locals.get("self")
+            if getattr(iterator, "_workers", None):
+                return BatchWait(_token(iterator), iterator, None)
+        frame = frame.f_back
+    return None
+
+
+def describe(wait: BatchWait) -> str:
+    """Say what the workers of a loader do, or where the thread is that reads; what follows the rank."""
+    if wait.iterator is not None:
+        return _describe_workers(wait.iterator)
+    if wait.reader is None:
+        return "waits for its thread that reads batches, which has ended"
+    stack = stacks.read_position(wait.reader).stack
+    return f"waits for its thread that reads batches, which stands at:\n{stack}"
+
+
+def _wait_for_reader(reader: Any) -> BatchWait | None:
+    if reader.thread is None:  # this thread reads by itself
+        return None
+    frame = stacks.innermost(reader.thread.ident or 0)
+    inner = find_wait(frame)
+    return inner or BatchWait(("reader", id(reader), reader.takes), None, frame)
+
+
+def _token(iterator: Any) -> tuple[object, ...]:
+    # Nothing of the iterator is kept: its workers end with the last reference to it. torchdata asks its
+    # workers for states before it has a `_sampler_iter`.
+    order = getattr(iterator, "_sampler_iter", None)
+    return (iterator._workers[0].pid, getattr(iterator, "_rcvd_idx", 0), id(order))
+
+
+def _describe_workers(iterator: Any) -> str:
+    owing = _workers_that_owe(iterator)
+    numbers = [*owing, *(n for n in range(len(iterator._workers)) if n not in owing)]
+    lines = ["waits for the workers of its loader:"]
+    for index, number in enumerate(numbers[:MOST_WORKERS]):
+        pid = iterator._workers[number].pid
+        task = ", which owes the next batch," if index == 0 and owing else ""
+        line = f"worker {number} (process {pid}){task} {processes.describe(pid)}"
+        stack = _stack_of_worker(pid) if number in owing[:MOST_WORKER_STACKS] else ""
+        lines += [f"{line}, stands at:", stack.rstrip()] if stack else [line]
+    if len(numbers) > MOST_WORKERS:
+        lines.append(f"and {len(numbers) - MOST_WORKERS} more workers")
+    return "\n".join(lines)
+
+
+def _stack_of_worker(pid: int) -> str:
+    """The stack of a worker that owes a batch; of all its threads where its main thread does not read one.
+
+    The main thread has then handed the batch on, and another one is to send it.
+    """
+    frames = processes.stack_of(pid)
+    own = _own_frames(frames)
+    if not own or own[0][2] != _TASK_QUEUE:
+        return processes.spell_stack(own)
+    threads = [own, *map(_own_frames, processes.stacks_of_all_threads(pid))]
+    others = [thread for thread in threads[1:] if thread and thread[:1] != own[:1]]
+    texts = [processes.spell_stack(thread).rstrip() for thread in (own, *others)]
+    return "\nanother thread of it stands at:\n".join(texts)
+
+
+def _workers_that_owe(iterator: Any) -> list[int]:
+    """Numbers of the workers that have been asked for batches and gave none yet, the next batch first."""
+    tasks = sorted(getattr(iterator, "_task_info", {}).copy().items())
+    return list(dict.fromkeys(task[0] for _, task in tasks if len(task) == 1))
+
+
+def _own_frames(frames: list[Frame]) -> list[Frame]:
+    """The frames of a worker below torch's loop: a forked one begins with those of the process it is from."""
+    loop = max((index for index, frame in enumerate(frames) if frame[2] == _WORKER_LOOP), default=-1)
+    return frames[loop + 1 :]
+
+
+class LoaderWatch(WorkersObserver):
+    """Watches the passes over loaders with workers, where there is one process.
 
     Args:
-        limits: after how many seconds a wait is told of.
+        limits: after how many seconds a wait is reported.
         outlet: where that is written.
     """
 
@@ -39,7 +173,7 @@ class LoaderWatch:
         Args:
             iterator: torch's, with workers.
         """
-        over: list[bool] = []
+        over: list[bool] = []  # an event has a lock, which a fork could inherit held
         weakref.finalize(iterator, over.append, True)
         watch = _Pass(iterator._workers[0].pid, self._limits, self._outlet, over)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
@@ -57,7 +191,7 @@ class _Pass:
         self._token: object = None
         self._since = 0.0
         self._limit = limits.seconds
-        self._told = False
+        self._was_reported = False
 
     def run(self) -> None:
         """Look from time to time, until the pass is over."""
@@ -67,35 +201,34 @@ class _Pass:
 
     def _look(self) -> None:
         frame = stacks.innermost(self._thread)
-        wait = loading.find_wait(frame)
+        wait = find_wait(frame)
         if frame is None or wait is None or wait.token[0] != self._worker:
             self._change(None)
             return
         self._change(wait.token)
         seconds = time.monotonic() - self._since
         if seconds >= self._limit:
-            self._limit = seconds * GROWTH  # a loader that is slow at each batch is not told of each time
-            self._tell(wait, stacks.read_position(frame), seconds)
+            self._limit = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
+            self._report(wait, stacks.read_position(frame), seconds)
 
     def _change(self, token: object) -> None:
         if token == self._token:
             return
         self._token, self._since = token, time.monotonic()
-        if self._told:
+        if self._was_reported:
             self._outlet.withdraw("accelerate: the batch has come.")
-            self._told = False
+            self._was_reported = False
 
-    def _tell(self, wait: loading.BatchWait, position: stacks.Position, seconds: float) -> None:
+    def _report(self, wait: BatchWait, position: stacks.Position, seconds: float) -> None:
         state = RankState(
             0,
             DATA,
             file=position.file,
             line=position.line,
             seconds=seconds,
-            details=loading.describe(wait),
+            details=describe(wait),
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        text = compose([state], os.getcwd())
-        self._outlet.publish(Report(text, 0, ends=False, moment=time.time(), answered=[0], ended=[]))
-        self._told = True
+        self._outlet.publish(Report(compose([state], os.getcwd()), 0, False, [0], []))
+        self._was_reported = True

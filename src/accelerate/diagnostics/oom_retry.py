@@ -1,8 +1,8 @@
-"""Processes that try something together and agree on how it went, without the wire that may hang.
+"""Agree with the other ranks on how an attempt ended, over the store: their collectives may hang.
 
-A process that runs out of memory leaves the others waiting in a collective. So the processes tell each other
-through the key-value store of the process group how their attempt ended. When some do not come because they
-still wait, every process gives the group up, which wakes them, and a new group is opened on the same store.
+A process that runs out of memory leaves the others waiting in a collective. When some do not report because
+they still wait, every process aborts the process group, which wakes them, and a new group is opened on the
+same store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -22,16 +21,16 @@ from accelerate.base import StateError, environ
 from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState, StoreChannel, process_group
 
-# How long a process that ran out of memory waits for the others before it takes them for stuck.
 SECONDS_OF_GRACE = 5.0
+"""How long a process that ran out of memory waits for the others before it takes them for stuck."""
 SECONDS_TO_LEAVE = 30.0
-_WATCH = 0.5
+_PAUSE = 0.5
 
 
 class Attempts:
     """One process: how its attempt ended is how the attempt ended.
 
-    Each attempt is one `begin`, then one of `settle` and `fail`.
+    Each attempt is one `begin`, then one of `agree` and `fail`.
     """
 
     def begin(self) -> None:
@@ -42,16 +41,16 @@ class Attempts:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends with an error of its own."""
+        """Report that this process ends with an error of its own."""
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         """Wait for all processes, and return whether any of them ran out of memory. Called on all ranks.
 
         Args:
-            ran_out: Whether this process did, or was interrupted.
+            ran_out: whether this process did, or was interrupted.
 
         Raises:
-            StateError: A process ended with an error of its own, or did not come in time.
+            StateError: a process ended with an error of its own, or did not come in time.
         """
         return ran_out
 
@@ -62,30 +61,26 @@ class WireAttempts(Attempts):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         return any(self._transport.gather_object(ran_out))
 
 
 class StoreAttempts(Attempts):
-    """Several processes of `torch.distributed`, which agree through its store.
-
-    Args:
-        state: The facts of this process.
-    """
+    """Several processes of `torch.distributed`, which agree through its store."""
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
-        self._rank, self._size = state.process_index, state.num_processes
+        self._ranks = range(state.num_processes)
         self._store: Any = distributed_c10d._get_default_store()
-        self._search = self._store.add(f"accelerate/attempts/{self._rank}", 1)
+        self._search = self._store.add(f"accelerate/attempts/{state.process_index}", 1)
         self._attempt = 0
         self._channel = self._open_channel()
         self._watcher: _Watcher | None = None
 
     def begin(self) -> None:
         self._attempt += 1
-        self._channel = channel = self._open_channel()
-        self._watcher = _Watcher(lambda: channel.read("fate") == "close")
+        self._channel = self._open_channel()
+        self._watcher = _Watcher(self._channel)
 
     def was_interrupted(self) -> bool:
         try:
@@ -101,16 +96,16 @@ class StoreAttempts(Attempts):
         finally:
             self._stop_watching()
 
-    def settle(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool) -> bool:
         try:
-            return self._settle(ran_out)
+            return self._agree(ran_out)
         finally:
             self._stop_watching()
 
-    def _settle(self, ran_out: bool) -> bool:
+    def _agree(self, ran_out: bool) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
-        if ran_out and (self._channel.read("fate") == "close" or None in self._wait(SECONDS_OF_GRACE)):
-            self._decide("close")
+        if ran_out and (_is_closing(self._channel) or None in self._wait(SECONDS_OF_GRACE)):
+            self._channel.decide("fate", "close")
             _release_group()
         limit = self._store.timeout.total_seconds()
         reports = self._wait(limit)
@@ -128,14 +123,14 @@ class StoreAttempts(Attempts):
             return False
         # Where all ranks have issued the same number of collectives, the next ones meet.
         in_step = len({_collectives_issued(), *(issued for _, issued in reports)}) == 1
-        if self._decide("keep" if in_step else "close") == "close":
+        if self._channel.decide("fate", "keep" if in_step else "close") == "close":
             self._reopen_group()
         return True
 
     def _reopen_group(self) -> None:
         """Leave the old group on all ranks and meet in a new one."""
-        watcher = self._watcher or _Watcher(lambda: True)
-        if not watcher.has_left(SECONDS_TO_LEAVE):
+        self._watcher = self._watcher or _Watcher(self._channel)  # none where the state is new
+        if not self._watcher.has_left(SECONDS_TO_LEAVE):
             raise StateError(
                 "A process ran out of memory, and the process group cannot be closed: collectives that were "
                 "started wait for each other. Start the run again with a smaller batch size."
@@ -143,34 +138,28 @@ class StoreAttempts(Attempts):
         device = self._state.device
         dist.init_process_group(
             self._state.backend,
-            store=distributed_c10d.PrefixStore(
-                f"accelerate/attempts/{self._search}/{self._attempt}/group", self._store
-            ),
-            rank=self._rank,
-            world_size=self._size,
+            store=distributed_c10d.PrefixStore(f"{self._scope()}/group", self._store),
+            rank=self._state.process_index,
+            world_size=len(self._ranks),
             timeout=self._store.timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if self._state.device_backend.binds_group else None,
         )
         process_group.own_group()
-        PartialState._shared_state.pop("_transport", None)
+
+    def _scope(self) -> str:
+        return f"accelerate/attempts/{self._search}/{self._attempt}"
 
     def _open_channel(self) -> StoreChannel:
-        scope = f"accelerate/attempts/{self._search}/{self._attempt}"
-        return StoreChannel(self._store, scope, environ.current())
+        return StoreChannel(self._store, self._scope(), environ.current())
 
     def _report(self, how: str, detail: str | int | None) -> None:
-        """Tell the others how this attempt ended here: "done", "ran out" or "failed"."""
+        """Report how this attempt ended on this rank: "done", "ran out" or "failed"."""
         self._channel.post(how, True)
-        self._channel.post(str(self._rank), [how, detail])
+        self._channel.post(f"ended/{self._state.process_index}", [how, detail])
 
     def _wait(self, seconds: float) -> list[Any]:
         """Wait for the reports of all ranks; None for those that did not come in time."""
-        return list(self._channel.wait([str(rank) for rank in range(self._size)], seconds).values())
-
-    def _decide(self, fate: str) -> str:
-        """Settle for all ranks whether the group is kept; the first answer stands."""
-        self._channel.post_first("fate", fate)
-        return str(self._channel.read("fate"))
+        return list(self._channel.gather("ended", self._ranks, seconds).values())
 
     def _stop_watching(self) -> None:
         if self._watcher is not None:
@@ -179,10 +168,10 @@ class StoreAttempts(Attempts):
 
 
 class _Watcher:
-    """A thread that gives the process group up when it is told to: the main thread may be stuck in it."""
+    """A thread that aborts the process group when a rank decides so: the main thread may be stuck in it."""
 
-    def __init__(self, told_to: Callable[[], bool]) -> None:
-        self._told_to = told_to
+    def __init__(self, channel: StoreChannel) -> None:
+        self._channel = channel
         self._stopped = threading.Event()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="accelerate-attempt", daemon=True)
@@ -197,12 +186,10 @@ class _Watcher:
 
     def _watch(self) -> None:
         try:
-            while not self._told_to():
-                if self._stopped.wait(_WATCH):
+            while not _is_closing(self._channel):
+                if self._stopped.wait(_PAUSE):
                     return
-        except (
-            dist.DistError
-        ):  # the store is gone; the main thread meets the same error where it can be raised
+        except dist.DistError:  # the store is gone; the main thread raises the same error
             return
         if dist.is_initialized():
             distributed_c10d._abort_process_group()
@@ -216,18 +203,22 @@ def join_attempts() -> Attempts:
     return StoreAttempts(PartialState()) if process_group.is_open() else WireAttempts(current_transport())
 
 
+def _is_closing(channel: StoreChannel) -> bool:
+    return bool(channel.read("fate") == "close")
+
+
 def _release_group() -> None:
     """Drop what keeps the process group of a failed attempt alive, besides torch itself.
 
     gloo closes its connections, and so wakes who waits, only with the last reference to the group. Models may
-    be held by an `Accelerator` until it is told to free them, and are of no use without the other ranks. And
+    be held by an `Accelerator` until it frees them, and are of no use without the other ranks. And
     where `torch.distributed.nn` was first imported after the group was opened, it is a default of its
     functions.
     """
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), DistributedDataParallel):
             for name in ("reducer", "logger", "process_group"):
-                vars(thing).pop(name, None)
+                vars(candidate).pop(name, None)
     for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(

@@ -1,4 +1,4 @@
-"""Where a thread of this process stands, read from another thread while it may be blocked outside Python."""
+"""Where a thread of this process is, read from another thread while it may be blocked outside Python."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread stands.
+    """Where a thread is.
 
     Attributes:
         file: of the user's innermost frame; of the outermost one where all belong to libraries.
         line: there.
         function: the library function that the user's line called, the user's own function without one.
         waits_in: the operation of torch that may wait for other processes: "backward", "all_reduce", ...;
-            empty where the thread is elsewhere.
+            empty for any other.
         stack: as Python prints it, the innermost line last.
     """
 
@@ -46,20 +46,12 @@ class Position:
 
 
 def innermost(thread: int) -> FrameType | None:
-    """The frame that a thread executes; None when it has ended.
-
-    Args:
-        thread: identifier of the thread.
-    """
+    """The frame that a thread executes; None when it has ended."""
     return sys._current_frames().get(thread)
 
 
 def read_position(frame: FrameType) -> Position:
-    """Describe where a thread stands.
-
-    Args:
-        frame: its innermost frame.
-    """
+    """Describe where a thread is, from its innermost frame."""
     frames = _outwards(frame)
     index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_libraries())), len(frames) - 1)
     user = frames[index]
@@ -74,20 +66,12 @@ def read_position(frame: FrameType) -> Position:
 
 
 def may_wait(frame: FrameType) -> bool:
-    """Whether the thread is inside an operation of torch that may wait for other processes.
-
-    Args:
-        frame: its innermost frame.
-    """
+    """Whether a thread is, by its innermost frame, in an operation of torch that may wait for others."""
     return _file(frame).startswith((*_COLLECTIVES, _AUTOGRAD))
 
 
 def may_compute(frame: FrameType) -> bool:
-    """Whether the thread is inside a backward, which computes more often than it waits.
-
-    Args:
-        frame: its innermost frame.
-    """
+    """Whether a thread is, by its innermost frame, in a backward, which computes more often than it waits."""
     return _file(frame).startswith(_AUTOGRAD)
 
 
@@ -106,11 +90,7 @@ def waiting_operation(frames: list[FrameType]) -> str:
 
 
 def without_runners(frames: list[Frame]) -> list[Frame]:
-    """The frames of a stack without those of the launcher, which the user did not write.
-
-    Args:
-        frames: the innermost last.
-    """
+    """The frames of a stack without those of the launcher, which the user did not write."""
     return [frame for frame in frames if not frame[0].startswith(_RUNNERS)]
 
 
@@ -132,7 +112,7 @@ def _file(frame: FrameType) -> str:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Where code lies that is not the user's."""
+    """Folders of code that is not the user's."""
     # Nothing is imported here: watchers read positions, and a process that is forked while another thread
     # imports a module never gets that module.
     paths = {Path(os.__file__).parent, *site.getsitepackages()}

@@ -1,4 +1,8 @@
-"""Start the watcher of this rank, and end it with the process group."""
+"""The hang detector of one rank: it detects deadlocks, answers other ranks, and ends with the process group.
+
+It looks about once a second, from a thread of its own. That costs the training thread nothing, and works
+while it is blocked outside Python.
+"""
 
 from __future__ import annotations
 
@@ -10,95 +14,89 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any
 
 from accelerate.base import environ as variables
-from accelerate.data_loader import after_workers_start
+from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import stacks
-from accelerate.diagnostics.arrivals import ArrivalWatch
-from accelerate.diagnostics.hang_channel import HangChannel, Report, connect
-from accelerate.diagnostics.hang_outlet import Outlet
-from accelerate.diagnostics.hang_report import COLLECTIVE, TORCH, RankState, compose
-from accelerate.diagnostics.loader_watch import LoaderWatch
+from accelerate.diagnostics.arrivals import SECONDS_TO_ANSWER, SECONDS_TO_END, ArrivalWatch
+from accelerate.diagnostics.hang_channel import PATIENCE, HangChannel, Peers, own_identity
+from accelerate.diagnostics.hang_report import (
+    COLLECTIVE,
+    DATA,
+    TORCH,
+    Outlet,
+    RankState,
+    Report,
+    compose,
+    is_hang,
+)
+from accelerate.diagnostics.loader_watch import GROWTH, Limits, LoaderWatch
 from accelerate.diagnostics.observation import Observation
-from accelerate.diagnostics.peers import Peers, own_identity
-from accelerate.diagnostics.watchdog import Limits, Watchdog
-from accelerate.ops import RING
+from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
-from accelerate.state import PartialState, StoreChannel, Topology, process_group
+from accelerate.state import PartialState, StoreChannel, Topology, process_group, rendezvous, services
 
 DEFAULT_SECONDS = 60.0
-SECONDS_TO_END = 10.0
 
 _logger = logging.getLogger(__name__)
-_KEY = "_watching"
-_LOADERS = "_watching_loaders"
 
 
-class Watching:
-    """A running watcher; it ends with `stop`, or when nobody holds this object any more.
+class Watchdog:
+    """What the thread that watches one rank does; it holds nothing that holds `Watching`.
 
     Args:
-        watcher: what its thread does.
+        rank: of this process.
+        limits: when a wait is reported.
+        hang_channel: between the ranks.
+        peers: the other ranks.
+        observation: of the thread that trains.
+        outlet: where reports go.
     """
 
-    def __init__(self, watcher: _Watcher) -> None:
-        self._pid = os.getpid()
-        self._watcher = watcher
-        self._thread = threading.Thread(target=watcher.run, name="accelerate-watchdog", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, watcher.end_in, self._pid)
-
-    def stop(self, ending: str) -> None:
-        """End the watcher, and tell the others that this process takes no further part.
-
-        Args:
-            ending: how, as what follows "rank 1 has".
-        """
-        if os.getpid() != self._pid:  # a fork has no watcher
-            return
-        self._watcher.ending = ending
-        if process_group.failed():
-            self._watcher.failed = True
-            self._watcher.lost = lost_place(self._watcher.rank, sys.last_traceback)
-        self._watcher.ended.set()
-        self._thread.join(SECONDS_TO_END)
-
-
-class _Watcher:
-    """The body of the thread; it holds nothing that holds `Watching`."""
-
     def __init__(
-        self, rank: int, limits: Limits, dog: Watchdog, observation: Observation, outlet: Outlet
+        self,
+        rank: int,
+        limits: Limits,
+        hang_channel: HangChannel,
+        peers: Peers,
+        observation: Observation,
+        outlet: Outlet,
     ) -> None:
         self.rank = rank
         self.ended = threading.Event()
         self.ending = "given up its state"
         self.failed = False
-        self.lost: RankState | None = None
+        self.lost: RankState | None = None  # where an operation with other ranks failed
         self._limits = limits
-        self._dog = dog
+        self._hang_channel = hang_channel
+        self._peers = peers
         self._observation = observation
         self._outlet = outlet
+        self._answered = 0  # last inquiry that this rank has answered
+        self._read = 0  # last inquiry whose report it has read
+        self._answered_at = 0.0
+        self._token: object = None
+        self._next = limits.seconds  # how long the present wait may last until it is reported (again)
+        self._named: set[int] = set()  # ranks that were reported to have ended
+        self._reported: object = None  # the wait that this rank had reported last
+        self._over = False
+        self._patience_for_data = limits.seconds  # grows: a loader that is slow at each batch is no fault
 
     def end_in(self, pid: int) -> None:
-        """End the watcher in its own process only: a fork may have the lock of the event as it was held.
-
-        Args:
-            pid: number of that process.
-        """
+        """End the watcher in its own process only: a fork may have the lock of the event as it was held."""
         if os.getpid() == pid:
             self.ended.set()
 
     def run(self) -> None:
-        """Look until the end; without the store, what this rank knows alone is said once."""
+        """Look until the end; without the store, report once what this rank sees alone."""
         try:
             while not self.ended.wait(self._limits.pause):
-                self._dog.look()
-            self._dog.last_words(self.ending, self.failed, self.lost)
+                self.look()
+            self.last_words(self.ending, self.failed, self.lost)
         except RuntimeError as error:  # what torch raises when a store does not answer
             self._watch_alone(str(error).splitlines()[0])
         finally:
@@ -108,21 +106,171 @@ class _Watcher:
         while not self.ended.wait(self._limits.pause):
             _, seconds = self._observation.waited()
             if seconds >= self._limits.death:
-                self._tell_alone(self._observation.state(), reason)
+                report = self._report_alone(self._observation.state(), reason)
+                if report.ends:
+                    self._outlet.prepare_end(report)
+                    self._outlet.end()
                 return
         if self.lost is not None:
-            self._tell_alone(self.lost, reason)
+            self._report_alone(self.lost, reason)
 
-    def _tell_alone(self, state: RankState, reason: str) -> None:
+    def _report_alone(self, state: RankState, reason: str) -> Report:
         text = (
             f"{compose([state], os.getcwd())}\nThe others cannot be asked: the store of the run is gone "
             f"({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
         )
-        report = Report(text, self.rank, self._limits.ends, time.time(), [self.rank], [])
+        report = self._build_report(text, [self.rank], [], ends=self._limits.ends)
         self._outlet.publish(report)
-        if self._limits.ends and state is not self.lost:
+        return report
+
+    def look(self) -> None:
+        """Look once: answer others, read reports, and ask when this rank waits too long."""
+        token, seconds = self._observation.waited()
+        if token != self._token:
+            is_data = isinstance(token, tuple) and token[0] == DATA
+            self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
+        self._attend(seconds)
+        self._report_end_of_hang()
+        if token is None or seconds < self._limits.death or self._is_inquiring():
+            return
+        if seconds >= self._next or self._peers.ended().keys() - self._named:
+            self._inquire(seconds)
+
+    def last_words(self, ending: str, failed: bool, lost: RankState | None) -> None:
+        """Post how this process ends, and name those whose end before made it fail.
+
+        Args:
+            ending: what follows "has".
+            failed: whether an error ends it.
+            lost: where this rank was when an operation with other ranks failed; None when that is not why
+                it ends.
+        """
+        self._hang_channel.leave(ending)
+        if self._reported is not None and not failed:
+            self._withdraw()
+        ended = {} if lost is None else self._peers.ended()
+        if lost is not None and ended and not self._named and self._hang_channel.is_first_to_tell():
+            states = [self._peers.silent_state(rank) for rank in ended]
+            text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
+            self._outlet.publish(self._build_report(text, [self.rank], list(ended), ends=False))
+
+    def _attend(self, seconds: float) -> None:
+        """Answer the last inquiry, and read its report when it is there."""
+        number = self._hang_channel.inquiry()
+        if number > self._answered:
+            self._hang_channel.answer(number, self._observation.state())
+            self._enter(number, seconds)
+        if self._read < self._answered and (report := self._hang_channel.report(self._answered)) is not None:
+            self._obey(self._answered, report)
+
+    def _enter(self, number: int, seconds: float) -> None:
+        self._answered, self._answered_at = number, time.monotonic()
+        self._next = max(self._next, seconds * GROWTH)
+
+    def _is_inquiring(self) -> bool:
+        """Whether the last inquiry has no report yet; one whose asker has died meanwhile does not count."""
+        return self._read < self._answered and time.monotonic() - self._answered_at < 3 * SECONDS_TO_ANSWER
+
+    def _inquire(self, seconds: float) -> None:
+        if not self._hang_channel.ask(self._answered):
+            return
+        own = self._observation.state()
+        self._enter(self._answered + 1, seconds)
+        self._hang_channel.answer(self._answered, own)
+        answers = self._collect(own)
+        ended = list(self._peers.ended())
+        ranks = sorted((self.rank, *self._peers.ranks))
+        states = [answers.get(rank) or self._peers.silent_state(rank) for rank in ranks]
+        hang = is_hang(states) and self._observation.waited()[0] == self._token
+        slow = not hang and any(s.doing == DATA and s.seconds >= self._limits.seconds for s in states)
+        if slow:
+            self._patience_for_data = seconds * GROWTH
+        text = compose(states, os.getcwd()) if hang or slow else ""
+        report = self._build_report(text, list(answers), ended, ends=hang and self._limits.ends)
+        self._hang_channel.announce(self._answered, report)
+        self._reported = self._token if hang or slow else None
+        self._obey(self._answered, report)
+
+    def _collect(self, own: RankState) -> dict[int, RankState]:
+        """The states of the ranks that answer in time."""
+        states = {self.rank: own}
+        deadline = time.monotonic() + SECONDS_TO_ANSWER
+        while time.monotonic() < deadline:
+            missing = [rank for rank in self._peers.ranks if rank not in states]
+            states |= self._hang_channel.answers(self._answered, missing)
+            if len(states) + len(self._peers.ended().keys() - states.keys()) == len(self._peers.ranks) + 1:
+                break
+            time.sleep(self._limits.pause / 4)
+        return states
+
+    def _build_report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
+        running = [rank for rank in answered if rank not in ended]
+        return Report(text, min(running, default=self.rank), ends, answered, ended)
+
+    def _obey(self, number: int, report: Report) -> None:
+        self._read = number
+        self._named |= set(report.ended)
+        if report.text and report.printer == self.rank:
+            self._outlet.publish(report)
+        if report.ends and self._may_end():
             self._outlet.prepare_end(report)
+            with suppress(RuntimeError):  # the process that keeps the store has ended before this one
+                self._wait_for_confirmations(number, len(report.answered))
             self._outlet.end()
+
+    def _may_end(self) -> bool:
+        """Whether a report may end this process: anybody may have written one that is not signed.
+
+        Then this rank ends by what it sees itself, and one that does not wait is left to its launcher.
+        """
+        _, seconds = self._observation.waited()
+        return self._hang_channel.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
+
+    def _wait_for_confirmations(self, number: int, wanted: int) -> None:
+        """Let all that answered come here, so that the end of the first does not keep others from it."""
+        deadline = time.monotonic() + SECONDS_TO_ANSWER
+        confirmed = self._hang_channel.confirm(number)
+        while confirmed < wanted and time.monotonic() < deadline:
+            time.sleep(self._limits.pause / 4)
+            confirmed = self._hang_channel.confirmed(number)
+
+    def _report_end_of_hang(self) -> None:
+        """Withdraw the report of this rank a look after its wait is over: it may have ended in an error."""
+        if self._reported is None or self._reported == self._token:
+            return
+        if self._over:
+            self._withdraw()
+        self._over = not self._over
+
+    def _withdraw(self) -> None:
+        self._outlet.withdraw(f"accelerate: the hang is over: rank {self.rank} goes on.")
+        self._reported = None
+
+
+class Watching:
+    """A running watcher, a service of the run; it ends with `stop`, or when this object is no longer held."""
+
+    def __init__(self, dog: Watchdog) -> None:
+        self._pid = os.getpid()
+        self._dog = dog
+        self._thread = threading.Thread(target=dog.run, name="accelerate-watchdog", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, dog.end_in, self._pid)
+
+    def stop(self, ending: str) -> None:
+        """End the watcher, and post that this process takes no further part.
+
+        Args:
+            ending: how, as what follows "rank 1 has".
+        """
+        if os.getpid() != self._pid:  # a fork has no watcher
+            return
+        self._dog.ending = ending
+        if process_group.failed():
+            self._dog.failed = True
+            self._dog.lost = lost_place(self._dog.rank, sys.last_traceback)
+        self._dog.ended.set()
+        self._thread.join(SECONDS_TO_END)
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
@@ -154,20 +302,20 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
         ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
     """
     limits = read_limits(environ)
-    shared = PartialState._shared_state
     if limits.seconds and state.num_processes == 1:
-        shared[_LOADERS] = LoaderWatch(limits, Outlet(0, 1, environ))
+        services.put(WorkersObserver, LoaderWatch(limits, Outlet(0, 1, environ)))
     if state.num_processes == 1 or not limits.seconds or not process_group.is_open():
         return
-    if _KEY in shared:
+    if services.find(Watching) is not None:
         return
     try:
-        channel = connect()
+        channel = rendezvous.connect_channel("hangs", PATIENCE)
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return
     if channel is not None:
-        shared[_KEY] = Watching(_build(state, limits, channel, environ))
+        watching = Watching(_build(state, limits, channel, environ))
+        services.put(Watching, watching, close=partial(stop, "closed its process group"))
 
 
 def stop(ending: str) -> None:
@@ -176,23 +324,22 @@ def stop(ending: str) -> None:
     Args:
         ending: how this process ends its part, as what follows "rank 1 has".
     """
-    watching: Watching | None = PartialState._shared_state.pop(_KEY, None)
+    watching = services.remove(Watching)
     if watching is not None:
         watching.stop(ending)
 
 
 def _build(
     state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
-) -> _Watcher:
+) -> Watchdog:
     rank, size, own = state.process_index, state.num_processes, own_identity()
     hang_channel = HangChannel(channel, rank)
     hang_channel.introduce(own)
-    RING.reset()  # the thread that builds the state is the one that trains
-    observation = Observation(RING, rank, own.host, own.pid)
+    record = flight_recorder()
+    record.reset()  # the thread that builds the state is the one that trains
+    observation = Observation(record, rank, own.host, own.pid)
     peers = Peers(hang_channel, own, tuple(other for other in range(size) if other != rank))
-    outlet = Outlet(rank, size, environ)
-    dog = Watchdog(rank, limits, hang_channel, peers, observation, outlet)
-    return _Watcher(rank, limits, dog, observation, outlet)
+    return Watchdog(rank, limits, hang_channel, peers, observation, Outlet(rank, size, environ))
 
 
 def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:
@@ -209,18 +356,12 @@ def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:
     if not stacks.may_wait(trace.tb_frame):
         return None
     position = stacks.read_position(trace.tb_frame)
-    last = RING.entries()[-1:]
+    last = flight_recorder().entries()[-1:]
     if last and (last[0].file, last[0].line) == (position.file, position.line):
         operation, sequence, doing = last[0].operation, last[0].sequence, COLLECTIVE
     else:
         operation, sequence, doing = position.waits_in, 0, TORCH
-    return RankState(
-        rank, doing, operation=operation, sequence=sequence, file=position.file, line=position.line
-    )
-
-
-def _stop_with_group() -> None:
-    stop("closed its process group")
+    return RankState(rank, doing, operation, sequence, file=position.file, line=position.line)
 
 
 def _stop_at_exit() -> None:
@@ -234,14 +375,6 @@ def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[o
     return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()
 
 
-def _watch_loader(iterator: Any) -> None:
-    watch: LoaderWatch | None = PartialState._shared_state.get(_LOADERS)
-    if watch is not None:
-        watch.follow(iterator)
-
-
-after_workers_start.append(_watch_loader)
-process_group.while_opening.append(_watch_arrivals)
-process_group.before_closing.append(_stop_with_group)
+services.while_opening.append(_watch_arrivals)
 # Registered after the process group's own, and so called before it.
 atexit.register(_stop_at_exit)

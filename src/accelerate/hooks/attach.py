@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelerate.devices import of_device
 from accelerate.hooks.align import AlignDevicesHook, Shared
 from accelerate.hooks.base import HOOK, add_hook_to_module, add_spare_hook
 from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead, Prefetcher
@@ -200,6 +201,6 @@ class _Attaching:
         """Bring weights ahead, unless they are in the memory in which they are used."""
         target = torch.device("cpu") if device is None else resolve_device(device)
         is_in_files = isinstance(self.weights_map, OffloadedWeightsLoader) and bool(self.weights_map.index)
-        if target.type == "cpu" and not is_in_files:
+        if of_device(target).is_host and not is_in_files:
             return NOTHING_AHEAD
         return self.aheads.setdefault(target, Prefetcher(target))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accelerate.devices import hardware_table
+from accelerate.devices import hardware_table, of_device
 
 PAGE = 4096
 
@@ -41,7 +41,7 @@ class Lane:
         """Return weights, or None where there is no room for them; called in a thread of its own."""
         weights = block.fetch()
         for weight in weights:
-            if weight.device.type == "cpu" and weight.is_contiguous():
+            if weight.is_cpu and weight.is_contiguous():
                 weight.reshape(-1).view(torch.uint8)[::PAGE].sum()  # else the block would wait for each page
         return weights
 
@@ -96,7 +96,8 @@ def lane_to(device: torch.device) -> Lane:
     Args:
         device: that computes.
     """
-    if device.type in ("cpu", "meta"):
+    backend = of_device(device)
+    if backend.is_host or device.type == "meta":
         return Lane()
     module = hardware_table.named(device.type).torch_module()
     return StreamLane(device, module) if hasattr(module, "Stream") else Lane()

@@ -9,8 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accelerate.base import (
     ConfigurationError,
     DistributedType,
@@ -85,7 +83,7 @@ def notebook_launcher(
     """
     _check_arguments(function, mixed_precision, num_nodes, node_rank)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
-    if backend == hardware_table.XLA:
+    if backend.own_runtime:
         _run_replicas(function, args, num_processes, mixed_precision)
         return
     size = _crew_size(num_processes, backend)
@@ -98,7 +96,7 @@ def notebook_launcher(
         size, num_nodes, node_rank, master_addr, port, mixed_precision, _device_variables(backend)
     )
     print(f"Launching training on {size} x {backend.label}.")
-    if backend == hardware_table.CPU and num_nodes == 1:
+    if backend.is_host and num_nodes == 1:
         with tempfile.TemporaryDirectory() as folder, patch_environment(**workers.environment()):
             worker = CpuWorker(function, Path(folder))
             run_forked(PrepareForLaunch(worker, DistributedType.MULTI_CPU), args, size, Path(folder))
@@ -112,7 +110,7 @@ def notebook_launcher(
         monitor_interval,
         log_line_prefix_template,
     )
-    run_elastic(CpuWorker if backend == hardware_table.CPU else Worker, function, args, workers, meeting)
+    run_elastic(CpuWorker if backend.is_host else Worker, function, args, workers, meeting)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -175,12 +173,12 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
 
 def _crew_size(wanted: int | None, backend: DeviceBackend) -> int:
     """Number of processes on this machine."""
-    single = backend == hardware_table.CPU or backend.comm is None
+    single = backend.is_host or backend.comm is None
     if wanted is None:
         return 1 if single else backend.count()
     if wanted < 1:
         raise wrong_value("num_processes", wanted, "nobody would run", "Give at least 1")
-    limit = wanted if backend == hardware_table.CPU else 1 if backend.comm is None else backend.count()
+    limit = wanted if backend.is_host else 1 if backend.comm is None else backend.count()
     if wanted > limit:
         raise wrong_value(
             "num_processes",
@@ -195,10 +193,9 @@ def _run_here(
     function: Callable[..., Any], args: tuple[Any, ...], precision: str, backend: DeviceBackend
 ) -> None:
     print(f"Launching training on one {backend.label}.")
-    fallback = {"PYTORCH_ENABLE_MPS_FALLBACK": "1"} if backend == hardware_table.MPS else {}
     absent = [kind for kind in _STATES if not kind._shared_state]
     try:
-        with patch_environment(**precision_variables(precision), **fallback):
+        with patch_environment(**precision_variables(precision), **dict(backend.notebook_variables)):
             function(*args)
     finally:  # so that another launch, of several processes too, finds no `Accelerator` here
         for kind in absent:
@@ -232,7 +229,7 @@ def _refuse_used_notebook(backend: DeviceBackend) -> None:
             "An Accelerator (or PartialState) was already made in this process, so the launched processes "
             "would take it for theirs. Make it inside the function only, restart the notebook, launch again."
         )
-    if backend == hardware_table.CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if backend.prevents_fork():
         raise ConfigurationError(describe_cuda_use())
 
 
@@ -244,8 +241,8 @@ def _free_port(port: int, machines: int) -> int:
 
 def _device_variables(backend: DeviceBackend) -> dict[str, str]:
     """What processes on this hardware need to be told."""
-    if backend == hardware_table.CPU:
+    if backend.is_host:
         return {"ACCELERATE_USE_CPU": "true", **thread_variables()}
-    if backend == hardware_table.CUDA and not check_cuda_p2p_ib_support():
+    if backend.comm == "nccl" and not check_cuda_p2p_ib_support():
         return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return {}

@@ -1,4 +1,14 @@
-from accelerate.ops.async_reduce import Answer as Answer, combine_aside as combine_aside
+from accelerate.ops.agreement import (
+    CollectiveConsensus as CollectiveConsensus,
+    open_consensus as open_consensus,
+    run_on_all_ranks as run_on_all_ranks,
+    run_on_rank_0 as run_on_rank_0,
+)
+from accelerate.ops.async_reduce import (
+    Answer as Answer,
+    AsyncGroup as AsyncGroup,
+    reduce_async as reduce_async,
+)
 from accelerate.ops.base import (
     Transport as Transport,
     as_carried as as_carried,
@@ -26,11 +36,11 @@ from accelerate.ops.collectives import (
 )
 from accelerate.ops.flight_record import (
     LENGTH as LENGTH,
-    RING as RING,
     Entry as Entry,
     RecordingTransport as RecordingTransport,
     Ring as Ring,
     calling_frame as calling_frame,
+    flight_recorder as flight_recorder,
     line_of as line_of,
 )
 from accelerate.ops.header import Head as Head, width_of as width_of

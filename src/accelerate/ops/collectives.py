@@ -27,7 +27,7 @@ from accelerate.ops.packed import (
 from accelerate.ops.padding import at_least_1d, first_rows, gather_rows, row_fact, too_few_rows
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, operation, outline
-from accelerate.state import PartialState, process_group
+from accelerate.state import PartialState, services
 
 T = TypeVar("T")
 
@@ -295,7 +295,7 @@ def wait_for_everyone() -> None:
 
 
 # All waits for other processes are recorded and verified as operations.
-process_group.wait_through(wait_for_everyone)
+services.barrier = wait_for_everyone
 
 
 def _concatenated(parts: Iterable[Iterable[Any]]) -> list[Any]:

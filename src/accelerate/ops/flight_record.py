@@ -1,6 +1,6 @@
 """The flight record of this process: its last collectives, each with the line of the user that called it.
 
-`RING` is written in every collective, so it stores objects and numbers only; names of files and lines are
+It is written in every collective, so it stores objects and numbers only; names of files and lines are
 computed when it is read, which happens after a failure.
 """
 
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from accelerate.ops.base import Transport
+from accelerate.state import services
 
 LENGTH = 32
 """Number of operations that are recorded."""
@@ -34,15 +35,16 @@ _ROOTS = (
     "<frozen ",
 )
 
-# Read for each frame that is passed: file name -> whether it belongs to this package or to torch.
-_INSIDE: dict[str, bool] = {}
+
+@functools.cache
+def _is_inside(file: str) -> bool:
+    """Whether a file belongs to this package, to torch or to the interpreter."""
+    return file.startswith(_ROOTS)
 
 
 def calling_frame(frame: FrameType) -> FrameType:
     """Return the first frame from this one on that belongs neither to this package nor to torch."""
-    while (inside := _INSIDE.get(frame.f_code.co_filename)) or (
-        inside is None and _is_inside(frame.f_code.co_filename)
-    ):
+    while _is_inside(frame.f_code.co_filename):
         if frame.f_back is None:
             break
         frame = frame.f_back
@@ -119,6 +121,15 @@ class Ring:
         if self._depth:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def entry(self, operation: str, facts: object = None) -> Iterator[None]:
+        """Record the block as an operation; see `begin`."""
+        self.begin(operation, facts)
+        try:
+            yield
+        finally:
+            self.end()
+
     def reset(self) -> None:
         """Clear the record, and record the operations of the calling thread from now on."""
         self._entries.clear()
@@ -137,12 +148,16 @@ class Ring:
         return [_entry(raw, running) for raw in self._entries.copy()]
 
 
-RING = Ring()
-os.register_at_fork(after_in_child=RING.reset)
+def flight_recorder() -> Ring:
+    """Return the record of this process, a service of the process."""
+    return services.of_process(Ring)
+
+
+os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
 
 
 class RecordingTransport(Transport):
-    """A transport that records its calls in `RING`; its attributes are those of the wrapped one.
+    """A transport that records its calls; its attributes are those of the wrapped one.
 
     Args:
         wire: the transport that does the work.
@@ -162,11 +177,12 @@ class RecordingTransport(Transport):
 def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: RecordingTransport, *args: Any, **kwargs: Any) -> Any:
-        RING.begin(name, describe(args[0]) if args else None)
+        record = flight_recorder()
+        record.begin(name, describe(args[0]) if args else None)
         try:
             return getattr(self.wire, name)(*args, **kwargs)
         finally:
-            RING.end()
+            record.end()
 
     return call
 
@@ -176,18 +192,12 @@ def describe(argument: object) -> object:
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
 
 
-# The attributes of a transport; set on the instance, as those of the class hide the wrapped ones.
-_FACTS: list[str] = []
-for _name, _member in vars(Transport).items():
-    if isinstance(_member, FunctionType) and not _name.startswith("_"):
+_PUBLIC = {name: member for name, member in vars(Transport).items() if not name.startswith("_")}
+# Set on the instance, as the attributes of the class hide those of the wrapped transport.
+_FACTS = tuple(name for name, member in _PUBLIC.items() if not isinstance(member, FunctionType))
+for _name, _member in _PUBLIC.items():
+    if isinstance(_member, FunctionType):
         setattr(RecordingTransport, _name, _recorded(_name, _member))
-    elif not _name.startswith("_"):
-        _FACTS.append(_name)
-
-
-def _is_inside(file: str) -> bool:
-    _INSIDE[file] = inside = file.startswith(_ROOTS)
-    return inside
 
 
 def _entry(raw: _Raw, running: _Raw | None) -> Entry:

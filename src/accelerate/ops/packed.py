@@ -157,7 +157,7 @@ def _begin(
 
 def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
     """Whether the tensors are sent from the CPU, as the header is."""
-    return transport.verifies or not parts.leaves or parts.leaves[0].device.type == "cpu"
+    return transport.verifies or not parts.leaves or parts.leaves[0].is_cpu
 
 
 def _combine(rows: Tensor, slot: Slot, how: str) -> Tensor:
@@ -178,7 +178,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 
 def _back_on_device(results: list[Any], parts: Parts) -> list[Any]:
-    if not parts.leaves or parts.leaves[0].device.type == "cpu":
+    if not parts.leaves or parts.leaves[0].is_cpu:
         return results
     return [result.to(parts.leaves[0].device) for result in results]
 

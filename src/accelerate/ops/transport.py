@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate.base import wrong_value
-from accelerate.devices import mark_step
+from accelerate.devices import mark_step, of_device
 from accelerate.ops.base import (
     REDUCTIONS,
     Transport,
@@ -24,7 +24,7 @@ from accelerate.ops.base import (
 )
 from accelerate.ops.flight_record import RecordingTransport
 from accelerate.ops.header import Head
-from accelerate.state import PartialState, process_group
+from accelerate.state import PartialState, process_group, services
 
 # Older versions of torch know the call by its other name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,7 +59,7 @@ class TorchTransport(Transport):
         self.device = wire.device
         self._carried = _carried_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
-        self.verifies = self._fallback.type == "cpu"
+        self.verifies = of_device(self._fallback).is_host
         self._copies_results = self.size <= IN_TURN_PROCESSES and "cpu:gloo" in dist.get_backend_config()
         self.head = Head(self.size, _all_gather) if "cpu" in self._carried else None
 
@@ -70,7 +70,7 @@ class TorchTransport(Transport):
         joined = torch.empty(
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
-        if self._copies_results and local.device.type == "cpu" and local.nbytes >= IN_TURN:
+        if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
             self._gather_in_turn(joined, local)
         else:
             _all_gather(as_carried(joined), as_carried(local))
@@ -144,7 +144,7 @@ class TorchTransport(Transport):
         return other.add_(local)
 
     def _wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried and device.type == "cpu" else self._fallback
+        return device if device.type in self._carried and of_device(device).is_host else self._fallback
 
     def _onto_wire(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().to(self._wire_device(tensor.device)).contiguous()
@@ -280,9 +280,9 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 def current_transport() -> Transport:
     """Return the wire of this process, decided at the first call after `PartialState` was set up.
 
-    It is kept in the shared dictionary of `PartialState`, which a reset clears. Without a state one is made.
+    It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
     """
-    transport: Transport | None = PartialState._shared_state.get("_transport")
+    transport = services.find(Transport)
     return _open_transport() if transport is None else transport
 
 
@@ -292,8 +292,7 @@ def _open_transport() -> Transport:
         transport = Transport()
     else:
         transport = RecordingTransport(open_wire(state.device_backend.name, state))
-    PartialState._shared_state["_transport"] = transport
-    return transport
+    return services.put(Transport, transport, uses_group=True)
 
 
 def _transport_here() -> Transport:

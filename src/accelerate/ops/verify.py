@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelerate.base import AccelerateError
 from accelerate.ops.base import Transport
-from accelerate.ops.flight_record import RING, describe
+from accelerate.ops.flight_record import describe, flight_recorder
 from accelerate.ops.header import Head
 from accelerate.ops.packing import mark_of, not_a_tensor
 from accelerate.ops.transport import current_transport
@@ -75,11 +75,12 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
     def noted(*args: P.args, **kwargs: P.kwargs) -> R:
         if current_transport().size == 1:
             return function(*args, **kwargs)
-        RING.begin(name, describe(args[0]) if args else None)
+        record = flight_recorder()
+        record.begin(name, describe(args[0]) if args else None)
         try:
             return function(*args, **kwargs)
         finally:
-            RING.end()
+            record.end()
 
     return noted
 
@@ -198,7 +199,7 @@ def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
 
 def summarize(call: Call) -> CallSummary:
     """Describe a call to the other processes, with the line of the user that made it."""
-    running = RING.running()
+    running = flight_recorder().running()
     place = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
     if call.data is None:
         return CallSummary(call.operation, call.arguments, None, None, None, place)

@@ -64,12 +64,12 @@ def get_quantized_model_device_map(
 def _own_place() -> int | str:
     """The device of this process, as device maps write it."""
     backend = hardware_table.detect()
-    return backend.name if backend in (hardware_table.CPU, hardware_table.MPS) else backend.current()
+    return backend.name if backend.shares_host_memory else backend.current()
 
 
 def _away() -> tuple[str, ...]:
     """Where weights only wait for being brought to the device that computes."""
-    return (DISK,) if hardware_table.detect() == hardware_table.CPU else ("cpu", DISK)
+    return (DISK,) if hardware_table.detect().is_host else ("cpu", DISK)
 
 
 def name_kept(

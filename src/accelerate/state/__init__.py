@@ -1,6 +1,6 @@
 """Who am I among the others: processes, devices and the state that prepared objects share.
 
-The names from elsewhere are part of this import path."""
+Names of other packages are part of this import path."""
 
 from accelerate.base import attach
 

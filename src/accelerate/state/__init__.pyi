@@ -32,19 +32,32 @@ from accelerate.state.accelerator_state import (
     deepspeed_required as deepspeed_required,
     is_initialized as is_initialized,
 )
+from accelerate.state.agreement import (
+    Consensus as Consensus,
+    Judge as Judge,
+    StoreChannel as StoreChannel,
+    StoreConsensus as StoreConsensus,
+    as_dataclass as as_dataclass,
+    pack_verdict as pack_verdict,
+    unpack as unpack,
+)
 from accelerate.state.environments import (
     CPUInformation as CPUInformation,
+    Topology as Topology,
     get_cpu_distributed_information as get_cpu_distributed_information,
 )
 from accelerate.state.gradient import GradientState as GradientState
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
-from accelerate.state.processes import ProcessControl as ProcessControl
+from accelerate.state.processes import (
+    ProcessControl as ProcessControl,
+    plan_share as plan_share,
+    share_of as share_of,
+)
 from accelerate.state.shared import (
+    ProcessServices as ProcessServices,
     SharedDict as SharedDict,
     SharedState as SharedState,
     ThreadLocalSharedDict as ThreadLocalSharedDict,
     do_nothing as do_nothing,
+    services as services,
 )
-from accelerate.state.splitting import plan_share as plan_share, share_of as share_of
-from accelerate.state.store_channel import StoreChannel as StoreChannel, as_dataclass as as_dataclass
-from accelerate.state.topology import Topology as Topology

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from accelerate.base import (
     ConfigurationError,
@@ -21,12 +20,9 @@ from accelerate.base import (
     parse_flag_from_env,
     wrong_value,
 )
-from accelerate.devices import DeviceBackend, hardware_table
-from accelerate.state import process_group
-from accelerate.state.partial import FACTS, PartialState
-from accelerate.state.processes import ProcessControl
-from accelerate.state.shared import SharedDict, SharedState
-from accelerate.state.topology import Topology
+from accelerate.devices import DeviceBackend, of_device
+from accelerate.state.partial import FACTS, PartialState, RunState
+from accelerate.state.shared import SharedDict
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,7 +31,7 @@ DTYPES = {PrecisionType.FP16.value: torch.float16, PrecisionType.BF16.value: tor
 ONE_STATE = "All `Accelerator`s of a process share one state: leave the argument out, or use a new process"
 
 
-class AcceleratorState(SharedState, ProcessControl):
+class AcceleratorState(RunState):
     """The state of a run; made by `Accelerator`, read by everything it prepares.
 
     Args:
@@ -63,15 +59,6 @@ class AcceleratorState(SharedState, ProcessControl):
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
     _pickled = (*FACTS, "_mixed_precision")
 
-    distributed_type: DistributedType | str
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    backend: str | None
-    debug: bool
-    topology: Topology
-    device_backend: DeviceBackend
     deepspeed_plugins: Any
     torch_tp_plugin: Any
     parallelism_config: Any
@@ -116,7 +103,7 @@ class AcceleratorState(SharedState, ProcessControl):
             distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
-        if partial.device_backend == hardware_table.XLA and asked == PrecisionType.BF16:
+        if partial.device_backend.own_runtime and asked == PrecisionType.BF16:
             self.downcast_bfloat = _publish_xla_bf16()
 
     def _check_initialized(
@@ -134,22 +121,17 @@ class AcceleratorState(SharedState, ProcessControl):
                 f"this process already runs with mixed_precision={self._mixed_precision!r}",
                 ONE_STATE,
             )
-        if cpu and self.device.type != "cpu":
+        if cpu and not of_device(self.device).is_host:
             raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
     @property
     def mixed_precision(self) -> PrecisionType | PrecisionName:
         """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
-        if self.distributed_type != DistributedType.DEEPSPEED:
+        if self.__dict__.get("deepspeed_plugins") is None:
             return self._mixed_precision
         config = self.deepspeed_plugin.deepspeed_config
         formats: tuple[PrecisionName, ...] = ("fp16", "bf16")
         return next((name for name in formats if config.get(name, {}).get("enabled") is True), "no")
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether several processes take part."""
-        return self.num_processes > 1
 
     @property
     def fork_launched(self) -> bool:
@@ -220,14 +202,6 @@ class AcceleratorState(SharedState, ProcessControl):
         for plugin in plugins.values():
             plugin._unselect()
         chosen.select(_from_accelerator_state=True)
-
-    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Close a process group; no process waits for another.
-
-        Args:
-            group: the group; None closes the default one with all others.
-        """
-        process_group.close_group(group)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

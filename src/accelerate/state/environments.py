@@ -1,7 +1,7 @@
-"""Who started this process: one detector for each starter; the first that recognises the process answers.
+"""Who started this process, and which rank it is: one detector for each starter; the first match counts.
 
-A detector reads variables, asks neither torch nor the machine, and returns a `Topology`, or None for "not
-mine". XLA alone keeps these facts to its runtime.
+A detector reads variables, asks neither torch nor the machine, and returns a `Topology`, or None where
+another starter started the process. XLA alone keeps these facts in its runtime.
 """
 
 from __future__ import annotations
@@ -22,16 +22,58 @@ from accelerate.base import (
 )
 from accelerate.devices import hardware_table
 from accelerate.settings import parse_json
-from accelerate.state.topology import Topology
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which process this is, out of how many, and where the others meet.
+
+    Attributes:
+        rank: index of this process among all, from 0.
+        size: number of processes on all machines.
+        local_rank: index of this process on its machine, from 0.
+        local_size: number of processes on this machine.
+        node: index of this machine, from 0.
+        address: where rank 0 can be reached; None for a single process.
+        port: port at which rank 0 listens; None for a single process.
+        started_by: name of the detector that recognised the process.
+        needs_hosts: whether `local_rank`, `local_size` and `node` are not known yet: the ranks have to
+            exchange host names.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    address: str | None = None
+    port: int | None = None
+    started_by: str = "nobody"
+    needs_hosts: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return these facts under the names that torch and others read; none for a single process."""
+        if self.size == 1:
+            return {}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": str(self.address),
+            "MASTER_PORT": str(self.port),
+        }
+
+
 Detector = Callable[[Mapping[str, str]], Topology | None]
 
 
 @dataclass(frozen=True)
 class Starter:
-    """A starter that tells each process its place in variables; as a detector, it reads them.
+    """A starter that tells each process its rank in variables; as a detector, it reads them.
 
     Attributes:
         name: what `Topology.started_by` becomes.
@@ -50,7 +92,7 @@ class Starter:
     node: tuple[str, ...] = ()
 
     def __call__(self, environ: Mapping[str, str]) -> Topology | None:
-        """Return where this process stands, or None when this starter did not start it.
+        """Return which rank this process is, or None when this starter did not start it.
 
         Raises:
             ConfigurationError: its variables contradict each other or are not whole numbers.
@@ -70,14 +112,14 @@ class Starter:
         address = environ.get("MASTER_ADDR") or None
         if address is None and (local_size is not None or local_rank is not None):
             self._check_one_machine(rank, size, local_rank, local_size, node)
-        together = address is None or _is_loopback(address)
+        is_one_machine = address is None or _is_loopback(address)
         self._check_below("rank", rank, size)
         port = _port(environ, DEFAULT_PORT)
-        if local_rank is None and local_size is None and not together:
+        if local_rank is None and local_size is None and not is_one_machine:
             return Topology(rank, size, 0, 1, rank, address, port, self.name, needs_hosts=True)
         if local_rank is None:
             local_rank = rank % local_size if local_size else rank
-        local_size = local_size or (size if together else local_rank + 1)
+        local_size = local_size or (size if is_one_machine else local_rank + 1)
         self._check_below("local_rank", local_rank, local_size)
         self._check_sizes(size, local_size)
         node = rank // local_size if node is None else node
@@ -86,8 +128,7 @@ class Starter:
     def _check_one_machine(
         self, rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
     ) -> None:
-        elsewhere = (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank)
-        if elsewhere:
+        if (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank):
             raise wrong_value(
                 "MASTER_ADDR",
                 None,
@@ -262,7 +303,7 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
     if (
         not hardware_table.XLA.installed()
         or read_flag(environ, "ACCELERATE_USE_CPU")
-        or hardware_table.detect() != hardware_table.XLA
+        or not hardware_table.detect().own_runtime
     ):
         return None
     runtime = import_module("torch_xla.runtime")
@@ -312,20 +353,13 @@ DETECTORS: tuple[Detector, ...] = (
 
 
 def recognise(environ: Mapping[str, str]) -> Topology | None:
-    """Return where this process stands among the others; None when nobody started it among others.
-
-    Args:
-        environ: variables of the process.
-
-    Raises:
-        ConfigurationError: the variables contradict each other or cannot be read.
-    """
+    """Return which rank these variables describe; None when nobody started the process among others."""
     answers = (detector(environ) for detector in DETECTORS)
     return next((topology for topology in answers if topology is not None), None)
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Return where this process stands among the others, or that it is alone.
+    """Return which rank this process is, or that it is alone.
 
     Args:
         environ: variables of the process.
@@ -337,16 +371,7 @@ def detect(environ: Mapping[str, str]) -> Topology:
 
 
 def detect_in_group(environ: Mapping[str, str], rank: int, size: int) -> Topology:
-    """Return where this process stands when its process group is open already: rank and size are known.
-
-    Args:
-        environ: variables of the process; they tell the rest, such as the place on the machine.
-        rank: index of this process in the group.
-        size: number of processes in the group.
-
-    Raises:
-        ConfigurationError: the variables contradict each other or cannot be read.
-    """
+    """Return which rank this process is when its process group is open: the variables say the rest."""
     topology = recognise(environ)
     if topology is not None and (topology.rank, topology.size) == (rank, size):
         return topology
@@ -356,7 +381,7 @@ def detect_in_group(environ: Mapping[str, str], rank: int, size: int) -> Topolog
 
 @dataclass
 class CPUInformation:
-    """Where this process stands, as the environment says it; no process group is needed.
+    """Which rank this process is, as the environment says it; no process group is needed.
 
     Attributes:
         rank: index among all processes.
@@ -372,9 +397,9 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return where this process stands according to its environment variables.
+    """Return which rank this process is according to its environment variables.
 
-    Where these do not tell the place on the machine, all ranks are on this one if the address of rank 0
+    Where these do not say the local rank, all ranks are on this one if the address of rank 0
     resolves to the loopback, and else this is the only rank here; `PartialState` exchanges host names.
 
     Raises:

@@ -104,7 +104,7 @@ class GradientState(SharedState):
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders that are being read, outermost first, after a None that stands for "no loader"."""
+        """The loaders that are being read, outermost first, after a None for "no loader"."""
         return [None if reference is None else reference() for reference in self._dataloader_references_ref]
 
     @dataloader_references.setter

@@ -18,9 +18,9 @@ from accelerate.base import (
 )
 from accelerate.devices import DeviceBackend, hardware_table, set_numa_affinity
 from accelerate.state import environments, process_group
+from accelerate.state.environments import Topology
 from accelerate.state.processes import ProcessControl
-from accelerate.state.shared import SharedDict, SharedState
-from accelerate.state.topology import Topology
+from accelerate.state.shared import SharedDict, SharedState, services
 
 _logger = logging.getLogger(__name__)
 
@@ -38,11 +38,38 @@ FACTS = (
     "device_backend",
     "_cpu",
 )
-"""What is known of this process among the others, as values that can be pickled."""
+"""The entries of both states that can be pickled."""
 
 
-class PartialState(SharedState, ProcessControl):
-    """The facts of this process and the way to its peers; the first instance finds them out, all share them.
+class RunState(SharedState, ProcessControl):
+    """What both states of a run have: which process this is, among how many, on which device."""
+
+    distributed_type: DistributedType | str
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    backend: str | None
+    debug: bool
+    topology: Topology
+    device_backend: DeviceBackend
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes take part."""
+        return self.num_processes > 1
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Close a process group; no process waits for another.
+
+        Args:
+            group: the group; None closes the default one with all others.
+        """
+        process_group.close_group(group)
+
+
+class PartialState(RunState):
+    """Which process this is, joined to the others; the first instance finds it out, and all share it.
 
     Called on every rank: the first instance opens the process group and returns when all ranks have come.
 
@@ -72,16 +99,7 @@ class PartialState(SharedState, ProcessControl):
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
     _pickled = FACTS
 
-    distributed_type: DistributedType | str
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    backend: str | None
-    debug: bool
     fork_launched: bool
-    topology: Topology
-    device_backend: DeviceBackend
     _cpu: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -93,9 +111,9 @@ class PartialState(SharedState, ProcessControl):
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         device_backend, wanted = _choose_hardware(use_cpu, environ)
-        if device_backend == hardware_table.CPU:  # so that no runtime of other hardware is asked
+        if device_backend.is_host:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
-        topology = process_group.find_hosts(_find_place(environ), kwargs)
+        topology = process_group.find_hosts(_find_topology(environ), kwargs)
         device = wanted or _own_device(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
         comm = _join_group(topology, device_backend, device, kwargs)
@@ -114,11 +132,6 @@ class PartialState(SharedState, ProcessControl):
         )
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether several processes take part."""
-        return self.num_processes > 1
-
-    @property
     def default_device(self) -> torch.device:
         """The kind of device this machine computes on when nothing else is asked for, without a number."""
         return hardware_table.detect().device()
@@ -128,18 +141,11 @@ class PartialState(SharedState, ProcessControl):
         if self.device.index is not None:
             self.device_backend.set_current(self.device.index)
 
-    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Close a process group; no process waits for another.
-
-        Args:
-            group: the group; None closes the default one with all others.
-        """
-        process_group.close_group(group)
-
     @staticmethod
     def _reset_state() -> None:
         """Forget everything; an open process group stays open, and the next instance uses it."""
         PartialState._shared_state.clear()
+        services.reset()
 
     def __repr__(self) -> str:
         # Programs parse these lines, so the words and their order are fixed.
@@ -176,7 +182,7 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
     if not name:
         return (hardware_table.CPU if use_cpu else hardware_table.detect()), None
     backend = hardware_table.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
-    if use_cpu and backend != hardware_table.CPU:
+    if use_cpu and not backend.is_host:
         _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
         return hardware_table.CPU, None
     return backend, _named_device(name, backend)
@@ -219,7 +225,7 @@ def _prepare_process(
         backend.set_current(device.index)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank)
-    if backend == hardware_table.CPU and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
+    if backend.is_host and topology.local_size > 1 and not environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, _cores() // topology.local_size))
 
 
@@ -233,8 +239,8 @@ def _cores() -> int:
     return min(physical, allowed) if allowed else physical
 
 
-def _find_place(environ: Mapping[str, str]) -> Topology:
-    """Return the place in the group that is open already, or else the one that the starter told."""
+def _find_topology(environ: Mapping[str, str]) -> Topology:
+    """Return the rank in the group that is open already, or else the one that the starter gave."""
     if process_group.is_open():
         return environments.detect_in_group(environ, dist.get_rank(), dist.get_world_size())
     return environments.detect(environ)
@@ -246,16 +252,16 @@ def _join_group(
     if process_group.is_open():
         process_group.own_group()
         return str(dist.get_backend())
-    if topology.size == 1 or backend == hardware_table.XLA:
+    if topology.size == 1 or backend.own_runtime:
         return None
     comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
-    if device.type == "cuda" and not comm:
+    if backend.binds_group and not comm:
         kwargs.setdefault("device_id", device)
     return process_group.open_group(topology, backend, comm, **kwargs)
 
 
 def _label(backend: DeviceBackend, topology: Topology) -> DistributedType:
-    if topology.size == 1 and backend != hardware_table.XLA:
+    if topology.size == 1 and not backend.own_runtime:
         return DistributedType.NO
     if backend.distributed_type == DistributedType.NO:  # hardware that has no data-parallel label of its own
         return DistributedType.MULTI_CPU

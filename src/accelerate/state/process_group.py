@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
-from accelerate.devices import DeviceBackend
-from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
-from accelerate.state import hosts, restarts
-from accelerate.state.store_channel import StoreChannel
-from accelerate.state.topology import Topology
+from accelerate.devices import DeviceBackend, of_device
+from accelerate.state import rendezvous
+from accelerate.state.environments import Topology
+from accelerate.state.shared import services
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
-SECONDS_TO_SETTLE = 0.1
+SECONDS_FOR_THREADS = 0.1
 
 # Packages that register a communication library when imported, by its name or by the hardware it is for.
 PROVIDERS = {
@@ -41,16 +38,6 @@ PROVIDERS = {
     "xla": "torch_xla.distributed.xla_backend",
     "hpu": "habana_frameworks.torch.distributed.hccl",
 }
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-_opened = [0]  # how many groups this process has opened; each has keys of its own in the store
-while_opening: list[Callable[[Topology, int], AbstractContextManager[object]]] = []
-"""Entered by each of several ranks that meet at the address of a topology, until the group is open.
-The number tells apart the groups that a process opens one after the other."""
-before_closing: list[Callable[[], None]] = []
-"""Called before the default group is closed, in this order."""
-
-_owner: list[int] = []  # the process that uses the group: a fork inherits the group, but must not close it
 
 
 def is_open() -> bool:
@@ -96,32 +83,19 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
         return topology
     timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
     if is_open():
-        return _exchange_hosts(topology, distributed_c10d._get_default_store(), timeout)
+        return rendezvous.exchange_hosts(topology, distributed_c10d._get_default_store(), timeout)
     with _watched(topology, kwargs):
-        store = kwargs.get("store") or _store_at(topology, kwargs.pop("init_method", None), timeout)
-        kwargs["store"] = store
-        return _exchange_hosts(topology, store, timeout)
-
-
-def _store_at(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
-    address = {"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)}
-    environ.assign({name: text for name, text in address.items() if not environ.current().get(name)})
-    opened = rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
-    store: Store = next(opened)[0]
-    return store
-
-
-def _exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topology:
-    channel = StoreChannel(store, f"accelerate/hosts/{_opened[0]}", environ.current())
-    return hosts.find_place(topology, channel, timeout)
+        if not kwargs.get("store"):
+            kwargs["store"] = rendezvous.open_store(topology, kwargs.pop("init_method", None), timeout)
+        return rendezvous.exchange_hosts(topology, kwargs["store"], timeout)
 
 
 def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
     """The contexts in which this rank waits for the others to open the group with it."""
     stack = ExitStack()
     if topology.size > 1 and not {"init_method", "store"} & set(kwargs):
-        for watch in while_opening:
-            stack.enter_context(watch(topology, _opened[0]))
+        for watch in services.while_opening:
+            stack.enter_context(watch(topology, services.groups_opened))
     return stack
 
 
@@ -136,7 +110,7 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
         store = (
             None
             if {"init_method", "store"} & set(kwargs)
-            else restarts.store_of_generation(
+            else rendezvous.store_of_generation(
                 topology, kwargs.get("timeout") or distributed_c10d.default_pg_timeout
             )
         )
@@ -144,8 +118,8 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
-    _opened[0] += 1
-    held = _listen_on_loopback(topology)
+    services.groups_opened += 1
+    held = rendezvous.listen_on_loopback(topology)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     del held  # the group keeps the store open from here on
     own_group()
@@ -154,79 +128,9 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
         dist.barrier()
 
 
-def _listen_on_loopback(topology: Topology) -> object:
-    """Keep what this process opens for a run on one machine from the other interfaces of the machine.
-
-    Returns:
-        What keeps the store open until the group has it; None where another process opens it.
-    """
-    present = environ.current()
-    if topology.size == 1 or topology.local_size < topology.size or topology.address not in LOOPBACK:
-        return None
-    interface = loopback_interface()
-    if interface and not present.get(GLOO_INTERFACE):
-        environ.assign({GLOO_INTERFACE: interface})
-    opens = topology.rank == 0 and present.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return hold_loopback_store(topology.address, int(topology.port or 0)) if opens else None
-
-
 def own_group() -> None:
     """Take charge of the open group, whoever opened it: it is closed when this process ends."""
-    _owner[:] = [os.getpid()]
-
-
-def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
-    """Open a connection of its own to the store of the default group; None where it has no such store.
-
-    The connection that the group uses is locked while a thread waits in it; a thread needs its own.
-
-    Args:
-        purpose: tells its keys apart from those of others.
-        timeout: how long one request may take.
-    """
-    store = _connect() if is_open() else None
-    if store is None:
-        return None
-    store.set_timeout(timeout)
-    # The store may outlive a restart, and a group that was closed.
-    return StoreChannel(
-        store, f"accelerate/{purpose}/{restarts.generation()}.{_opened[0]}", environ.current()
-    )
-
-
-def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
-    """Open a connection to the store through which ranks are about to open the default group.
-
-    Args:
-        topology: where they meet.
-        purpose: tells its keys apart from those of others.
-        timeout: how long one request may take.
-
-    Returns:
-        None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.
-    """
-    address, port = str(topology.address), int(topology.port or 0)
-    try:  # torch's own connection would wait for an answer, and print warnings meanwhile
-        socket.create_connection((address, port), timeout=timeout.total_seconds()).close()
-    except OSError:
-        return None
-    store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    return StoreChannel(store, f"accelerate/{purpose}", environ.current())
-
-
-def _connect() -> Store | None:
-    store: Any = distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):
-        try:
-            connection: Store = store.clone()
-            return connection
-        except (RuntimeError, NotImplementedError):  # a kind of store that has one connection only
-            return None
-    while isinstance(store, PrefixStore):  # older torch
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return None
-    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    services.own_group(os.getpid())
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:
@@ -237,32 +141,23 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
     """
     if is_open():
         if group is None:
-            for call in before_closing:
-                call()
+            services.before_close()
         dist.destroy_process_group(group)
-        _settle()
+        _wait_for_threads()
 
 
-def _settle() -> None:
+def _wait_for_threads() -> None:
     """Give threads of gloo time to let go of the Python objects of the last operations.
 
     They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
     after all its work is done; one that comes while a replica is deleted, which holds the last reference to
     the group and waits for its threads, hangs it.
     """
-    time.sleep(SECONDS_TO_SETTLE)
-
-
-_ways: list[Callable[[], None]] = []
-
-
-def wait_through(function: Callable[[], None]) -> None:
-    """Let `wait_for_everyone` go through a function that notes or checks the call, and then waits."""
-    _ways[:] = [function]
+    time.sleep(SECONDS_FOR_THREADS)
 
 
 def wait_for_everyone(device: torch.device) -> None:
-    """Wait until all ranks have come here, through what `wait_through` was given.
+    """Wait until all ranks have come here, through `ProcessServices.barrier` where it is set.
 
     Args:
         device: where this process computes.
@@ -270,8 +165,8 @@ def wait_for_everyone(device: torch.device) -> None:
     Raises:
         StateError: the process group is closed.
     """
-    if _ways and is_open():
-        _ways[0]()
+    if services.barrier is not None and is_open():
+        services.barrier()
     else:
         wait(device)
 
@@ -288,7 +183,7 @@ def wait(device: torch.device) -> None:
     if is_open():
         on_device = device.index is not None and "nccl" in dist.get_backend()
         dist.barrier(device_ids=[device.index] if on_device else None)
-    elif device.type == "xla":
+    elif of_device(device).own_runtime:
         import_module("torch_xla.core.xla_model").rendezvous("accelerate.wait_for_everyone")
     else:
         raise StateError(
@@ -348,11 +243,11 @@ def _abandon_group() -> None:
 
 
 def _close_at_exit() -> None:
-    if _owner != [os.getpid()]:
+    if services.group_owner != os.getpid():
         return
     if is_open():
         _close_now()
-    _settle()
+    _wait_for_threads()
 
 
 def _close_now() -> None:

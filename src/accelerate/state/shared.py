@@ -1,11 +1,15 @@
-"""The dictionary behind each state class: every instance of the class reads and writes the same one."""
+"""What all code of a process shares: the entries of each state class, and the services of the run."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from itertools import count
+from typing import Any, ClassVar, TypeVar
+
+Service = TypeVar("Service")
 
 
 class ThreadLocalSharedDict(threading.local):
@@ -27,7 +31,7 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
-# Only XLA has replicas that are threads; elsewhere helper threads must see the state of the process.
+# Only XLA has replicas that are threads; otherwise helper threads must see the state of the process.
 SharedDict: Callable[[], Any] = dict if find_spec("torch_xla") is None else ThreadLocalSharedDict
 
 
@@ -75,3 +79,109 @@ def _attach(cls: type[SharedState], entries: dict[str, Any]) -> SharedState:
     if entries and not handle.initialized:
         handle.__dict__ = entries
     return handle
+
+
+class ProcessServices:
+    """What this process holds for a run besides its state: one object of each class, made at its first use.
+
+    A package registers an object under its class (the transport, the consensus, the watcher of hangs, the
+    background writer), so `state` imports none of them. `PartialState._reset_state()` forgets the services of
+    the run; those of the process last until it ends.
+
+    Attributes:
+        groups_opened: number of default process groups that this process has opened.
+        group_owner: number of the process that uses the default group; a fork inherits the group, and does
+            not close it.
+        generation: name of the restart generation that the ranks agreed on; None where they did not have to.
+        while_opening: contexts that this rank enters while it waits for the others to open the default
+            group; each gets the topology and `groups_opened`.
+        barrier: what `wait_for_everyone` calls while a group is open; None waits without a record.
+    """
+
+    _of_run: ClassVar[dict[type[Any], Any]] = SharedDict()
+    _group_users: ClassVar[dict[type[Any], None]] = SharedDict()
+    _closers: ClassVar[dict[type[Any], Callable[[], None]]] = SharedDict()
+
+    def __init__(self) -> None:
+        self._of_process: dict[type[Any], Any] = {}
+        self._counters: dict[str, Iterator[int]] = {}
+        self.groups_opened = 0
+        self.group_owner: int | None = None
+        self.generation: str | None = None
+        self.while_opening: list[Callable[[Any, int], AbstractContextManager[object]]] = []
+        self.barrier: Callable[[], None] | None = None
+
+    def find(self, kind: type[Service]) -> Service | None:
+        """Return the service of the run of this class; None where there is none."""
+        service: Service | None = self._of_run.get(kind)
+        return service
+
+    def get(self, kind: type[Service], make: Callable[[], Service], *, uses_group: bool = False) -> Service:
+        """Return the service of the run of this class; the first call makes and registers it."""
+        service = self.find(kind)
+        return self.put(kind, make(), uses_group=uses_group) if service is None else service
+
+    def put(
+        self,
+        kind: type[Service],
+        service: Service,
+        *,
+        uses_group: bool = False,
+        close: Callable[[], None] | None = None,
+    ) -> Service:
+        """Register a service of the run, in place of the one of this class.
+
+        Args:
+            kind: the class under which it is found.
+            service: the object.
+            uses_group: whether it holds the default process group: it is forgotten when another group takes
+                the place of that one.
+            close: called before the default process group is closed.
+
+        Returns:
+            The service.
+        """
+        self._of_run[kind] = service
+        if uses_group:
+            self._group_users[kind] = None
+        if close is not None:
+            self._closers[kind] = close
+        return service
+
+    def remove(self, kind: type[Service]) -> Service | None:
+        """Forget the service of the run of this class, and return it."""
+        self._group_users.pop(kind, None)
+        self._closers.pop(kind, None)
+        service: Service | None = self._of_run.pop(kind, None)
+        return service
+
+    def of_process(self, kind: type[Service]) -> Service:
+        """Return the service of the process of this class; the first call makes it, without arguments."""
+        service: Service | None = self._of_process.get(kind)
+        if service is None:
+            service = self._of_process[kind] = kind()
+        return service
+
+    def next_number(self, purpose: str) -> int:
+        """Count the calls for a purpose in this process, from 0; a reset does not start again."""
+        return next(self._counters.setdefault(purpose, count()))
+
+    def before_close(self) -> None:
+        """Close services while the default process group is still open."""
+        for close in list(self._closers.values()):
+            close()
+
+    def own_group(self, pid: int) -> None:
+        """Note which process uses the default group from now on, and forget what held the one before."""
+        self.group_owner = pid
+        for kind in list(self._group_users):
+            self.remove(kind)
+
+    def reset(self) -> None:
+        """Forget the services of the run."""
+        for registered in (self._of_run, self._group_users, self._closers):
+            registered.clear()
+
+
+services = ProcessServices()
+"""Those of this process."""

@@ -16,8 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.state import services
+
 _NOW, _NEXT = "rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"
-_replayed: WeakKeyDictionary[DistributedDataParallel, list[int]] = WeakKeyDictionary()
+
+
+class _Replayed(WeakKeyDictionary[DistributedDataParallel, list[int]]):
+    """The orders that replicas of this process have adopted."""
 
 
 def order_of(replica: DistributedDataParallel) -> list[int]:
@@ -32,7 +37,7 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
     """
     if not _changes(replica):
         return []
-    return _noted_order(replica) or _replayed.get(replica, [])
+    return _noted_order(replica) or services.of_process(_Replayed).get(replica, [])
 
 
 def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
@@ -57,7 +62,7 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
         torch.autograd.backward(parameters[index], torch.zeros_like(parameters[index]))
     for each, gradient in zip(parameters, kept, strict=True):
         each.grad = gradient
-    _replayed[replica] = list(order)
+    services.of_process(_Replayed)[replica] = list(order)
 
 
 def _changes(replica: DistributedDataParallel) -> bool:

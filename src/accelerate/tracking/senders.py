@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 from accelerate.tracking.base import GeneralTracker
@@ -21,10 +22,6 @@ logger = get_logger(__name__)
 CAPACITY = 1024  # calls that may wait; the next `log` blocks until there is room
 IDLE_SECONDS = 2.0  # after which a thread without work ends
 EXIT_SECONDS = 60.0  # how long the end of the program waits for calls in the queue
-STREAMED = (
-    "cuda",
-    "xpu",
-)  # copies follow the order of a stream; on other devices a value is read when logged
 
 
 class Record(NamedTuple):
@@ -252,9 +249,9 @@ def read_snapshot(value: Any) -> Any:
 
 
 def _take_tensor(tensor: torch.Tensor) -> Any:
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return tensor.clone()
-    if tensor.device.type not in STREAMED:
+    if not of_device(tensor.device).has_streams:  # copies follow no order: the value is read now
         return tensor.cpu()
     copy = tensor.clone()
     ready = getattr(torch, tensor.device.type).current_stream(tensor.device).record_event()

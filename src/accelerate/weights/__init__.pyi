@@ -70,7 +70,6 @@ from accelerate.weights.reading import (
     open_weights as open_weights,
 )
 from accelerate.weights.shared import (
-    WITHOUT_ADDRESS as WITHOUT_ADDRESS,
     addressable as addressable,
     drop_shared as drop_shared,
     lacking_names as lacking_names,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, wrong_value
-from accelerate.devices import clear_device_cache, hardware_table
+from accelerate.devices import clear_device_cache, hardware_table, of_device
 from accelerate.weights.packed import (
     is_own_class,
     keeps_another_shape,
@@ -90,7 +90,7 @@ def set_module_tensor_to_device(
     _put(owner, name, new)
     if key is not None and tied_params_map is not None:
         tied_params_map[key][target] = new
-    if clear_cache and old.device.type not in ("cpu", "meta"):
+    if clear_cache and not (old.is_cpu or old.is_meta):
         del old, source
         clear_device_cache()
 
@@ -136,7 +136,7 @@ def resolve_device(device: Device) -> torch.device:
                 RuntimeError,
             ) from error
     backend = hardware_table.detect()
-    if backend is hardware_table.CPU:
+    if backend.is_host:
         raise wrong_value(
             "device",
             device,
@@ -156,8 +156,8 @@ def check_here(device: torch.device) -> None:
     Raises:
         ConfigurationError: there is none, or there are fewer.
     """
-    backend = next((each for each in hardware_table.BACKENDS if each.name == device.type), None)
-    if backend is None or device.type == "cpu":
+    backend = of_device(device)
+    if not backend.name or backend.is_host:
         return
     count = backend.count() if backend.available() else 0
     if (device.index or 0) >= count:

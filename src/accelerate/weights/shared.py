@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, describe, wrong_value
+from accelerate.devices import of_device
 
 RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""
 
 ALIASES = "aliases"
 """Entry of the metadata: further names of tensors, as JSON."""
-
-WITHOUT_ADDRESS = ("xla",)
-"""Devices whose tensors do not say where they lie: which of them share memory cannot be told."""
 
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,7 +35,9 @@ def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = type(given).__name__
         raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
     found = {id(each): each for each in state.values() if isinstance(each, Tensor)}
-    copies = {key: each.detach().cpu() for key, each in found.items() if each.device.type in WITHOUT_ADDRESS}
+    copies = {
+        key: each.detach().cpu() for key, each in found.items() if not of_device(each.device).is_addressable
+    }
     return {name: copies.get(id(each), each) for name, each in state.items()} if copies else state
 
 

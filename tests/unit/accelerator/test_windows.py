@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import ConfigurationError, StateError
-from accelerate.ops import Answer, combine_aside
+from accelerate.ops import Answer, reduce_async
 from accelerate.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -216,10 +216,10 @@ def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytes
 
     def note(numbers: Any, how: str, purpose: str) -> Answer:
         sums.append(numbers[0])
-        return combine_aside(numbers, how, purpose)
+        return reduce_async(numbers, how, purpose)
 
-    monkeypatch.setattr("accelerate.accelerator.windows.combine_aside", note)
-    monkeypatch.setattr("accelerate.accelerator.weighing.combine_aside", note)
+    monkeypatch.setattr("accelerate.accelerator.windows.reduce_async", note)
+    monkeypatch.setattr("accelerate.accelerator.weighing.reduce_async", note)
     accelerator, loader = accelerator_with(2, 6)
     for window in accelerator.windows(loader, num_items=lambda batch: batch + 1):
         list(window)

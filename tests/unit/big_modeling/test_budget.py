@@ -65,6 +65,7 @@ def test_sizes_without_devices_are_refused() -> None:
 
 class FakeBackend:
     name = "cuda"
+    is_host = shares_host_memory = False
 
     @staticmethod
     def count() -> int:
@@ -82,7 +83,8 @@ def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_max_memory() == {0: 1000, 1: 2000, "cpu": 10000}
     assert plan_memory(None) == {0: 900, 1: 1800, "cpu": 9000}
     assert plan_memory({0: 1000}) == {0: 1000}
-    FakeBackend.name = "mps"
+    monkeypatch.setattr(FakeBackend, "name", "mps")
+    monkeypatch.setattr(FakeBackend, "shares_host_memory", True)
     assert get_max_memory() == {"mps": 1000}
 
 

@@ -28,6 +28,7 @@ from accelerate.checkpointing import (
     seal,
     temporary,
 )
+from accelerate.state import services
 
 
 def fill(staging: StagingFolder, text: str, name: str = "optimizer.bin") -> None:
@@ -168,7 +169,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        temporary._needed.clear()  # the process that crashed needs nothing
+        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -192,7 +193,7 @@ def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        temporary._needed.clear()  # the process that crashed needs nothing
+        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -232,7 +233,7 @@ def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
     target = tmp_path / ("x" * 240)
     save(target, "old")
     os.rename(target, temporary.claim(target.name, tmp_path, temporary.OLD))
-    temporary._needed.clear()
+    services.of_process(temporary._Needed).clear()
     folder.recover_all(tmp_path)  # the name is not known here
     assert not target.exists()
     recover(target)
@@ -273,7 +274,7 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
     with pytest.raises(Crash):
         save(target, "new")
     monkeypatch.undo()
-    temporary._needed.clear()
+    services.of_process(temporary._Needed).clear()
     assert len(os.listdir(tmp_path)) == 2
     recover(target)
     assert content(target) == "new"

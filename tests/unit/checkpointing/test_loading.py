@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
     Candidate,
-    Consensus,
     FileRecord,
     Load,
     Manifest,
@@ -30,7 +29,7 @@ from accelerate.checkpointing import (
     retention,
     seal,
 )
-from accelerate.state import Topology
+from accelerate.state import Consensus, Topology
 
 ALONE = Topology()
 

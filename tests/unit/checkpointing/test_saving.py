@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
-    Consensus,
     Payload,
     Request,
     abandon,
@@ -25,6 +24,7 @@ from accelerate.checkpointing import (
     saving,
     temporary,
 )
+from accelerate.state import Consensus, services
 
 
 def put(content: Any, path: Path) -> None:
@@ -109,11 +109,11 @@ class Elsewhere(Consensus):
 
 
 def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
-    before = set(temporary._needed)
+    before = set(services.of_process(temporary._Needed))
     with pytest.raises(CheckpointError, match="not together"):
         open_site(request(tmp_path / "one"), Elsewhere())
     assert os.listdir(tmp_path) == []
-    assert temporary._needed == before
+    assert services.of_process(temporary._Needed) == before
 
 
 @pytest.mark.usefixtures("states")

@@ -20,7 +20,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from accelerate.ops import Transport
-from accelerate.state import PartialState
+from accelerate.state import PartialState, services
 
 CPU = torch.device("cpu")
 Step = tuple[list[int], tuple[int, ...] | None, bool]
@@ -110,7 +110,7 @@ def read_everywhere(
     """What each of `world` processes reads in its second pass, without any of them."""
     PartialState(cpu=True)
     post = Post(world)
-    PartialState._shared_state["_transport"] = post
+    services.put(Transport, post)
     ranks = []
     for rank in range(world):
         post.become(rank)

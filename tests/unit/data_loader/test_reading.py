@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accelerate.base import stack_dumps
-from accelerate.data_loader import prepare_data_loader, reading
+from accelerate.data_loader import WorkersObserver, prepare_data_loader
+from accelerate.state import services
 
 
 class Offers(Dataset[float]):
@@ -42,11 +43,14 @@ def test_workers_can_be_asked_and_the_users_function_is_called(method: str, init
 
 
 @pytest.mark.usefixtures("states")
-def test_who_watches_loaders_hears_of_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observer_is_told_of_each_start() -> None:
     heard: list[list[int]] = []
-    monkeypatch.setattr(
-        reading, "after_workers_start", [lambda iterator: heard.append([w.pid for w in iterator._workers])]
-    )
+
+    class Observer(WorkersObserver):
+        def follow(self, iterator: Any) -> None:
+            heard.append([w.pid for w in iterator._workers])
+
+    services.put(WorkersObserver, Observer())
     data = torch.arange(2)
     assert len(list(prepare_data_loader(DataLoader(data, num_workers=1)))) == 2  # type: ignore[arg-type]
     assert len(list(prepare_data_loader(DataLoader(data)))) == 2  # type: ignore[arg-type]

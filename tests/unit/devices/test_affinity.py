@@ -5,7 +5,7 @@ import os
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.devices import affinity, nvidia
+from accelerate.devices import nvidia
 
 
 @pytest.fixture
@@ -13,9 +13,9 @@ def bound(monkeypatch):
     """Note what the process is bound to instead of binding it."""
     cores = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: cores.append(wanted))
-    affinity.set_numa_affinity.cache_clear()
+    nvidia.set_numa_affinity.cache_clear()
     yield cores
-    affinity.set_numa_affinity.cache_clear()
+    nvidia.set_numa_affinity.cache_clear()
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def two_gpus(monkeypatch, tmp_path):
     }
     monkeypatch.setattr(nvidia, "query", lambda *fields: tuple(zip(*(rows[f] for f in fields), strict=True)))
     monkeypatch.setattr(nvidia, "driver_present", lambda: True)
-    monkeypatch.setattr(affinity, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(nvidia, "PCI_DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -39,51 +39,51 @@ def two_gpus(monkeypatch, tmp_path):
     ("text", "cores"), [("", []), ("3", [3]), ("0-2", [0, 1, 2]), ("0-1, 8,10-11\n", [0, 1, 8, 10, 11])]
 )
 def test_parse_cpu_list(text, cores):
-    assert affinity.parse_cpu_list(text) == cores
+    assert nvidia.parse_cpu_list(text) == cores
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "1-b", "1 2"])
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigurationError, match="neither a core nor a range"):
-        affinity.parse_cpu_list(text)
+        nvidia.parse_cpu_list(text)
 
 
 def test_cores_near_the_gpu_of_each_process(two_gpus):
-    assert affinity.near_cores(0, {}) == [0, 1, 2, 3, 8]
-    assert affinity.near_cores(1, {}) == []
-    assert affinity.near_cores(1, {"CUDA_VISIBLE_DEVICES": "1,0"}) == [0, 1, 2, 3, 8]
-    assert affinity.near_cores(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert nvidia.near_cores(0, {}) == [0, 1, 2, 3, 8]
+    assert nvidia.near_cores(1, {}) == []
+    assert nvidia.near_cores(1, {"CUDA_VISIBLE_DEVICES": "1,0"}) == [0, 1, 2, 3, 8]
+    assert nvidia.near_cores(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
 def test_binding_happens_once_unless_overridden(two_gpus, bound, caplog):
-    affinity.set_numa_affinity(0)
-    affinity.set_numa_affinity(0)
+    nvidia.set_numa_affinity(0)
+    nvidia.set_numa_affinity(0)
     assert bound == [[0, 1, 2, 3, 8]]
-    affinity.override_numa_affinity(0)
+    nvidia.override_numa_affinity(0)
     assert len(bound) == 2
     assert not caplog.records
 
 
 def test_cores_are_logged_when_asked_or_in_debug_mode(two_gpus, bound, caplog, monkeypatch):
     caplog.set_level("INFO")
-    affinity.override_numa_affinity(0, verbose=True)
+    nvidia.override_numa_affinity(0, verbose=True)
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
-    affinity.override_numa_affinity(0)
+    nvidia.override_numa_affinity(0)
     assert [record.args for record in caplog.records] == [(0, [0, 1, 2, 3, 8])] * 2
 
 
 def test_what_cannot_be_done_is_told(two_gpus, bound, caplog, monkeypatch):
-    affinity.override_numa_affinity(1)
+    nvidia.override_numa_affinity(1)
 
     def refuse(process, cores):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    affinity.override_numa_affinity(0)
+    nvidia.override_numa_affinity(0)
     monkeypatch.setattr(nvidia, "driver_present", lambda: False)
-    affinity.override_numa_affinity(0)
+    nvidia.override_numa_affinity(0)
     monkeypatch.delattr(os, "sched_setaffinity")
-    affinity.override_numa_affinity(0)
+    nvidia.override_numa_affinity(0)
     assert len(caplog.records) == 4
     assert all("affinity was asked for" in record.getMessage() for record in caplog.records)
     assert bound == []

@@ -6,25 +6,25 @@ import weakref
 import pytest
 import torch
 
-from accelerate.devices import CPU, CUDA, memory
+from accelerate.devices import CPU, CUDA, hardware_table
 
 
 @pytest.mark.parametrize("collect", [True, False])
 def test_clear_device_cache_asks_the_device_and_collects_on_request(collect, monkeypatch, fake_torch):
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(memory, "detect", lambda: CUDA)
-    memory.clear_device_cache(garbage_collection=collect)
+    monkeypatch.setattr(hardware_table, "detect", lambda: CUDA)
+    hardware_table.clear_device_cache(garbage_collection=collect)
     assert fake_torch.paths == ["torch.cuda.empty_cache"]
     assert collected == [1] * collect
 
 
 def test_release_memory_returns_nones_and_frees_what_they_held(monkeypatch):
-    monkeypatch.setattr(memory, "detect", lambda: CPU)
+    monkeypatch.setattr(hardware_table, "detect", lambda: CPU)
     model, tensor = torch.nn.Linear(2, 2), torch.ones(3)
     watch = weakref.ref(model)
-    model, tensor = memory.release_memory(model, tensor)
+    model, tensor = hardware_table.release_memory(model, tensor)
     assert (model, tensor) == (None, None)
     gc.collect()
     assert watch() is None
-    assert memory.release_memory() == []
+    assert hardware_table.release_memory() == []

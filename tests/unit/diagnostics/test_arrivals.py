@@ -103,9 +103,9 @@ def test_ranks_that_come_in_time_say_nothing(ranks: Ranks) -> None:
 
 def test_what_a_rank_of_the_same_machine_sees_is_said(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Siblings(77, {0: 1}, is_complete=True)
-    monkeypatch.setattr(arrivals.siblings, "find", lambda rank: seen)
-    monkeypatch.setattr(arrivals.process_view, "describe", lambda pid: "sleeps")
-    monkeypatch.setattr(arrivals.process_view, "stack_of", lambda pid: [("train.py", 3, "prepare")])
+    monkeypatch.setattr(arrivals.processes, "find_siblings", lambda rank: seen)
+    monkeypatch.setattr(arrivals.processes, "describe", lambda pid: "sleeps")
+    monkeypatch.setattr(arrivals.processes, "stack_of", lambda pid: [("train.py", 3, "prepare")])
     ranks.come(2)
     ranks.until(lambda: ranks.kept[2].texts)
     (text, _) = ranks.go()

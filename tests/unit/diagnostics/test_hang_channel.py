@@ -36,7 +36,7 @@ def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     second.answer(1, states[1])
     assert first.answers(1, [0, 1]) == dict(enumerate(states))
     assert second.report(1) is None
-    report = Report("hang", 0, False, 12.5, [0], [1, 2])
+    report = Report("hang", 0, False, [0], [1, 2], 12.5)
     first.announce(1, report)
     assert second.report(1) == report
 

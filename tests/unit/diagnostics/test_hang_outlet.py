@@ -13,7 +13,7 @@ import pytest
 from accelerate.diagnostics import Outlet, Report
 from accelerate.launch import FOLDER_VARIABLE, HANG_KIND, collect
 
-REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 5.0, (0,), ())
+REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, [0], [], 5.0)
 
 
 def test_a_report_is_printed_and_kept_until_it_is_withdrawn(
@@ -53,7 +53,7 @@ def test_the_end_takes_the_workers_along(monkeypatch: pytest.MonkeyPatch) -> Non
     worker = context.Process(target=sleep_long, args=(told,), daemon=True)
     worker.start()
     assert told.wait(30)
-    monkeypatch.setattr("accelerate.diagnostics.hang_outlet.os._exit", codes.append)
+    monkeypatch.setattr("accelerate.diagnostics.hang_report.os._exit", codes.append)
     Outlet(0, 2, {}).end()
     worker.join(30)
     assert (codes, worker.exitcode) == ([1], -signal.SIGKILL)

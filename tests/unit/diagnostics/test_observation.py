@@ -60,7 +60,7 @@ def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
     clock, on_device = [0.0], [0.0]
     monkeypatch.setattr(stacks, "innermost", lambda _: frame)
     monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("accelerate.diagnostics.observation.flight.seconds_on_device", lambda: on_device[0])
+    monkeypatch.setattr("accelerate.diagnostics.observation.seconds_on_device", lambda: on_device[0])
     assert frame is not None
     standing = {"f_lasti": 1, "f_code": frame.f_code, "f_back": None}
     still = type("Frame", (), standing)()  # the real one goes on by itself

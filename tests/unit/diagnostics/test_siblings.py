@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.diagnostics import siblings
+from accelerate.diagnostics import processes
 
 RANK = """
 import json, sys
-from accelerate.diagnostics import siblings
+from accelerate.diagnostics import processes
 if sys.argv[1] == "look":
-    found = siblings.find(int(sys.argv[2]))
+    found = processes.find_siblings(int(sys.argv[2]))
     print(json.dumps(None if found is None else [found.starter, found.pids, found.is_complete]), flush=True)
 else:
     print("ready", flush=True)
@@ -54,4 +54,4 @@ def test_the_ranks_of_one_starter_are_found_also_inside_of_other_programs(tmp_pa
 def test_a_starter_that_writes_no_rank_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK" not in os.environ
     monkeypatch.setenv("RANK", "0")  # as a forked rank does: others cannot see it
-    assert siblings.find(0) is None
+    assert processes.find_siblings(0) is None

@@ -114,7 +114,7 @@ def test_a_second_sigterm_does_what_it_did_before() -> None:
 
 def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
     script = (
-        "import signal; from accelerate.diagnostics.signals import SignalNotes\n"
+        "import signal; from accelerate.diagnostics import SignalNotes\n"
         "now = [0.0]; SignalNotes(clock=lambda: now[0]).install()\n"
         "signal.raise_signal(signal.SIGTERM); now[0] = 9.0; signal.raise_signal(signal.SIGTERM)\n"
     )
@@ -123,7 +123,7 @@ def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
 
 def test_a_fork_ends_as_it_would_have() -> None:
     script = (
-        "import os, signal, time; from accelerate.diagnostics.signals import SignalNotes\n"
+        "import os, signal, time; from accelerate.diagnostics import SignalNotes\n"
         "notes = SignalNotes(); notes.install(); read, write = os.pipe(); child = os.fork()\n"
         "if not child: os.write(write, b'x'); time.sleep(60); os._exit(0)\n"
         "os.read(read, 1)  # Python drops signals that come while it forks\n"

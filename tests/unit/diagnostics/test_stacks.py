@@ -69,10 +69,10 @@ def test_backward_is_named() -> None:
 
 READ = """
 import sys
-from accelerate.diagnostics import flight, stacks
+from accelerate.diagnostics import observation, stacks
 before = set(sys.modules)
 stacks.read_position(sys._getframe())
-flight.describe_recorded()
+observation.describe_recorded()
 print(sorted(set(sys.modules) - before))
 """
 

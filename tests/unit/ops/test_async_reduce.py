@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.ops import combine_aside
-from accelerate.state import PartialState
+from accelerate.ops import AsyncGroup, reduce_async
+from accelerate.state import PartialState, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
 
 def test_one_process_has_its_own_numbers() -> None:
     PartialState(cpu=True)
-    assert combine_aside([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
-    assert "_aside" not in PartialState._shared_state
+    assert reduce_async([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
+    assert services.find(AsyncGroup) is None

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.ops import LENGTH, RING, RecordingTransport, Ring, Transport, line_of
+from accelerate.ops import LENGTH, RecordingTransport, Ring, Transport, flight_recorder, line_of
 
 HERE = str(Path(__file__))
 
 
 @pytest.fixture(autouse=True)
 def clean_ring() -> Iterator[None]:
-    RING.reset()
+    flight_recorder().reset()
     yield
-    RING.reset()
+    flight_recorder().reset()
 
 
 class Echo(Transport):
@@ -32,56 +32,62 @@ class Echo(Transport):
     device = torch.device("cpu")
 
     def gather_object(self, obj: object) -> list[object]:
-        return [RING.running()]
+        return [flight_recorder().running()]
 
     def barrier(self) -> None:
         raise OSError("lost")
 
 
 def test_an_operation_is_noted_with_the_line_that_called_it() -> None:
-    RING.begin("gather", None)
+    flight_recorder().begin("gather", None)
     line = sys._getframe().f_lineno - 1
-    entry = RING.running()
+    entry = flight_recorder().running()
     assert entry is not None
     assert (entry.sequence, entry.operation, entry.facts) == (1, "gather", "")
     assert (entry.file, entry.line, entry.running) == (HERE, line, True)
     assert 0 <= time.monotonic() - entry.started < 5
-    RING.end()
-    assert RING.running() is None
-    assert [entry.running for entry in RING.entries()] == [False]
+    flight_recorder().end()
+    assert flight_recorder().running() is None
+    assert [entry.running for entry in flight_recorder().entries()] == [False]
 
 
 def test_only_the_outermost_operation_counts() -> None:
-    RING.begin("gather_for_metrics", None)
-    RING.begin("gather", None)
-    RING.end()
-    assert [entry.operation for entry in RING.entries()] == ["gather_for_metrics"]
-    assert RING.running() is not None
-    RING.end()
-    assert RING.running() is None
+    flight_recorder().begin("gather_for_metrics", None)
+    flight_recorder().begin("gather", None)
+    flight_recorder().end()
+    assert [entry.operation for entry in flight_recorder().entries()] == ["gather_for_metrics"]
+    assert flight_recorder().running() is not None
+    flight_recorder().end()
+    assert flight_recorder().running() is None
 
 
 def test_one_end_too_many_does_no_harm() -> None:
-    RING.end()
-    RING.begin("reduce", None)
-    assert RING.running() is not None
+    flight_recorder().end()
+    flight_recorder().begin("reduce", None)
+    assert flight_recorder().running() is not None
 
 
 def test_the_oldest_are_forgotten() -> None:
     for _ in range(LENGTH + 3):
-        RING.begin("barrier", None)
-        RING.end()
-    sequences = [entry.sequence for entry in RING.entries()]
+        flight_recorder().begin("barrier", None)
+        flight_recorder().end()
+    sequences = [entry.sequence for entry in flight_recorder().entries()]
     assert sequences == list(range(4, LENGTH + 4))
 
 
+def record_in_thread() -> None:
+    flight_recorder().begin("reduce", None)
+    flight_recorder().end()
+    flight_recorder().end()
+
+
 def test_other_threads_are_not_noted() -> None:
-    RING.begin("gather", None)
-    other = threading.Thread(target=lambda: (RING.begin("reduce", None), RING.end(), RING.end()))
+    flight_recorder().begin("gather", None)
+    other = threading.Thread(target=record_in_thread)
     other.start()
     other.join()
-    assert [entry.operation for entry in RING.entries()] == ["gather"]
-    assert RING.running() is not None
+    assert [entry.operation for entry in flight_recorder().entries()] == ["gather"]
+    assert flight_recorder().running() is not None
 
 
 def test_the_thread_that_resets_is_the_one_noted() -> None:
@@ -95,9 +101,14 @@ def test_the_thread_that_resets_is_the_one_noted() -> None:
 
 def test_facts_are_spelled_when_read() -> None:
     for facts in (("sum", 3), None, int, (torch.ones(2, 5).shape, torch.bfloat16)):
-        RING.begin("gather", facts)
-        RING.end()
-    assert [entry.facts for entry in RING.entries()] == ["('sum', 3)", "", "int", "[2, 5] bfloat16"]
+        flight_recorder().begin("gather", facts)
+        flight_recorder().end()
+    assert [entry.facts for entry in flight_recorder().entries()] == [
+        "('sum', 3)",
+        "",
+        "int",
+        "[2, 5] bfloat16",
+    ]
 
 
 def test_a_recording_transport_notes_each_call_and_says_what_the_wrapped_one_says() -> None:
@@ -106,17 +117,17 @@ def test_a_recording_transport_notes_each_call_and_says_what_the_wrapped_one_say
     (entry,) = wire.gather_object(5)
     line = sys._getframe().f_lineno - 1
     assert (entry.operation, entry.facts, entry.file, entry.line) == ("gather_object", "int", HERE, line)
-    assert RING.running() is None
+    assert flight_recorder().running() is None
     assert wire.gather(torch.ones(2)).tolist() == [1, 1]
-    assert RING.entries()[-1].facts == "[2] float32"
+    assert flight_recorder().entries()[-1].facts == "[2] float32"
 
 
 def test_a_call_that_fails_has_ended() -> None:
     wire = RecordingTransport(Echo())
     with pytest.raises(OSError, match="lost"):
         wire.barrier()
-    assert RING.running() is None
-    assert RING.entries()[-1].operation == "barrier"
+    assert flight_recorder().running() is None
+    assert flight_recorder().entries()[-1].operation == "barrier"
 
 
 def test_every_call_of_a_transport_is_recorded() -> None:
@@ -135,7 +146,7 @@ def test_noting_is_cheap() -> None:
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(rounds):
-            RING.begin("gather", None)
-            RING.end()
+            flight_recorder().begin("gather", None)
+            flight_recorder().end()
         best = min(best, (time.perf_counter() - start) / rounds)
     assert best < 2e-6

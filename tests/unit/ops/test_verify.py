@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from accelerate.ops import (
-    RING,
     Call,
     CallSummary,
     DistributedOperationException,
@@ -16,6 +15,7 @@ from accelerate.ops import (
     Transport,
     chained_operation,
     checking_head,
+    flight_recorder,
     mismatch,
     must_verify,
     operation,
@@ -90,19 +90,19 @@ def test_rows_may_differ_in_number() -> None:
 
 @pytest.mark.usefixtures("states")
 def test_the_line_of_the_user_is_told() -> None:
-    RING.reset()
+    flight_recorder().reset()
 
     @operation
     def talk() -> CallSummary:
         return summarize(Call("op"))
 
     assert talk().place == "an unknown line"  # one process: nothing is noted
-    RING.begin("talk", None)
+    flight_recorder().begin("talk", None)
     try:
         assert summarize(Call("op")).place.startswith(f"{__file__}:")
     finally:
-        RING.end()
-        RING.reset()
+        flight_recorder().end()
+        flight_recorder().reset()
 
 
 def test_a_wire_without_a_head_is_given_one() -> None:

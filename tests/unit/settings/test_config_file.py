@@ -140,8 +140,8 @@ def test_a_default_file_is_found_and_a_missing_given_one_is_an_error(tmp_path: P
         assert config_file.find_config_file(None) == path
         assert load_config_from_file(None).num_processes == 3  # type: ignore[attr-defined]
         preferred = write(tmp_path / "accelerate", "num_processes: 4\n", "default_config.yaml")
-        assert file_layer.find_config_file(None) == preferred
-        assert file_layer.find_config_file(str(path)) == path
+        assert config_file.find_config_file(None) == preferred
+        assert config_file.find_config_file(str(path)) == path
     with pytest.raises(ConfigurationError, match="--config_file='nowhere.yaml': there is no such file"):
         config_file.find_config_file("nowhere.yaml")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_deepspeed_required() -> None:
 def test_bfloat16_on_xla(
     monkeypatch: pytest.MonkeyPatch, name: str, downcast: str, variables: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(hardware_table, "XLA", hardware_table.CPU)
+    monkeypatch.setattr(hardware_table, "CPU", replace(hardware_table.CPU, own_runtime=True))
     monkeypatch.setenv(name, downcast)  # the second one is the launcher's
     published: dict[str, str] = {}
     monkeypatch.setattr(module.environ, "assign", published.update)

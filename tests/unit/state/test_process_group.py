@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.devices import hardware_table
-from accelerate.state import Topology, process_group, restarts
+from accelerate.state import Topology, process_group, rendezvous, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -73,7 +73,7 @@ def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.Mon
 
 def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     process_group.open_group(Topology(), hardware_table.CPU)
-    monkeypatch.setattr(process_group, "_owner", [1])
+    monkeypatch.setattr(services, "group_owner", 1)
     process_group._close_at_exit()
     assert process_group.is_open()
     process_group.own_group()
@@ -89,7 +89,7 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
     assert waited == []
     process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
-    assert waited == [process_group.SECONDS_TO_SETTLE]
+    assert waited == [process_group.SECONDS_FOR_THREADS]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        restarts, "agree_on_generation", lambda *_: "met"
+        rendezvous, "agree_on_generation", lambda *_: "met"
     )  # agents of several machines count on their own
     opened: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
@@ -137,11 +137,11 @@ def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> 
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # bound, and nobody listens
         nobody = Topology(1, 2, address="127.0.0.1", port=holder.getsockname()[1])
-        assert process_group.connect_before(nobody, "test", patience) is None
+        assert rendezvous.connect_before(nobody, "test", patience) is None
     store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
     somebody = Topology(1, 2, address="127.0.0.1", port=store.port)
-    first = process_group.connect_before(somebody, "test", patience)
-    second = process_group.connect_before(somebody, "test", patience)
+    first = rendezvous.connect_before(somebody, "test", patience)
+    second = rendezvous.connect_before(somebody, "test", patience)
     assert first is not None
     assert second is not None
     first.post("word", [1])
@@ -166,7 +166,7 @@ def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pyte
     def fail(*args: Any, **kwargs: Any) -> None:
         raise TimeoutError("nobody came")
 
-    monkeypatch.setattr(process_group, "while_opening", [watch])
+    monkeypatch.setattr(services, "while_opening", [watch])
     monkeypatch.setattr(dist, "init_process_group", fail)
     several = Topology(1, 2, 1, 2, address="127.0.0.1", port=1)
     for name, text in several.variables().items():

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate.state import SharedState, ThreadLocalSharedDict, do_nothing
+from accelerate.state import (
+    PartialState,
+    ProcessServices,
+    SharedState,
+    ThreadLocalSharedDict,
+    do_nothing,
+    services,
+)
 
 
 class Here(SharedState):
@@ -100,3 +107,61 @@ def test_a_thread_local_dictionary_can_be_replaced() -> None:
 
 def test_do_nothing() -> None:
     assert do_nothing(1, two=2) is None  # type: ignore[func-returns-value]
+
+
+class Wire:
+    """A service."""
+
+
+class Note(Wire):
+    """Another one."""
+
+
+@pytest.fixture
+def held() -> Any:
+    services.reset()
+    yield services
+    services.reset()
+
+
+def test_a_service_is_made_once_and_found_by_its_class(held: ProcessServices) -> None:
+    assert held.find(Wire) is None
+    wire = held.get(Wire, Note)
+    assert type(wire) is Note
+    assert held.get(Wire, Wire) is held.find(Wire) is wire
+    assert held.find(Note) is None
+    assert held.remove(Wire) is wire
+    assert held.find(Wire) is held.remove(Wire) is None
+
+
+def test_a_reset_of_the_state_forgets_services_of_the_run_only(held: ProcessServices) -> None:
+    wire, note = held.get(Wire, Wire), held.of_process(Note)
+    PartialState._reset_state()
+    assert held.get(Wire, Wire) is not wire
+    assert held.of_process(Note) is note
+
+
+def test_what_holds_a_process_group_goes_with_it(
+    held: ProcessServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "group_owner", None)
+    closed: list[str] = []
+    wire = held.put(Wire, Wire(), uses_group=True)
+    note = held.put(Note, Note(), close=lambda: closed.append("note"))
+    held.before_close()
+    assert closed == ["note"]
+    assert held.find(Wire) is wire
+    held.own_group(1)
+    assert held.find(Wire) is None, "the next one uses the new group"
+    assert held.find(Note) is note
+    held.remove(Note)
+    held.before_close()
+    assert closed == ["note"]
+
+
+def test_numbers_go_on_after_a_reset(held: ProcessServices) -> None:
+    purpose = "test_numbers_go_on_after_a_reset"
+    first = held.next_number(purpose)
+    held.reset()
+    assert held.next_number(purpose) == first + 1
+    assert held.next_number(f"{purpose}, another one") == 0

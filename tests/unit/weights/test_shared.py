@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import shard_files
+from accelerate.devices import hardware_table
 from accelerate.weights import (
     drop_shared,
     load_state_dict,
@@ -91,7 +92,9 @@ def test_one_name_of_a_shared_tensor_is_enough() -> None:
 def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.ones(2, device="meta"), torch.zeros(2)
     assert shared.addressable({"a": second}) == {"a": second}
-    monkeypatch.setattr(shared, "WITHOUT_ADDRESS", ("cpu",))
+    monkeypatch.setattr(
+        shared, "of_device", lambda device: hardware_table.named({"cpu": "xla"}.get(device.type, "cpu"))
+    )
     state = shared.addressable({"a": second, "b": second, "c": first, "d": 3})
     assert state["a"] is state["b"]
     assert state["c"] is first

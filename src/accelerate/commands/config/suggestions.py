@@ -91,7 +91,7 @@ def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:
 
 
 def _computes_in_bf16(machine: Machine) -> bool:
-    if machine.hardware.name == "cuda" and nvidia.driver_present():
+    if machine.hardware.comm == "nccl" and nvidia.driver_present():
         return min((float(row[0]) for row in nvidia.query("compute_cap")), default=0.0) >= BF16_CAPABILITY
     import torch
 

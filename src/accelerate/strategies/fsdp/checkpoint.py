@@ -34,8 +34,9 @@ from accelerate.checkpointing import (
     shard_index,
     weights_change,
 )
+from accelerate.ops import run_on_all_ranks
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.fsdp.all_ranks import run_on_all_ranks, write_shards, write_whole
+from accelerate.strategies.fsdp.all_ranks import write_shards, write_whole
 from accelerate.strategies.fsdp.base import IN_SHARDS
 from accelerate.unwrapping import extract_model_from_parallel, is_peft_model
 from accelerate.weights import read_torch

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from accelerate.diagnostics import process_view
+from accelerate.diagnostics import processes
 
 SLEEPING = [sys.executable, "-c", "input()"]
 
@@ -25,12 +25,12 @@ def wait_for(pid: int, status: str) -> None:
 def test_a_process_sleeps_and_is_stopped() -> None:
     with subprocess.Popen(SLEEPING, stdin=subprocess.PIPE) as process:
         wait_for(process.pid, psutil.STATUS_SLEEPING)
-        assert process_view.describe(process.pid).startswith("sleeps")
-        assert process_view.describe(process.pid).endswith(" s of CPU time")
+        assert processes.describe(process.pid).startswith("sleeps")
+        assert processes.describe(process.pid).endswith(" s of CPU time")
         os.kill(process.pid, signal.SIGSTOP)
         wait_for(process.pid, psutil.STATUS_STOPPED)
-        assert process_view.describe(process.pid).startswith("is stopped by a signal, ")
-        assert process_view.stack_of(process.pid) == []
+        assert processes.describe(process.pid).startswith("is stopped by a signal, ")
+        assert processes.stack_of(process.pid) == []
         process.kill()
 
 
@@ -44,14 +44,14 @@ def test_a_process_sleeps_and_is_stopped() -> None:
 def test_how_a_child_ended_is_said_and_left_to_be_read(program: str, said: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", program])
     wait_for(process.pid, psutil.STATUS_ZOMBIE)
-    assert process_view.describe(process.pid) == said
+    assert processes.describe(process.pid) == said
     assert process.wait() in (3, -9)
-    assert process_view.describe(process.pid) == "has ended"
-    assert process_view.stacks_of_all_threads(process.pid) == []
+    assert processes.describe(process.pid) == "has ended"
+    assert processes.stacks_of_all_threads(process.pid) == []
 
 
 def test_stacks_are_written_as_python_does() -> None:
-    text = process_view.spell_stack([(__file__, 1, "outer"), ("<string>", 2, "inner")])
+    text = processes.spell_stack([(__file__, 1, "outer"), ("<string>", 2, "inner")])
     assert text == (
         f'  File "{__file__}", line 1, in outer\n    """What the system says of processes."""\n'
         '  File "<string>", line 2, in inner\n'

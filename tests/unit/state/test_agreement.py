@@ -40,9 +40,8 @@ def test_values_that_are_no_json_are_refused(store: HashStore) -> None:
 
 def test_the_first_value_stands(store: HashStore) -> None:
     first, second = StoreChannel(store, "part", KEY), StoreChannel(store, "part", KEY)
-    assert first.post_first("name", "mine")
-    assert not second.post_first("name", "late")
-    assert second.post_first("name", "mine")
+    assert first.decide("name", "mine") == "mine"
+    assert second.decide("name", "late") == "mine"
     assert second.read("name") == "mine"
     assert [first.count("number", 2), second.count("number")] == [2, 2]
 

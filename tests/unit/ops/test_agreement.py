@@ -1,4 +1,4 @@
-"""What ranks settle, and what they hear when they do not come together."""
+"""What ranks decide, what is raised when one does not come, and what one failure does to all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ import pytest
 import torch.distributed as dist
 
 from accelerate.base import CheckpointError, ConfigurationError, StateError
-from accelerate.checkpointing import (
-    CollectiveConsensus,
-    Consensus,
-    StoreConsensus,
-    consensus as consensus_module,
-    open_consensus,
-)
 from accelerate.launch import KEY_VARIABLE
-from accelerate.ops import Transport
-from accelerate.state import StoreChannel
+from accelerate.ops import (
+    CollectiveConsensus,
+    Transport,
+    open_consensus,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
+from accelerate.state import Consensus, StoreChannel, StoreConsensus, agreement, services
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -112,7 +111,7 @@ def test_what_the_judge_raises_is_raised_on_all(
 
 
 def test_who_does_not_come_is_named(ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consensus_module, "SECONDS_FOR_THE_VERDICT", 0.05)
+    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
     with pytest.raises(StateError, match=r"`save` must be called on all .* process 0 did not come"):
         ranks[1].decide("save", None, len, 0.05)
     with pytest.raises(StateError, match=r"process 2 did not come within 0.05 s. .*is_main_process"):
@@ -134,7 +133,7 @@ def test_a_store_that_is_gone_is_said_in_one_sentence(
         raise dist.DistNetworkError("Connection reset by peer")
 
     monkeypatch.setattr(StoreChannel, "post", fail)
-    with pytest.raises(StateError, match=r"store of the process group does not answer .*process 0"):
+    with pytest.raises(StateError, match=r"store of the process group does not answer .*Process 0"):
         ranks[1].decide("save", None, len, 0.05)
 
 
@@ -180,7 +179,7 @@ class Harmful:
 def test_what_others_write_to_the_store_runs_no_code(
     name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consensus_module, "SECONDS_FOR_THE_VERDICT", 0.05)
+    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
     store = dist.HashStore()
     channel = StoreChannel(store, "", {KEY_VARIABLE: key})
     store.set(f"/1/{name}", pickle.dumps((True, Harmful(tmp_path / "ran"))))
@@ -197,3 +196,57 @@ def test_a_verdict_with_another_signature_counts_as_absent(ranks: list[StoreCons
     stranger.post("1/2", ["call", "of a stranger"])
     calls = [partial(each.decide, "call", each.rank, list, 5.0) for each in ranks]
     assert together(*calls) == [[0, 1, 2]] * 3
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def refuse() -> None:
+    raise ConfigurationError("mine")
+
+
+@pytest.fixture
+def wire(request: pytest.FixtureRequest) -> Any:
+    services.put(Transport, Wire(*request.param))
+    yield
+    services.reset()
+
+
+@pytest.mark.parametrize("wire", [(0, "")], indirect=True)
+def test_an_action_that_succeeds_on_all_ranks_returns_its_result(wire: None) -> None:
+    assert run_on_all_ranks(lambda: 5) == 5
+
+
+@pytest.mark.parametrize("wire", [(0, ""), (1, "")], indirect=True)
+def test_an_action_that_fails_here_is_one_error(wire: None) -> None:
+    with pytest.raises(CheckpointError, match=r"^\[Errno 28\] No space left on device$"):
+        run_on_all_ranks(fail)
+
+
+@pytest.mark.parametrize("wire", [(0, "the disk is gone"), (1, "the disk is gone")], indirect=True)
+def test_an_action_that_fails_elsewhere_is_an_error_here(wire: None) -> None:
+    with pytest.raises(CheckpointError, match="^the disk is gone$"):
+        run_on_all_ranks(lambda: 5)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_on_all_ranks(fail)
+
+
+@pytest.mark.parametrize("wire", [(0,)], indirect=True)
+def test_what_rank_0_alone_does(wire: None) -> None:
+    assert run_on_rank_0(lambda: 5) == 5
+    with pytest.raises(ConfigurationError, match="^mine$"):
+        run_on_rank_0(refuse)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_on_rank_0(fail)
+
+
+@pytest.mark.parametrize("wire", [(1, None)], indirect=True)
+def test_other_ranks_do_nothing_when_rank_0_succeeds(wire: None) -> None:
+    assert run_on_rank_0(fail) is None
+
+
+@pytest.mark.parametrize("wire", [(1, ConfigurationError("mine"))], indirect=True)
+def test_what_fails_on_rank_0_is_raised_on_the_others(wire: None) -> None:
+    with pytest.raises(ConfigurationError, match="^mine$"):
+        run_on_rank_0(lambda: None)

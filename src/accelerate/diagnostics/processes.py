@@ -1,0 +1,169 @@
+"""Other processes of this machine: their states and stacks, and which of them are ranks of the run."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from accelerate.base import Frame, ask, ask_all, stack_dumps
+
+ENDED = "has ended"
+_WORDS = {
+    psutil.STATUS_RUNNING: "runs",
+    psutil.STATUS_SLEEPING: "sleeps",
+    psutil.STATUS_IDLE: "sleeps",
+    psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
+    psutil.STATUS_STOPPED: "is stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+    psutil.STATUS_ZOMBIE: ENDED,
+    psutil.STATUS_DEAD: ENDED,
+}
+_CAN_ANSWER = (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_IDLE)
+"""Processes in these states can write their stack."""
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+_AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
+
+
+def describe(pid: int) -> str:
+    """Say what a process does, as what follows its name: "sleeps in hrtimer_nanosleep, 0.8 s of CPU time"."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            word, times = _WORDS.get(process.status(), process.status()), process.cpu_times()
+    except psutil.NoSuchProcess:
+        return ENDED
+    if word == ENDED:
+        return _spell_end(pid)
+    function = _kernel_function(pid) if word == _WORDS[psutil.STATUS_SLEEPING] else ""
+    return f"{word}{function}, {times.user + times.system:.1f} s of CPU time"
+
+
+def runs(pid: int, born: float | None = None) -> bool:
+    """Whether a process runs, and is not a zombie.
+
+    Args:
+        pid: number of the process.
+        born: when it was started; another process of the same number does not count.
+    """
+    try:
+        process = psutil.Process(pid)
+        return born in (None, process.create_time()) and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stack_of(pid: int) -> list[Frame]:
+    """The Python stack of a process, the innermost frame last; empty where it cannot be had."""
+    return ask(pid) if _status(pid) in _CAN_ANSWER else []
+
+
+def stacks_of_all_threads(pid: int) -> list[list[Frame]]:
+    """The Python stacks of the threads of a process that sleeps; none where they cannot be had."""
+    return ask_all(pid) if _status(pid) == psutil.STATUS_SLEEPING else []
+
+
+def spell_stack(frames: Iterable[Frame]) -> str:
+    """Write a stack, the innermost frame last, as Python prints it."""
+    summary = traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in frames])
+    return "".join(summary.format())
+
+
+def _status(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_DEAD)
+
+
+def _kernel_function(pid: int) -> str:
+    """The function of the kernel in which the main thread sleeps, where the kernel says it."""
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # another system than Linux, not allowed, or the process has just ended
+        return ""
+    return f" in {name}" if name not in ("", "0") else ""
+
+
+def _spell_end(pid: int) -> str:
+    """How a child of this process ended, without taking its exit code from whoever waits for it."""
+    if not hasattr(os, "waitid"):
+        return ENDED
+    try:
+        child = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ENDED
+    if child is None:
+        return ENDED
+    by_code = child.si_code == os.CLD_EXITED
+    return f"{ENDED} with exit code {child.si_status}" if by_code else f"{ENDED} by signal {child.si_status}"
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The ranks that one process has started on this machine.
+
+    Attributes:
+        starter: number of that process.
+        pids: rank -> number of its process, for all that run, this one included.
+        is_complete: whether a rank of this machine that is not among them has ended.
+    """
+
+    starter: int
+    pids: Mapping[int, int]
+    is_complete: bool
+
+
+def find_siblings(rank: int) -> Siblings | None:
+    """Find the ranks that were started by the process that started this one.
+
+    Args:
+        rank: of this process.
+
+    Returns:
+        None where the starter wrote no rank into the environment of this process.
+    """
+    own = _variables(psutil.Process())
+    name = next((name for name in RANK_VARIABLES if own.get(name) == str(rank)), None)
+    starter = None if name is None else _find_starter(name, str(rank))
+    if name is None or starter is None:
+        return None
+    candidates: dict[int, list[psutil.Process]] = {}
+    for process in starter.children(recursive=True):
+        value = _variables(process).get(name, "")
+        if value.isdigit() and runs(process.pid):
+            candidates.setdefault(int(value), []).append(process)
+    pids = {number: _choose(several) for number, several in candidates.items()}
+    return Siblings(starter.pid, pids, is_complete=_AGENT_VARIABLE in own)
+
+
+def _choose(processes: list[psutil.Process]) -> int:
+    """The process of a rank that runs the script; others of it start that one, or were started by it."""
+    program = _program(psutil.Process())
+    alike = [process for process in processes if _program(process) == program] or processes
+    return next((process.pid for process in alike if stack_dumps.offers(process.pid)), alike[0].pid)
+
+
+def _program(process: psutil.Process) -> str:
+    try:
+        return process.exe()
+    except psutil.Error:  # of another user, or ended
+        return ""
+
+
+def _find_starter(name: str, value: str) -> psutil.Process | None:
+    """The nearest ancestor that has no rank: a script may run inside of another program, such as a shell."""
+    parents = psutil.Process().parents()
+    return next((process for process in parents if _variables(process).get(name) != value), None)
+
+
+def _variables(process: psutil.Process) -> dict[str, str]:
+    """The environment that a process was started with; empty where it cannot be read."""
+    try:
+        return process.environ()
+    except psutil.Error:  # of another user, or ended
+        return {}

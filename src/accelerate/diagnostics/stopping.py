@@ -1,0 +1,434 @@
+"""Whether to stop and to save: what one process is asked for, by signals, time or files, all do at one step.
+
+Each read of an answer counts; the first of a step begins the next step. Every N steps the ranks begin to
+exchange what they are asked for, and the step after that takes the result, so the exchange runs beside a
+step. N follows from the time of a step and of an exchange, as the ranks agree on them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+from accelerate.base import read_seconds, wrong_value
+from accelerate.launch import NOTES
+from accelerate.logging import get_logger
+from accelerate.ops import Answer, reduce_async
+from accelerate.settings import decode
+from accelerate.settings.sections import StoppingSection
+from accelerate.state import PartialState, services
+
+logger = get_logger(__name__)
+
+DEFAULT_MARGIN = 120
+"""Seconds before the end of an allocation of SLURM; `stop_margin` changes it."""
+SECONDS_BETWEEN_LOOKS = 1.0
+"""Files are looked for at most this often: a shared file system takes its time."""
+PRICE = 0.001
+"""The part of the run that asking the other ranks may take from the training thread."""
+REACTION = 2.0
+"""Seconds after which ranks ask each other again, whatever it costs."""
+MOST_ROUNDS = 200
+"""Steps after which they do in any case: steps may become longer, from an evaluation to the next training."""
+SECONDS_ALIKE = 2.0
+"""One request may come twice, from a launcher and to the whole process group: within this time it is one."""
+
+_ALLOCATION_END = "SLURM_JOB_END_TIME"
+_AGENT = "torch.distributed.elastic"
+_PURPOSE = "accelerate.Accelerator.should_stop"
+_STOP_READ, _SAVE_READ = 1, 2
+_CYCLES_TO_WARM = 2  # the first exchange opens a group, the first steps compile
+
+Combine = Callable[[Sequence[float], str, str], Answer]
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """One kind of request.
+
+    Attributes:
+        name: of the signal, or of the setting.
+        reason: what has happened, as messages say it; a process number follows.
+        stops: whether it asks to stop.
+        saves: whether it asks to save.
+    """
+
+    name: str
+    reason: str
+    stops: bool
+    saves: bool
+
+
+SIGNALS = (
+    Trigger("SIGTERM", "SIGTERM reached", stops=True, saves=True),
+    Trigger("SIGUSR1", "SIGUSR1 reached", stops=True, saves=True),
+    Trigger("SIGUSR2", "SIGUSR2 reached", stops=False, saves=True),
+)
+TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True, saves=True)
+ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True, saves=True)
+STOP_FILE = Trigger("stop_file", "the stop_file was found by", stops=True, saves=True)
+SAVE_FILE = Trigger("save_file", "the save_file was touched, says", stops=False, saves=True)
+
+TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE)
+"""All of them, in the order of the numbers that ranks exchange."""
+
+
+class Source(Protocol):
+    """Where a request may come from."""
+
+    trigger: Trigger
+
+    def asks(self) -> bool:
+        """Whether it asks now."""
+        ...
+
+
+class Deadline:
+    """Asks from a time on, which is one of the clock."""
+
+    def __init__(self, trigger: Trigger, at: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.trigger = trigger
+        self.at = at
+        self._clock = clock
+
+    def asks(self) -> bool:
+        return self._clock() >= self.at
+
+
+class StopFile:
+    """Asks as long as a file exists, also one that was there before."""
+
+    trigger = STOP_FILE
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.expanduser(path)
+
+    def asks(self) -> bool:
+        return os.path.exists(self._path)
+
+
+class SaveFile:
+    """Asks once each time that a file is touched; one that was there before does not ask."""
+
+    trigger = SAVE_FILE
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.expanduser(path)
+        self._touched = _time_of_change(self._path)
+
+    def asks(self) -> bool:
+        before, self._touched = self._touched, _time_of_change(self._path)
+        return self._touched not in (None, before)
+
+
+class Seldom:
+    """Looks at a source that costs something now and then only; between two looks it does not ask."""
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self.trigger = source.trigger
+        self._source = source
+        self._clock = clock
+        self._next = -math.inf
+
+    def asks(self) -> bool:
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + SECONDS_BETWEEN_LOOKS
+        return self._source.asks()
+
+
+def process_age() -> float:
+    """Return how many seconds ago this process was started."""
+    import psutil  # only a run with a time budget pays for it
+
+    return time.time() - psutil.Process().create_time()
+
+
+def find_sources(
+    settings: StoppingSection,
+    environ: Mapping[str, str],
+    *,
+    looks_at_files: bool,
+    age: Callable[[], float] = process_age,
+) -> list[Source]:
+    """Return what this process has to look at, beside signals.
+
+    Args:
+        settings: what the user asked for.
+        environ: this process's variables.
+        looks_at_files: whether it is the one of its machine that looks at files.
+        age: gives the seconds since this process started.
+
+    Raises:
+        ConfigurationError: a value that cannot be.
+    """
+    now = time.monotonic()
+    sources: list[Source] = []
+    if settings.max_time is not None:
+        sources.append(Deadline(TIME_IS_UP, now - age() + read_max_time(settings.max_time)))
+    end = environ.get(_ALLOCATION_END, "")
+    margin = DEFAULT_MARGIN if settings.stop_margin is None else settings.stop_margin
+    if end.isdecimal() and margin:
+        sources.append(Deadline(ALLOCATION_ENDS, now + float(end) - time.time() - margin))
+    if looks_at_files and settings.stop_file:
+        sources.append(Seldom(StopFile(settings.stop_file)))
+    if looks_at_files and settings.save_file:
+        sources.append(Seldom(SaveFile(settings.save_file)))
+    return sources
+
+
+def read_max_time(text: str) -> float:
+    """Return a time budget in seconds.
+
+    Raises:
+        ConfigurationError: it is no span of time.
+    """
+    try:
+        return read_seconds(text)
+    except ValueError:
+        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+        raise wrong_value("ACCELERATE_MAX_TIME", text, "this is not a span of time", fix) from None
+
+
+def rounds_between(step: float, cost: float) -> int:
+    """Return after how many steps ranks ask each other again.
+
+    Args:
+        step: seconds of a step.
+        cost: seconds that asking takes of it.
+    """
+    if step <= 0:
+        return 1
+    cheap = math.ceil(cost / (PRICE * step))
+    quick = min(int(REACTION / step), MOST_ROUNDS)
+    return max(1, min(cheap, quick))
+
+
+def asked(sources: Iterable[Source]) -> set[Trigger]:
+    """Return the triggers of those sources that ask now."""
+    return {source.trigger for source in sources if source.asks()}
+
+
+def _time_of_change(path: str) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:  # not there, or not to be seen now: both mean that nobody asks
+        return None
+
+
+class _Installed(list["SignalNotes"]):
+    """The notes of this process whose handlers are set: at most one, as a process has one for each signal."""
+
+
+class SignalNotes:
+    """The signals that this process got, kept for later, where the training loop asks for them.
+
+    Handlers are set when the first question is asked, and restored at the end; a handler that was there
+    before is called as well. A second SIGTERM is not kept: it does what it did before. So is no signal in a
+    fork of this process: whoever ends its own helpers with SIGTERM means it.
+
+    Args:
+        clock: gives the time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._triggers = {
+            getattr(signal, trigger.name): trigger for trigger in SIGNALS if hasattr(signal, trigger.name)
+        }
+        self._noted: set[Trigger] = set()
+        self._before: dict[int, Any] = {}
+        self._first_end: float | None = None
+        self._process = 0
+
+    def install(self) -> None:
+        """Note signals from now on, and those that came while the script was starting.
+
+        Notes of an earlier run in this process end.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "should_stop and should_save are asked for in a thread, where Python cannot watch signals: "
+                "only time and files count. Ask for them in the main thread first.",
+                main_process_only=False,
+            )
+            return
+        installed = services.of_process(_Installed)
+        for other in list(installed):
+            other.restore()
+        for number in self._triggers:
+            if signal.getsignal(number) is not None:  # None: set by a library in C, and lost if replaced
+                self._before[number] = signal.signal(number, self._note)
+        self._noted |= {self._triggers[number] for number in NOTES.take()}
+        installed.append(self)
+        self._process = os.getpid()
+
+    def restore(self) -> None:
+        """Bring back the handlers that were there before, where ours are still in place."""
+        installed = services.of_process(_Installed)
+        if self not in installed or threading.current_thread() is not threading.main_thread():
+            return
+        installed.remove(self)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+        self._before.clear()
+
+    def take(self) -> set[Trigger]:
+        """Return what was noted since the last call."""
+        noted, self._noted = self._noted, set()
+        return noted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_fork = os.getpid() != self._process
+        if is_fork or (number == signal.SIGTERM and self._is_second()):
+            self.restore()
+            signal.raise_signal(number)
+            return
+        self._noted.add(self._triggers[number])
+        before = self._before.get(number)
+        if callable(before) and before != NOTES.note and not _belongs_to_agent(before):
+            before(number, frame)
+
+    def _is_second(self) -> bool:
+        now = self._clock()
+        if self._first_end is None:
+            self._first_end = now
+        return now - self._first_end > SECONDS_ALIKE
+
+
+def _belongs_to_agent(handler: Any) -> bool:
+    """Whether a handler is that of torch's agent: a process forked from it inherits it, and is not meant."""
+    return str(getattr(handler, "__module__", "")).startswith(_AGENT)
+
+
+class Agreement:
+    """The answers of one run; read on all ranks equally often and in the same order.
+
+    Args:
+        rank: of this process.
+        sources: what to look at, beside signals.
+        notes: the signals of this process.
+        combine: combines numbers of all ranks.
+        clock: gives the time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sources: Sequence[Source],
+        notes: SignalNotes,
+        combine: Combine = reduce_async,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._rank = rank
+        self._sources = sources
+        self._notes = notes
+        self._combine = combine
+        self._clock = clock
+        self._stop = False
+        self._save = False
+        self._read = 0  # which answers were read in this step
+        self._left = 1  # steps until there is something to do; below 1 there never is
+        self._every = 1
+        self._answer: Answer | None = None
+        self._cycles = 0
+        self._began = 0.0
+        self._spent = 0.0
+
+    def read_stop(self) -> bool:
+        """Whether to leave the training loop; once true it stays true."""
+        self._count(_STOP_READ, _SAVE_READ)
+        return self._stop
+
+    def read_save(self) -> bool:
+        """Whether to save now; true once for each request."""
+        self._count(_SAVE_READ, _STOP_READ)
+        due, self._save = self._save, False
+        return due
+
+    def close(self) -> None:
+        """Watch nothing any more; the answers stay as they are."""
+        self._left = 0
+        self._answer = None
+        self._notes.restore()
+
+    def _count(self, answer: int, other: int) -> None:
+        """Count a read; the first one of a step begins the next step."""
+        if self._read == other:
+            self._read = answer | other
+            return
+        self._read = answer
+        self._left -= 1
+        if not self._left:
+            self._advance()
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            self._take(answer.wait())
+            if self._stop:
+                return  # for good: `_left` counts on below zero
+            if self._every > 1:
+                self._left = self._every - 1
+                self._spent += self._clock() - now
+                return
+        self._ask(now)
+        self._left = 1
+        self._spent += self._clock() - now
+
+    def _ask(self, now: float) -> None:
+        """Begin an exchange: what this process is asked for, and how long its steps and exchanges take."""
+        if not self._cycles:
+            self._notes.install()
+        step, cost = 0.0, 0.0
+        if self._cycles >= _CYCLES_TO_WARM:
+            step, cost = (now - self._began - self._spent) / self._every, self._spent
+        self._cycles += 1
+        self._began, self._spent = now, 0.0
+        requests = asked(self._sources) | self._notes.take()
+        numbers = [self._rank + 1.0 if trigger in requests else 0.0 for trigger in TRIGGERS]
+        # The slowest step counts, and the quickest exchange: the others waited for a rank, not for the wire.
+        self._answer = self._combine([*numbers, step, -cost], "max", _PURPOSE)
+
+    def _take(self, numbers: Sequence[float]) -> None:
+        *requests, step, cost = numbers
+        for trigger, process in zip(TRIGGERS, requests, strict=True):
+            if process:
+                self._stop |= trigger.stops
+                self._save |= trigger.saves
+                what = "save and stop" if trigger.stops else "save"
+                logger.warning(f"All processes {what} now: {trigger.reason} process {process - 1:.0f}.")
+        self._every = rounds_between(step, -cost)
+
+
+def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
+    """Return the answers of this run, a service that a reset of the state forgets.
+
+    Args:
+        environ: this process's variables.
+
+    Raises:
+        ConfigurationError: a variable holds what cannot be.
+    """
+    return services.get(Agreement, partial(_open_agreement, environ))
+
+
+def _open_agreement(environ: Mapping[str, str]) -> Agreement:
+    state, notes = PartialState(), SignalNotes()
+    settings = decode(StoppingSection, environ)
+    sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
+    agreement = Agreement(state.process_index, sources, notes)
+    weakref.finalize(agreement, notes.restore).atexit = False
+    return agreement

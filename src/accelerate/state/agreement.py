@@ -1,0 +1,320 @@
+"""How ranks agree over the store of the process group, and not over its collectives.
+
+`StoreChannel` posts and reads JSON values, signed with the key of the run; `StoreConsensus` lets rank 0
+decide for all. A background thread may use them while the main thread trains, and a rank that does not come
+is named.
+
+The store of `torch.distributed` answers whoever reaches its port. So nothing that comes from it is unpickled.
+Where the launcher has set a key for the run (`ACCELERATE_RUN_KEY`), a value that no rank of this run has
+signed counts as absent. The signature is HMAC-SHA256 (RFC 2104) over the full name and the value, so a value
+cannot be copied to another name, nor from another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar, get_type_hints
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+
+from accelerate.base import AccelerateError, CheckpointError, StateError, describe, errors
+from accelerate.launch import KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.002
+LONGEST_PAUSE = 0.1
+SECONDS_FOR_THE_VERDICT = 10.0
+Message = TypeVar("Message")
+
+_DIGITS = hashlib.sha256().digest_size * 2
+
+
+class StoreChannel:
+    """Named values in a part of a store.
+
+    Args:
+        store: a connection that no other thread uses at the same time.
+        scope: name of the part; the same on all ranks. It is part of each signature.
+        environ: variables of this process, `ACCELERATE_RUN_KEY` among them.
+    """
+
+    def __init__(self, store: Store, scope: str, environ: Mapping[str, str]) -> None:
+        self._store: Any = store
+        self._scope = scope
+        self._key = environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape")
+        self._has_warned = False
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether values that another run or program posted are refused."""
+        return bool(self._key)
+
+    def post(self, name: str, value: Any) -> None:
+        """Set a value.
+
+        Args:
+            name: of the value in this part of the store.
+            value: numbers, text, booleans, and lists and dictionaries of these; not None.
+
+        Raises:
+            TypeError: the value cannot be written as JSON.
+            torch.distributed.DistError: the store does not answer.
+        """
+        self._store.set(self._name(name), self._encode(name, value))
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Set a value unless there is one, and return the one that is there: the first decides for all."""
+        return self._decode(name, self._store.compare_set(self._name(name), "", self._encode(name, value)))
+
+    def read(self, name: str) -> Any:
+        """Return a value; None where there is none, or one that is not of this run."""
+        return self._get([name])[name] if self._has([name]) else None
+
+    def read_all(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return values by name, as `read` does; two requests where all are there."""
+        return self._get(names) if self._has(names) else {name: self.read(name) for name in names}
+
+    def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
+        """Wait until values are there; signals are handled meanwhile.
+
+        Args:
+            names: of the values.
+            seconds: to wait at most.
+
+        Returns:
+            The values by name; None for those that did not come in time.
+        """
+        end, pause = time.monotonic() + seconds, FIRST_PAUSE
+        while (left := end - time.monotonic()) > 0:
+            found = self._get(names) if self._has(names) else {}
+            if found and None not in found.values():
+                return found
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+        return self.read_all(names)
+
+    def gather(self, topic: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+        """Wait for the values that ranks post as `topic/rank`; see `wait`."""
+        if not ranks:
+            return {}
+        values = self.wait([f"{topic}/{rank}" for rank in ranks], seconds)
+        return dict(zip(ranks, values.values(), strict=True))
+
+    def count(self, name: str, more: int = 0) -> int:
+        """Add to a counter and return it. Counters are not signed: a rank may wait for one, and no more."""
+        return int(self._store.add(self._name(name), more))
+
+    def remove(self, *names: str) -> None:
+        """Delete values."""
+        for name in names:
+            self._store.delete_key(self._name(name))
+
+    def _has(self, names: Sequence[str]) -> bool:
+        return bool(self._store.check([self._name(name) for name in names]))
+
+    def _get(self, names: Sequence[str]) -> dict[str, Any]:
+        content = self._store.multi_get([self._name(name) for name in names])
+        return {name: self._decode(name, data) for name, data in zip(names, content, strict=True)}
+
+    def _name(self, name: str) -> str:
+        return f"{self._scope}/{name}"
+
+    def _encode(self, name: str, value: Any) -> bytes:
+        body = json.dumps(value).encode()
+        return self._signature(name, body) + body
+
+    def _signature(self, name: str, body: bytes) -> bytes:
+        message = f"{self._name(name)}\n".encode() + body
+        return hmac.new(self._key, message, hashlib.sha256).hexdigest().encode()
+
+    def _decode(self, name: str, data: bytes) -> Any:
+        body = data[_DIGITS:]
+        if hmac.compare_digest(data[:_DIGITS], self._signature(name, body)):
+            with suppress(ValueError, RecursionError):  # without a key anybody can write anything
+                return json.loads(body)
+        self._warn(name)
+        return None
+
+    def _warn(self, name: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "The store of this run holds a value that none of its ranks has written (%s): it is ignored. "
+            "Another program reaches the port of the store, or the ranks have different values of %s.",
+            self._name(name),
+            KEY_VARIABLE,
+        )
+
+
+def as_dataclass(kind: type[Message], value: Any) -> Message | None:
+    """Build a dataclass from what `dataclasses.asdict` has made of one; None from anything else.
+
+    Args:
+        kind: its fields are numbers, text, booleans and lists of whole numbers.
+        value: what was read.
+    """
+    if not isinstance(value, dict):
+        return None
+    hints = get_type_hints(kind)
+    fits = value.keys() == hints.keys() and all(_fits(value[name], hint) for name, hint in hints.items())
+    return kind(**value) if fits else None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint == list[int]:
+        return isinstance(value, list) and all(type(item) is int for item in value)
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+Judge = Callable[[list[Any]], Any]
+"""Turns the values of all ranks, in their order, into the decision."""
+
+
+class Consensus:
+    """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        is_threaded: whether a background thread may use it while the main thread trains.
+    """
+
+    rank = 0
+    size = 1
+    is_threaded = True
+
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+        """Let rank 0 decide from the values of all ranks; called on all ranks in the same order.
+
+        Args:
+            what: name of the call that needs all ranks, for messages.
+            value: of this rank, which JSON can hold: tuples become lists.
+            judge: runs on rank 0; JSON can hold the decision as well.
+            patience: seconds to wait for the other ranks.
+
+        Returns:
+            The decision, the same on all ranks.
+
+        Raises:
+            StateError: a rank did not come in time; on all that did.
+            AccelerateError: what `judge` raised; on all ranks.
+        """
+        return judge([value])
+
+
+class StoreConsensus(Consensus):
+    """Over a connection to the store: a rank that does not come is named, and does not block the others.
+
+    Args:
+        channel: the connection; used by one thread at a time.
+        rank: of this process.
+        size: number of processes.
+        describe_absence: writes the error for ranks that did not come in time, from the name of the call, the
+            ranks and the seconds.
+    """
+
+    def __init__(
+        self,
+        channel: StoreChannel,
+        rank: int,
+        size: int,
+        describe_absence: Callable[[str, Sequence[int], float], str] | None = None,
+    ) -> None:
+        self.rank, self.size, self._channel = rank, size, channel
+        self._describe_absence = describe_absence or _describe_absence
+        self._number = 0
+
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+        try:
+            return self._decide(what, value, judge, patience)
+        except DistError as error:
+            raise StateError(
+                f"`{what}` cannot be agreed upon: the store of the process group does not answer ({error}). "
+                "Process 0 keeps it, and has probably ended: see its output for the cause."
+            ) from error
+
+    def _decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+        self._number += 1
+        topic = f"{self._number}"
+        self._channel.post(f"{topic}/{self.rank}", [what, value])
+        if self.rank == 0:
+            verdict = self._judge(topic, what, judge, patience)
+            self._channel.post(f"{topic}/verdict", verdict)
+            self._forget(self._number - 2)
+            self._wait_for_readers(topic)
+            return unpack(verdict)
+        key = f"{topic}/verdict"
+        verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
+        if verdict is None:
+            raise StateError(self._describe_absence(what, [0], patience))
+        self._channel.post(f"{topic}/read/{self.rank}", True)
+        return unpack(verdict)
+
+    def _judge(self, topic: str, what: str, judge: Judge, patience: float) -> dict[str, Any]:
+        posted = self._channel.gather(topic, range(self.size), patience)
+        if missing := [rank for rank, value in posted.items() if value is None]:
+            return pack_error(StateError(self._describe_absence(what, missing, patience)))
+        if len({name for name, _ in posted.values()}) > 1:
+            lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
+            return pack_error(StateError(f"The processes do different things at the same time:\n{lines}"))
+        return pack_verdict(judge, [value for _, value in posted.values()])
+
+    def _wait_for_readers(self, topic: str) -> None:
+        """Wait until all ranks that came have read it: rank 0 may end next, and the store with it."""
+        posted = self._channel.gather(topic, range(1, self.size), 0.0)
+        came = [rank for rank, value in posted.items() if value is not None]
+        if came:
+            self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
+
+    def _forget(self, number: int) -> None:
+        """Remove what nobody reads any more: all ranks have come to the topic after it."""
+        if number > 0:
+            topics = [f"{number}/{rank}" for rank in range(self.size)]
+            topics += [f"{number}/read/{rank}" for rank in range(self.size)]
+            self._channel.remove(f"{number}/verdict", *topics)
+
+
+def pack_verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:
+    """Return the decision of a judge, or its error, as JSON that `unpack` reads on every rank."""
+    try:
+        return {"result": judge(list(values))}
+    except AccelerateError as error:
+        return pack_error(error)
+    except Exception as error:  # of any kind: the other ranks have to know
+        return pack_error(CheckpointError(f"Process 0 failed for all: {describe(error)}."))
+
+
+def pack_error(error: AccelerateError) -> dict[str, str]:
+    """Return an error of this package as JSON; `unpack` raises it."""
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+def unpack(verdict: dict[str, Any]) -> Any:
+    """Return a decision, or raise the error that took its place."""
+    if "error" not in verdict:
+        return verdict["result"]
+    raise getattr(errors, verdict["error"], CheckpointError)(verdict["text"])
+
+
+def spell_absent(ranks: Sequence[int], seconds: float, word: str = "process") -> str:
+    """Say which ranks did not come in time: "processes 1, 3 did not come within 5 s"."""
+    plural = f"{word}es" if word.endswith("s") else f"{word}s"
+    who = f"{word} {ranks[0]}" if len(ranks) == 1 else f"{plural} {', '.join(map(str, ranks))}"
+    return f"{who} did not come within {seconds:g} s"
+
+
+def _describe_absence(what: str, ranks: Sequence[int], patience: float) -> str:
+    return (
+        f"`{what}` must be called on all processes, and {spell_absent(ranks, patience)}. Take it out of "
+        "`if accelerator.is_main_process:` and the like; a process that is only late needs a longer "
+        "hang_timeout."
+    )
