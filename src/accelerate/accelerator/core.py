@@ -48,7 +48,7 @@ from accelerate.plugins import (
 )
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import ProcessControl
-from accelerate.strategies import Bundle, is_prepared, mark_prepared
+from accelerate.strategies import Bundle, PrepareSession, is_prepared, mark_prepared
 from accelerate.strategies.axes import ContextParallel, drop_masks, not_prepared, whole_sequences
 from accelerate.tracking import GeneralTracker, filter_trackers
 
@@ -167,7 +167,7 @@ class Accelerator(
             ),
             variables,
         )
-        self._runtime = build_runtime(request)
+        self._runtime = build_runtime(request, PrepareSession(self, _replaceable_functions))
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
@@ -185,9 +185,6 @@ class Accelerator(
         self.profile_handler = request.profile
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
         self.log_with = filter_trackers(log_with, request.project.logging_dir)
-        if self._runtime.strategy.shard is not None:
-            self._runtime.strategy.shard = self._shard_model
-        self._runtime.strategy.convert_layers = _convert_layers
         prepared = self._runtime.prepared
         self._models = prepared.models
         self._optimizers = prepared.optimizers
@@ -265,10 +262,10 @@ class Accelerator(
                 "Give one entry for each object, or leave it out",
             )
         bundle = Bundle(args, device_placement)
-        self._runtime.strategy.check(bundle, self._runtime.prepared)
+        self._runtime.strategy.check(bundle)
         if self._runtime.request.shares_sequences:
             self._prepare_cp(*bundle.objects)
-        return self._runtime.strategy.prepare(bundle, self).result()
+        return self._runtime.strategy.prepare(bundle).result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Let sequences be shared; clients replace this method, and set `_cp_context` themselves."""
@@ -302,11 +299,6 @@ class Accelerator(
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
 
-    def _shard_model(self, model: nn.Module) -> nn.Module:
-        from accelerate import accelerator as public
-
-        return public.fsdp2_prepare_model(self, model)
-
     def prepare_data_loader(
         self,
         data_loader: Loader,
@@ -321,8 +313,6 @@ class Accelerator(
             slice_fn_for_dispatch: cuts one rank's part out of a batch that process 0 has read; the default
                 cuts tensors along dimension 0.
         """
-        from accelerate import accelerator as public
-
         if is_prepared(data_loader):
             self._remember(self._dataloaders, data_loader)
             return data_loader
@@ -330,7 +320,7 @@ class Accelerator(
         config = self.dataloader_config
         place = self.device_placement if device_placement is None else device_placement
         loader: Any = mark_prepared(
-            public.prepare_data_loader(
+            _replaceable_functions().prepare_data_loader(
                 adapted,
                 self.device,
                 num_processes=self.num_processes,
@@ -442,7 +432,7 @@ class Accelerator(
         Returns:
             One `None` for each of `objects`: `a, b = accelerator.free_memory(a, b)`.
         """
-        self._runtime.prepared.clear()
+        self._runtime.session.clear()
         self._runtime.strategy.release()
         self._runtime.weigh_evenly()
         self.step = 0
@@ -468,7 +458,8 @@ def _has_device_map(model: nn.Module) -> bool:
     return bool(getattr(model, "hf_device_map", None))
 
 
-def _convert_layers(model: nn.Module, config: Any, module_filter_func: Any) -> None:
-    from accelerate import accelerator as public
+def _replaceable_functions() -> Any:
+    """Return the module in which clients replace `fsdp2_prepare_model` and others."""
+    from accelerate import accelerator
 
-    public.convert_model_to_fp8_ao(model, config, module_filter_func)
+    return accelerator

@@ -1,5 +1,4 @@
 from accelerate.strategies.base import (
-    Prepared as Prepared,
     Strategy as Strategy,
     refuse_split_model as refuse_split_model,
 )
@@ -14,8 +13,12 @@ from accelerate.strategies.bundle import (
 )
 from accelerate.strategies.ddp import DataParallel as DataParallel, sync_in_backward as sync_in_backward
 from accelerate.strategies.exchange import exchanging as exchanging
-from accelerate.strategies.moved import Moved as Moved
 from accelerate.strategies.ownership import find_orphans as find_orphans, find_strangers as find_strangers
 from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
 from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
+from accelerate.strategies.session import (
+    Prepared as Prepared,
+    PrepareSession as PrepareSession,
+    ReplacedParameters as ReplacedParameters,
+)
 from accelerate.strategies.single import SingleProcess as SingleProcess

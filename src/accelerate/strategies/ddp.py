@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -58,14 +58,14 @@ class DataParallel(Strategy):
         super().check_model(model)
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Return the replica, compiled around DistributedDataParallel so that its buckets shape the graph."""
         if not any(p.requires_grad for p in model.parameters()):
-            return compile(model)
+            return self.compile(model)
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         replica = DistributedDataParallel(model, **self._device_arguments(), **handler.to_kwargs())
         handler.register_comm_hook(replica)
-        return compile(replica)
+        return self.compile(replica)
 
     def _device_arguments(self) -> dict[str, Any]:
         device = self.context.device

@@ -26,6 +26,7 @@ from accelerate.plugins import (
 )
 from accelerate.scheduler import StepPolicy
 from accelerate.state import GradientState, Topology
+from accelerate.strategies.session import PrepareSession
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Context:
         request: what the run asks for; its number format is resolved.
         mixed_precision: name of the number format in force.
         gradients: whether this round synchronises.
+        session: what the `prepare` calls of the run share.
         mesh: the device mesh, `None` for plain data parallelism.
     """
 
@@ -107,4 +109,5 @@ class Context:
     request: RunRequest
     mixed_precision: str
     gradients: GradientState
+    session: PrepareSession
     mesh: Any = None

@@ -16,7 +16,7 @@ from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
+from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.abilities import computes_in_fp8
@@ -91,7 +91,7 @@ class DeepSpeed(Strategy):
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""
         new = [obj for obj in bundle.objects if not is_prepared(obj)]
         fresh = Bundle(new)
@@ -108,8 +108,9 @@ class DeepSpeed(Strategy):
         """Refuse models that a device map has split."""
         refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
 
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+    def prepare(self, bundle: Bundle) -> Bundle:
         """Prepare loaders, then build the engine from model, optimizer and scheduler together."""
+        preparer = self.session.preparer
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
         optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
@@ -169,10 +170,11 @@ class DeepSpeed(Strategy):
     def _build(self, model: nn.Module, waiting: PendingModel, config: dict[str, Any]) -> nn.Module:
         trains = waiting.optimizer is not None
         optimizer = waiting.optimizer
-        self.waiting = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
-        model = self.convert(model)
+        is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
+        with self.session.following([optimizer] if is_of_torch else []):
+            model = self.convert(model)
         self.plugin.set_moe_leaf_modules(model)
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
         mpu = self.sequences.join(model, config)
         engine, built, rate = building.build_engine(

@@ -228,11 +228,11 @@ class ParameterRemapper:
             if all(isinstance(place, str) for group in groups for place in group)
         }
 
-    def moved(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """Iterate over those old parameters that somebody still holds, with the new ones."""
+    def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """Iterate over those old parameters that are still in use, with the new ones."""
         for old, name in list(self._old.items()):  # type: ignore[no-untyped-call]
             new = parameters.get(name)
-            if new is not None and new is not old:
+            if new is not None:
                 yield old, new
 
 

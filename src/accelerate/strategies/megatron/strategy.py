@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Prepared, Preparer, Strategy
+from accelerate.strategies.base import Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import initialize as starting
 from accelerate.strategies.megatron.checkpoints import MegatronPart
@@ -66,7 +66,7 @@ class MegatronLM(Strategy):
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron-LM cannot train, with all problems in one message."""
         if self.engine is not None:
             self._check_later(bundle)
@@ -89,8 +89,9 @@ class MegatronLM(Strategy):
                 "everything in one call."
             )
 
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+    def prepare(self, bundle: Bundle) -> Bundle:
         """Start Megatron-LM and put what it has built in the places of the user's objects."""
+        preparer = self.session.preparer
         if self.engine is None:
             starting.initialize(preparer)
             self.grid = RankGrid()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,7 +35,6 @@ class XlaReplicas(Strategy):
         super().__init__(context)
         self.replicas = context.topology.size
         self.exchange = Exchange(1 if self.averages_itself else self.replicas, context.gradients)
-        self._known: WeakSet[AcceleratedOptimizer] = WeakSet()
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split, and what the number format refuses."""
@@ -61,25 +59,21 @@ class XlaReplicas(Strategy):
         before = dict(model.named_parameters())
         model.to(self.context.device)
         retie_parameters(model, tied)
-        self.follow({old: model.get_parameter(name) for name, old in before.items()})
+        self.follow((old, model.get_parameter(name)) for name, old in before.items())
 
-    def follow(self, moved: dict[nn.Parameter, nn.Parameter]) -> None:
+    def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Let optimizers step the parameters that have taken the places of others.
 
         Args:
-            moved: old parameter -> new one.
+            parameters: pairs of an old one and its new one.
         """
-        for old, new in moved.items():
-            if new is not old:
-                self.moved[old] = new
-        self._catch_up([*self.waiting, *self._known])
+        self.session.replace(parameters)
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in a wrapper that averages gradients before it steps."""
-        self._catch_up([optimizer])
-        prepared = XlaOptimizer(optimizer, self.exchange, place, self.precision.scaler)
-        self._known.add(prepared)
-        return prepared
+        self.session.remap([optimizer])
+        return XlaOptimizer(optimizer, self.exchange, place, self.precision.scaler)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

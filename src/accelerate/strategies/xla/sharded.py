@@ -33,7 +33,7 @@ class XlaFullyShard(XlaReplicas):
         self.mesh = use_mesh()
         super().__init__(context)
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Return the very model, with its parameters in parts on all devices."""
         plugin = self.context.request.fsdp
         sharding = import_module("torch_xla.distributed.spmd").xla_sharding
@@ -47,7 +47,7 @@ class XlaFullyShard(XlaReplicas):
         for unit in units:
             sharding.apply_backward_optimization_barrier(unit)
             unit.register_forward_hook(self._share_output)
-        return compile(model)
+        return self.compile(model)
 
     def _share_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
         """Let each device compute its rows."""
@@ -71,7 +71,7 @@ class XlaFullySharded(XlaReplicas):
         super().__init__(context)
         self._wrapped: WeakSet[Any] = WeakSet()
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Return the wrapped model; optimizers step its parts."""
         plugin: Any = self.context.request.fsdp
         package = import_module("torch_xla.distributed.fsdp")
@@ -90,9 +90,9 @@ class XlaFullySharded(XlaReplicas):
             )
         wrapped: nn.Module = kind(model, **arguments)
         parts = dict(_parts_by_name(wrapped, kind))
-        self.follow({old: parts[name] for name, old in before.items() if name in parts})
+        self.follow((old, parts[name]) for name, old in before.items() if name in parts)
         self._wrapped.add(wrapped)
-        return compile(wrapped)
+        return self.compile(wrapped)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
