@@ -49,7 +49,6 @@ from accelerate.plugins import (
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import ProcessControl
 from accelerate.strategies import Bundle, PrepareSession, is_prepared, mark_prepared
-from accelerate.strategies.axes import ContextParallel, drop_masks, not_prepared, whole_sequences
 from accelerate.tracking import GeneralTracker, filter_trackers
 
 logger = get_logger(__name__)
@@ -171,7 +170,7 @@ class Accelerator(
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
-        self._cp_context = not_prepared if self._runtime.request.shares_sequences else whole_sequences
+        self._cp_context = self._runtime.strategy.sequences.batch
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -263,17 +262,14 @@ class Accelerator(
             )
         bundle = Bundle(args, device_placement)
         self._runtime.strategy.check(bundle)
-        if self._runtime.request.shares_sequences:
+        if self._runtime.strategy.sequences.splits_buffers:
             self._prepare_cp(*bundle.objects)
         return self._runtime.strategy.prepare(bundle).result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let sequences be shared; clients replace this method, and set `_cp_context` themselves."""
-        handler: Any = self._runtime.request.parallelism.cp_handler  # type: ignore[union-attr]  # it is enabled
-        self._cp_context = ContextParallel(self.torch_device_mesh, handler.cp_comm_strategy)
-        for model in args:
-            if isinstance(model, nn.Module) and not is_prepared(model):
-                drop_masks(model)
+        """Let models share sequences; clients replace this method, and set `_cp_context` themselves."""
+        models = [obj for obj in args if isinstance(obj, nn.Module) and not is_prepared(obj)]
+        self._runtime.strategy.sequences.transform(models)
         return args
 
     def prepare_model(
@@ -410,7 +406,7 @@ class Accelerator(
             dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
             model: the prepared model.
         """
-        return self._runtime.strategy.share_sequences(dl, model)  # type: ignore[no-any-return]
+        return self._runtime.strategy.sequences.transform_loader(dl, model)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.

@@ -22,3 +22,7 @@ from accelerate.strategies.session import (
     ReplacedParameters as ReplacedParameters,
 )
 from accelerate.strategies.single import SingleProcess as SingleProcess
+from accelerate.strategies.tensor_parallel import (
+    CopiedTensorParallel as CopiedTensorParallel,
+    TensorParallel as TensorParallel,
+)

@@ -18,6 +18,7 @@ from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
+from accelerate.strategies.axes import resolve_sequence_axis
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
 from accelerate.strategies.fsdp import names_by_group
 from accelerate.strategies.ownership import find_orphans, find_strangers
@@ -59,6 +60,7 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
+        self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
         """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""
@@ -247,10 +249,6 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
-        """Return a loader that gives this process its part of sequences; the very one where it has all."""
-        return loader
 
     # Save and end
 

@@ -82,11 +82,6 @@ class RunRequest:
     handlers: tuple[KwargsHandler, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def shares_sequences(self) -> bool:
-        """Whether several processes have one sequence together."""
-        return self.parallelism is not None and self.parallelism.cp_enabled
-
 
 @dataclass(frozen=True)
 class Context:

@@ -48,7 +48,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
 
 def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
     """Return the class for tensor parallelism; torch's part of it takes a second to import."""
-    from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
+    from accelerate.strategies.tensor_parallel import CopiedTensorParallel, TensorParallel
 
     return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 

@@ -10,8 +10,14 @@ from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from accelerate.base import ConfigurationError
 from accelerate.plugins import MegatronLMPlugin
 from accelerate.state import Topology
-from accelerate.strategies import DataParallel, RunRequest, SingleProcess, resolve_strategy
-from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
+from accelerate.strategies import (
+    CopiedTensorParallel,
+    DataParallel,
+    RunRequest,
+    SingleProcess,
+    TensorParallel,
+    resolve_strategy,
+)
 from accelerate.strategies.deepspeed import DeepSpeed
 from accelerate.strategies.fsdp import FullyShard, FullySharded
 from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas

@@ -20,7 +20,7 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def teach_context_parallel() -> None:
+def register_cpu_kernels() -> None:
     """Enter the CPU's kernels in torch's table.
 
     Raises:

@@ -24,9 +24,8 @@ from accelerate.strategies.deepspeed.checking import problems_of
 from accelerate.strategies.deepspeed.checkpoints import EnginePart
 from accelerate.strategies.deepspeed.dummies import DummyScheduler
 from accelerate.strategies.deepspeed.losses import leaves_of
-from accelerate.strategies.deepspeed.sequences import sequences_of
 from accelerate.strategies.deepspeed.states import gathered, whole_state
-from accelerate.strategies.deepspeed.values import STEPS, Given, batch_sizes_of
+from accelerate.strategies.deepspeed.values import MICRO, STEPS, Given, batch_sizes_of
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -57,7 +56,6 @@ class DeepSpeed(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.sequences = sequences_of(context.request.parallelism)
         self.replicas = context.topology.size // self.sequences.size
         self.known_sizes: list[int] = []
         self._for_model = PendingModel(None, None, ())
@@ -125,7 +123,8 @@ class DeepSpeed(Strategy):
             self._built = self._rate = self._optimizer = None
             self.known_sizes += sizes
         if self.sequences.size > 1 and bundle.models:
-            bundle.replace(Kind.LOADER, lambda each, _: self.share_sequences(each, bundle.models[0]))
+            model = bundle.models[0]
+            bundle.replace(Kind.LOADER, lambda loader, _: self.sequences.transform_loader(loader, model))
         return bundle
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
@@ -176,9 +175,9 @@ class DeepSpeed(Strategy):
         self.plugin.set_moe_leaf_modules(model)
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
-        mpu = self.sequences.join(model, config)
+        self.sequences.transform([model], config.get(MICRO, 1))
         engine, built, rate = building.build_engine(
-            model, optimizer, waiting.scheduler, deepcopy(config), mpu
+            model, optimizer, waiting.scheduler, deepcopy(config), self.sequences.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if trains:
@@ -207,10 +206,6 @@ class DeepSpeed(Strategy):
         if inner is not None and getattr(scheduler, "optimizer", None) is self._for_model.optimizer:
             building.point_scheduler(scheduler, inner)
         return scheduler
-
-    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
-        """Return a loader that gives this process its part of each sequence."""
-        return self.sequences.share(loader, model)
 
     # Step
 
