@@ -11,7 +11,7 @@ from accelerate.checkpointing import Session
 from accelerate.devices import hardware_table, xla
 from accelerate.diagnostics import agreement_of_run, watching
 from accelerate.logging import get_logger
-from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin
+from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin, version_of
 from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.strategies import Context, PrepareSession, RunRequest, Strategy, resolve_strategy
 from accelerate.tracking import Outlets
@@ -97,7 +97,7 @@ def _announce_shards(request: RunRequest) -> None:
     Raises:
         ConfigurationError: it has opened one.
     """
-    wanted = request.fsdp is not None and request.fsdp.fsdp_version == 2 and not request.cpu
+    wanted = request.fsdp is not None and version_of(request.fsdp).is_spmd_on_xla and not request.cpu
     if not wanted or hardware_table.detect() != hardware_table.XLA or xla.is_shared():
         return
     if PartialState._shared_state:

@@ -27,6 +27,7 @@ from accelerate.plugins.fsdp import (
     EFFICIENT_LOADING as EFFICIENT_LOADING,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from accelerate.plugins.fsdp_versions import VERSIONS as VERSIONS, version_of as version_of
 from accelerate.plugins.fsdp_wrapping import (
     bind_policy as bind_policy,
     find_units as find_units,

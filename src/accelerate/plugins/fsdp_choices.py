@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from accelerate.base import (
@@ -89,6 +88,18 @@ def read_flag(name: str, value: Any) -> bool:
     return word in TRUE_WORDS
 
 
+def flag_of(plugin: Any, name: str, found: Mapping[str, Any]) -> bool:
+    """Return the truth value of a field: as given, else as the environment says, else no.
+
+    Args:
+        plugin: the plugin.
+        name: of the field.
+        found: values of the environment by field.
+    """
+    given = getattr(plugin, name)
+    return read_flag(name, found.get(name, False) if given is None else given)
+
+
 def read_strategy(name: str, value: Any) -> ShardingStrategy:
     """Return the sharding strategy of FSDP 1 that a name in any case, or a number from 1, stands for.
 
@@ -153,76 +164,6 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     return None, None
 
 
-def offload_of(version: int, value: Any) -> Any:
-    """Return where FSDP keeps parameters between uses.
-
-    Args:
-        version: of FSDP.
-        value: whether they are on the CPU, or torch's own object.
-
-    Raises:
-        ConfigurationError: it is the object of the other version, or none.
-    """
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
-
-    kind = CPUOffload if version == 1 else OffloadPolicy
-    if isinstance(value, (CPUOffload, OffloadPolicy)):
-        if not isinstance(value, kind):
-            raise wrong_value(
-                "cpu_offload",
-                value,
-                f"fsdp_version={version} takes torch.distributed.fsdp.{kind.__name__}",
-                "Give True or False, which fit both versions",
-            )
-        return value
-    offloads = read_flag("cpu_offload", value)
-    if version == 1:
-        return CPUOffload(offload_params=offloads)
-    return CPUOffloadPolicy() if offloads else OffloadPolicy()
-
-
-def policy_class(version: int) -> type[Any]:
-    """Return torch's class of mixed precision policies for a version of FSDP."""
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-    return MixedPrecision if version == 1 else MixedPrecisionPolicy
-
-
-def policy_of_dtype(version: int, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-    """Return the policy that computes, reduces and returns in one dtype.
-
-    Args:
-        version: of FSDP.
-        dtype: of parameters, gradients on the wire and (version 2) outputs of units.
-        buffer_dtype: of buffers (version 1; version 2 leaves them alone).
-    """
-    last = {"buffer_dtype": buffer_dtype} if version == 1 else {"output_dtype": dtype}
-    return policy_class(version)(param_dtype=dtype, reduce_dtype=dtype, **last)
-
-
-def policy_of_mapping(version: int, value: dict[str, Any]) -> Any:
-    """Return the policy with these fields.
-
-    Args:
-        version: of FSDP.
-        value: field name -> dtype, as torch's object or its name.
-
-    Raises:
-        ConfigurationError: the policy of this version has no such field, or that is no dtype.
-    """
-    kind = policy_class(version)
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    strange = [name for name in value if name not in known]
-    if strange:
-        raise wrong_value(
-            "mixed_precision_policy",
-            value,
-            f"{kind.__name__} of fsdp_version={version} has no {', '.join(strange)}",
-            f"Use some of {', '.join(known)}",
-        )
-    return kind(**{name: _dtype(name, entry) for name, entry in value.items()})
-
-
 def read_dtype(value: Any) -> torch.dtype:
     """Return the dtype of a number format.
 
@@ -241,7 +182,16 @@ def read_dtype(value: Any) -> torch.dtype:
     return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
 
 
-def _dtype(name: str, value: Any) -> Any:
+def dtype_of_field(name: str, value: Any) -> Any:
+    """Return the value of a policy's field: a dtype where its name says so, anything else as it is.
+
+    Args:
+        name: of the field.
+        value: a dtype, or the name of one or of a number format.
+
+    Raises:
+        ConfigurationError: there is no such dtype.
+    """
     import torch
 
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 
 from accelerate.base import ConfigurationError, constants
-from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins import VERSIONS, fsdp_choices as choices
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
@@ -42,10 +42,10 @@ def test_fp8_layers_leave_bfloat16_over() -> None:
 
 def test_fields_of_policies() -> None:
     fields = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    assert choices.policy_of_mapping(2, fields) == MixedPrecisionPolicy(
+    assert VERSIONS[2].policy_of_mapping(fields) == MixedPrecisionPolicy(
         torch.bfloat16, torch.float32, None, cast_forward_inputs=False
     )
-    assert choices.policy_of_dtype(1, torch.float16, torch.float32) == MixedPrecision(
+    assert VERSIONS[1].policy_of_dtype(torch.float16, torch.float32) == MixedPrecision(
         torch.float16, torch.float16, torch.float32
     )
 
