@@ -313,10 +313,10 @@ def get_active_deepspeed_plugin(state: RunningState) -> DeepSpeedPlugin:
     Raises:
         ConfigurationError: The run does not use DeepSpeed.
     """
-    if state.distributed_type != DistributedType.DEEPSPEED:
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if plugin is None:
         raise ConfigurationError(
             f"This run does not use DeepSpeed (distributed_type is {state.distributed_type}). Pass "
             "`deepspeed_plugin=DeepSpeedPlugin(...)` to `Accelerator`."
         )
-    plugin: DeepSpeedPlugin = state.deepspeed_plugin
     return plugin

@@ -140,7 +140,7 @@ class AcceleratorState(SharedState, ProcessControl):
     @property
     def mixed_precision(self) -> PrecisionType | PrecisionName:
         """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
-        if self.distributed_type != DistributedType.DEEPSPEED:
+        if self.__dict__.get("deepspeed_plugins") is None:
             return self._mixed_precision
         config = self.deepspeed_plugin.deepspeed_config
         formats: tuple[PrecisionName, ...] = ("fp16", "bf16")
@@ -159,7 +159,8 @@ class AcceleratorState(SharedState, ProcessControl):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP's second version."""
-        return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
+        plugin = self.__dict__.get("fsdp_plugin")
+        return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def deepspeed_plugin(self) -> Any:

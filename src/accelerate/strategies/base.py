@@ -45,6 +45,9 @@ class Strategy:
     saves_shards: bool = False
     """Whether each process saves its own part of models and optimizers."""
 
+    holds_whole_models: bool = True
+    """Whether each process holds all parameters of a prepared model."""
+
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
 

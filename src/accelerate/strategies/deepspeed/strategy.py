@@ -52,6 +52,7 @@ class DeepSpeed(Strategy):
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
 
     holds_gradients = False
+    holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -31,6 +31,8 @@ class Sharded(Strategy, ABC):
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
 
+    holds_whole_models = False
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.places: WeakKeyDictionary[Any, list[list[str]]] = WeakKeyDictionary()

@@ -44,6 +44,8 @@ class MegatronLM(Strategy):
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
 
+    holds_whole_models = False
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine: MegatronEngine | None = None

@@ -65,6 +65,7 @@ class XlaFullySharded(XlaReplicas):
     """Each process keeps a part of every parameter, by torch_xla's `XlaFullyShardedDataParallel`."""
 
     averages_itself: ClassVar[bool] = True
+    holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
         refuse_unknown(context.request.fsdp)
