@@ -19,9 +19,8 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.strategies.axes import resolve_sequence_axis
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
+from accelerate.strategies.bundle import Bundle, Kind, find_orphans, find_strangers, is_prepared, stands_for
 from accelerate.strategies.fsdp import names_by_group
-from accelerate.strategies.ownership import find_orphans, find_strangers
 from accelerate.strategies.request import Context
 from accelerate.unwrapping import extract_model_from_parallel
 

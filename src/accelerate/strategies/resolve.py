@@ -9,7 +9,6 @@ from accelerate.state import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.request import RunRequest
-from accelerate.strategies.single import SingleProcess
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
@@ -38,7 +37,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:
-        return SingleProcess
+        return Strategy
     if request.fsdp is not None:
         return _sharded(request.fsdp)
     if request.parallelism is not None and request.parallelism.tp_enabled:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.overrides import TorchFunctionMode
 
 from accelerate.base import ConfigurationError, StateError, wrong_value
@@ -18,6 +20,7 @@ from accelerate.logging import get_logger
 from accelerate.strategies.axes.base import Axis
 
 logger = get_logger(__name__)
+
 
 _ATTENTION = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional offers outside of contexts
 CALL = "accelerator.maybe_context_parallel"
@@ -67,7 +70,7 @@ class ContextAxis(Axis):
         mesh = self._mesh["cp"]
         _check_buffers(given, dims, mesh.size())
         if mesh.device_type == "cpu":
-            from accelerate.strategies.axes.attention_on_cpu import register_cpu_kernels
+            from accelerate.strategies.axes.context import register_cpu_kernels
 
             register_cpu_kernels()
         set_rotate_method(self._handler.cp_comm_strategy)
@@ -159,3 +162,73 @@ def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     if "attention_mask" in kwargs:
         kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
     return args, kwargs
+
+
+_SEQUENCE_DIM = 2
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def register_cpu_kernels() -> None:
+    """Enter the CPU's kernels in torch's table.
+
+    Raises:
+        ConfigurationError: this torch keeps no such table.
+    """
+    table = getattr(ring, "custom_ops", None)
+    if table is None:
+        raise ConfigurationError(
+            f"Context parallelism on the CPU was built for torch 2.13, and torch {torch.__version__} has no "
+            "place for it. Install torch 2.13, use accelerators, or leave cp_size at 1."
+        )
+    table.setdefault(_FORWARD.default, _attend)
+    table.setdefault(_BACKWARD.default, _attend_backward)
+
+
+def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """`(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None)`."""
+    query, key, value, *rest = args
+    options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
+    options.pop("attn_mask", None)
+    mesh = query.device_mesh
+    results = ring._templated_ring_attention(
+        mesh.get_group(),
+        _SEQUENCE_DIM,
+        _FORWARD,
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        is_causal=options.pop("is_causal", False),
+        **options,
+    )
+    return _shared(results[:2], mesh)
+
+
+def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """`(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale)`."""
+    gradient, query, key, value, output, sums, dropout, is_causal = args[:8]
+    mesh = query.device_mesh
+    results = ring._templated_ring_attention_backward(
+        mesh.get_group(),
+        _SEQUENCE_DIM,
+        _BACKWARD.default,
+        grad_out=_local(gradient),
+        grad_out_name="grad_out",
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        out=_local(output),
+        logsumexp=_local(sums),
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=kwargs.get("scale"),
+    )
+    return _shared(results[:3], mesh)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shared(tensors: Any, mesh: Any) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(each, mesh, [Shard(_SEQUENCE_DIM)], run_check=False) for each in tensors)

@@ -19,19 +19,37 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.abilities import computes_in_fp8
-from accelerate.strategies.deepspeed.checking import problems_of
-from accelerate.strategies.deepspeed.checkpoints import EnginePart
-from accelerate.strategies.deepspeed.dummies import DummyScheduler
-from accelerate.strategies.deepspeed.losses import leaves_of
-from accelerate.strategies.deepspeed.states import gathered, whole_state
+from accelerate.strategies.deepspeed.checking import computes_in_fp8, problems_of
+from accelerate.strategies.deepspeed.checkpoints import EnginePart, gathered, whole_state
 from accelerate.strategies.deepspeed.values import MICRO, STEPS, Given, batch_sizes_of
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    DummyScheduler,
 )
 from accelerate.strategies.request import Context
+
+
+def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one is enough.
+
+    Args:
+        loss: with a graph.
+    """
+    if loss.grad_fn is None:
+        yield loss
+        return
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 class PendingModel:

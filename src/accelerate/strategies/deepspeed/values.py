@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.plugins import Filling
 from accelerate.settings import AUTO
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"

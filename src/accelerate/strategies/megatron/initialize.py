@@ -16,7 +16,7 @@ from torch import nn
 from accelerate.base import StateError
 from accelerate.logging import get_logger
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.models import build_model
+from accelerate.strategies.megatron.families import build_model
 
 logger = get_logger(__name__)
 

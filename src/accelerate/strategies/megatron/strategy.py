@@ -21,14 +21,13 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import initialize as starting
-from accelerate.strategies.megatron.checkpoints import MegatronPart
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
     RankGrid,
     prepare_data_loader,
     with_batches_of,
 )
-from accelerate.strategies.megatron.engine import MegatronEngine
+from accelerate.strategies.megatron.engine import MegatronEngine, MegatronPart
 from accelerate.strategies.megatron.planning import plan
 from accelerate.strategies.megatron.wrappers import (
     MegatronLMOptimizerWrapper,

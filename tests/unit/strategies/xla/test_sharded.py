@@ -52,7 +52,7 @@ def test_outputs_are_marked(fake: Any, asking: Any, monkeypatch: pytest.MonkeyPa
         device, ndim, shape = torch.device("xla"), 2, (8, 3)
 
     strategy = XlaFullyShard(asking(2))
-    monkeypatch.setattr("accelerate.strategies.xla.sharded.iterate_tensors", lambda output: [OnXla()])
+    monkeypatch.setattr("accelerate.strategies.xla.iterate_tensors", lambda output: [OnXla()])
     strategy._share_output(nn.Linear(1, 1), (), {"logits": 1})
     assert fake.calls == [((8, 3), ("fsdp", None))]
 
