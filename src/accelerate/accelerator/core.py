@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.accelerator.arguments import _UNSET, Arguments, build_request, refuse_other_methods
+from accelerate.accelerator.arguments import _UNSET, Arguments, build_request
 from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
 from accelerate.accelerator.introspection import Introspection
 from accelerate.accelerator.persistence import Persistence
 from accelerate.accelerator.runtime import build_runtime
-from accelerate.accelerator.stopping import Stopping
 from accelerate.accelerator.tracking import Tracking
 from accelerate.base import (
     DynamoBackend,
@@ -65,9 +64,7 @@ F = TypeVar("F")
 Placement = Sequence[bool | None] | None
 
 
-class Accelerator(
-    Introspection, Gradients, Communication, Contexts, Stopping, Tracking, Persistence, ProcessControl
-):
+class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, Persistence, ProcessControl):
     """Runs one training loop unchanged on one process or many.
 
     Build it first, pass model, optimizer, loaders and scheduler through `prepare`, and call `backward`
@@ -136,12 +133,6 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         variables = environ.current()
-        refuse_other_methods(
-            {
-                "torch_tp_plugin": torch_tp_plugin,
-            },
-            variables,
-        )
         request = build_request(
             Arguments(
                 device_placement=device_placement,
@@ -161,6 +152,7 @@ class Accelerator(
                 fsdp_plugin=fsdp_plugin,
                 deepspeed_plugin=deepspeed_plugin,
                 deepspeed_plugins=deepspeed_plugins,
+                torch_tp_plugin=torch_tp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
                 parallelism_config=parallelism_config,
             ),

@@ -4,6 +4,11 @@ from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
+from accelerate.plugins.deepspeed_choices import (
+    config_to_build as config_to_build,
+    leave_whole as leave_whole,
+    show_to_transformers as show_to_transformers,
+)
 from accelerate.plugins.deepspeed_config import (
     Filling as Filling,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
@@ -11,12 +16,6 @@ from accelerate.plugins.deepspeed_config import (
     same_value as same_value,
     without_auto as without_auto,
 )
-from accelerate.plugins.deepspeed_models import (
-    config_to_build as config_to_build,
-    leave_whole as leave_whole,
-    show_to_transformers as show_to_transformers,
-)
-from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
@@ -69,4 +68,5 @@ from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     ProjectConfiguration as ProjectConfiguration,
+    TorchDynamoPlugin as TorchDynamoPlugin,
 )

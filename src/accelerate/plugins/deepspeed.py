@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accelerate.base import ConfigurationError, DistributedType, StateError, environ, wrong_value
 from accelerate.plugins import deepspeed_choices as choices
+from accelerate.plugins.deepspeed_choices import build_sharded, leave_whole, show_to_transformers
 from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
-from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
 from accelerate.settings.sections import OffloadDevice
 
