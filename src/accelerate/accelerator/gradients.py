@@ -15,7 +15,7 @@ from accelerate.accelerator.windows import Count, Windows
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.ops import reduce
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.strategies import parameter_ids, sync_in_backward
+from accelerate.strategies import as_list, parameter_ids, sync_in_backward
 
 
 def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimizer:
@@ -261,7 +261,7 @@ class Gradients:
         strategy = self._runtime.strategy
         if strategy.precision.scaler is None:
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = as_list(parameters)
         if self.sync_gradients:
             self.unscale_gradients(self._owners(parameters))
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
@@ -281,7 +281,7 @@ class Gradients:
         if strategy.precision.scaler is None:
             strategy.clip_grad_value(parameters, clip_value)
             return
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = as_list(parameters)
         if not self.sync_gradients:
             strategy.clip_grad_value(parameters, clip_value * strategy.precision.gradient_scale())
             return

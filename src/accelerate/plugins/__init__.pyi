@@ -1,4 +1,9 @@
-from accelerate.plugins.checks import at_least as at_least, member as member, one_of as one_of
+from accelerate.plugins.checks import (
+    at_least as at_least,
+    member as member,
+    one_of as one_of,
+    read_flag as read_flag,
+)
 from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, renamed as renamed
 from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,

@@ -241,7 +241,7 @@ class DeepSpeedPlugin:
             enable: Whether they are built in shards; that needs stage 3.
         """
         before = self.is_zero3_init_enabled()
-        if enable and self.zero_stage != 3:
+        if enable and not self.hf_ds_config.is_zero3():
             raise wrong_value(
                 "enable", enable, f"models are not sharded by ZeRO stage {self.zero_stage}", "Use stage 3"
             )

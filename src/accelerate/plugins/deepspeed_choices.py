@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import FALSE_WORDS, TRUE_WORDS, ConfigurationError, packages, wrong_value
+from accelerate.base import packages, wrong_value
+from accelerate.plugins.checks import read_flag
 from accelerate.plugins.deepspeed_config import Filling, without_auto
-from accelerate.plugins.fsdp_wrapping import get_module_class_from_name
+from accelerate.plugins.fsdp_wrapping import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, likely_typos, read
 from accelerate.settings.sections import DeepSpeedSection, Fp8Section
 
@@ -137,10 +138,7 @@ def read_init_flag(asked: Any, stage: Any) -> bool:
     Raises:
         ConfigurationError: it is neither a yes nor a no.
     """
-    word = str(asked).strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value("zero3_init_flag", asked, "it is neither a yes nor a no", "Give True or False")
-    wanted = word in TRUE_WORDS
+    wanted = read_flag("zero3_init_flag", asked)
     if wanted and str(stage) != "3":
         warnings.warn(
             f"zero3_init_flag=True has no effect: ZeRO stage {stage} does not shard models.", stacklevel=5
@@ -195,17 +193,10 @@ def mark_leaves(model: nn.Module, names: Sequence[str]) -> None:
     Raises:
         ConfigurationError: it has none of one of the classes.
     """
-    classes = {name: get_module_class_from_name(model, name) for name in names}
-    missing = [name for name, found in classes.items() if found is None]
-    if missing:
-        known = sorted({type(inner).__name__ for inner in model.modules() if any(inner.children())})
-        raise ConfigurationError(
-            f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no module "
-            f"of that class. Name some of {', '.join(known)}."
-        )
+    classes = find_classes(model, names, "transformer_moe_cls_names")
     from deepspeed.utils import set_z3_leaf_modules
 
-    set_z3_leaf_modules(model, [found for found in classes.values() if found is not None])
+    set_z3_leaf_modules(model, list(classes))
 
 
 def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,11 +49,7 @@ class HfDeepSpeedConfig:
         Args:
             ds_key_long: Dotted name of the value.
         """
-        *nodes, key = ds_key_long.split(".")
-        config: Any = self.config
-        for node in nodes:
-            config = config.get(node) if isinstance(config, dict) else None
-        return (config if isinstance(config, dict) else None), key
+        return find_node(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return a value.
@@ -217,13 +213,23 @@ class Filled:
             config: the configuration, changed in place.
         """
         for name, value in self._values.items():
-            *nodes, key = name.split(".")
-            place: Any = config
-            for node in nodes:
-                place = place.get(node, {})
-            if key in place and place[key] == value:
-                place[key] = AUTO
+            node, key = find_node(config, name)
+            if node is not None and key in node and node[key] == value:
+                node[key] = AUTO
         self._values = {}
+
+
+def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the dictionary that holds a value, None where there is none, and the last part of its name.
+
+    Args:
+        config: the configuration.
+        name: dotted.
+    """
+    *nodes, key = name.split(".")
+    for node in nodes:
+        config = config.get(node) if isinstance(config, dict) else None
+    return (config if isinstance(config, dict) else None), key
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

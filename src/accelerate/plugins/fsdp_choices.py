@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from accelerate.base import (
-    FALSE_WORDS,
     FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
-    TRUE_WORDS,
     ConfigurationError,
-    wrong_value,
 )
+from accelerate.plugins.checks import one_of, read_flag
 
 if TYPE_CHECKING:
     import torch
@@ -72,22 +70,6 @@ LOW_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp3
 themselves."""
 
 
-def read_flag(name: str, value: Any) -> bool:
-    """Return a truth value that may be written as a word.
-
-    Args:
-        name: what the value is called where the user gave it.
-        value: a bool, or a word such as "true".
-
-    Raises:
-        ConfigurationError: it is neither a yes nor a no.
-    """
-    word = str(value).strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
-    return word in TRUE_WORDS
-
-
 def flag_of(plugin: Any, name: str, found: Mapping[str, Any]) -> bool:
     """Return the truth value of a field: as given, else as the environment says, else no.
 
@@ -113,7 +95,7 @@ def read_strategy(name: str, value: Any) -> ShardingStrategy:
     text = str(value).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
         text = FSDP_SHARDING_STRATEGY[int(text) - 1]
-    _known(name, value, text, FSDP_SHARDING_STRATEGY)
+    one_of(name, text, FSDP_SHARDING_STRATEGY, value, KeyError)
     return ShardingStrategy["_HYBRID_SHARD_ZERO2" if text == "HYBRID_SHARD_ZERO2" else text]
 
 
@@ -128,7 +110,7 @@ def read_prefetch(value: Any) -> BackwardPrefetch | None:
     if value is None or isinstance(value, BackwardPrefetch):
         return value
     text = str(value).upper()
-    _known("backward_prefetch", value, text, FSDP_BACKWARD_PREFETCH)
+    one_of("backward_prefetch", text, FSDP_BACKWARD_PREFETCH, value, KeyError)
     return None if text == "NO_PREFETCH" else BackwardPrefetch[text]
 
 
@@ -143,7 +125,7 @@ def read_state_dict_type(value: Any) -> StateDictType:
     if isinstance(value, StateDictType):
         return value
     text = str(value).upper()
-    _known("state_dict_type", value, text, FSDP_STATE_DICT_TYPE)
+    one_of("state_dict_type", text, FSDP_STATE_DICT_TYPE, value, KeyError)
     return StateDictType[text]
 
 
@@ -178,7 +160,7 @@ def read_dtype(value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     text = str(getattr(value, "value", value)).lower()
-    _known("mixed_precision", value, text, LOW_PRECISIONS)
+    one_of("mixed_precision", text, LOW_PRECISIONS, value, KeyError)
     return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
 
 
@@ -198,12 +180,6 @@ def dtype_of_field(name: str, value: Any) -> Any:
         return value
     found = getattr(torch, str(value).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else read_dtype(value)
-
-
-def _known(name: str, value: Any, text: str, choices: Iterable[str]) -> None:
-    if text not in choices:
-        listed = ", ".join(choices)
-        raise wrong_value(name, value, "it is not a known choice", f"Choose one of {listed}", KeyError)
 
 
 def refuse(problem: str, fix: str) -> ConfigurationError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accelerate.base import wrong_value
 from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins.checks import read_flag
 from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class FsdpVersion(ABC):
             ConfigurationError: it is the object of the other version, or none.
         """
         if not isinstance(value, tuple(_class_of_torch(each.offload_name) for each in VERSIONS.values())):
-            return self._offload(choices.read_flag("cpu_offload", value))
+            return self._offload(read_flag("cpu_offload", value))
         if not isinstance(value, _class_of_torch(self.offload_name)):
             raise wrong_value(
                 "cpu_offload",
@@ -264,7 +265,7 @@ class VersionTwo(FsdpVersion):
         reshard = plugin.reshard_after_forward
         if reshard is None:
             reshard = found.get("reshard_after_forward", True)
-        plugin.reshard_after_forward = choices.read_flag("reshard_after_forward", reshard)
+        plugin.reshard_after_forward = read_flag("reshard_after_forward", reshard)
 
 
 VERSIONS: dict[int, FsdpVersion] = {1: VersionOne(), 2: VersionTwo()}

@@ -5,6 +5,7 @@ from accelerate.strategies.base import (
 from accelerate.strategies.bundle import (
     Bundle as Bundle,
     Kind as Kind,
+    as_list as as_list,
     find_orphans as find_orphans,
     find_strangers as find_strangers,
     is_prepared as is_prepared,

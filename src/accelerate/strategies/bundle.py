@@ -122,6 +122,11 @@ class Bundle:
         return self.objects[0] if len(self.objects) == 1 else tuple(self.objects)
 
 
+def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one parameter or many as a list."""
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
 def parameter_ids(optimizers: Iterable[Any]) -> set[int]:
     """Return the identities of all parameters that `optimizers` own."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

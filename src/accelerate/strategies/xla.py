@@ -21,6 +21,7 @@ from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.strategies.base import Strategy, refuse_split_model
+from accelerate.strategies.bundle import as_list
 from accelerate.strategies.request import Context
 from accelerate.weights import addressable, find_tied_parameters, retie_parameters
 
@@ -180,7 +181,7 @@ class XlaReplicas(Strategy):
         super().clip_grad_value(self._averaged(parameters), clip_value)
 
     def _averaged(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = as_list(parameters)
         if self.context.gradients.sync_gradients:
             self.exchange.average(listed)
         return listed
@@ -327,7 +328,7 @@ class XlaFullySharded(XlaReplicas):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients, which lie in parts, so that their joint norm is at most `max_norm`."""
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = as_list(parameters)
         wanted = {id(parameter) for parameter in listed}
         for model in self._wrapped:
             if wanted & {id(parameter) for parameter in model.parameters()}:

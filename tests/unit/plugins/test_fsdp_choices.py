@@ -9,17 +9,17 @@ import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 
 from accelerate.base import ConfigurationError, constants
-from accelerate.plugins import VERSIONS, fsdp_choices as choices
+from accelerate.plugins import VERSIONS, fsdp_choices as choices, read_flag
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
 def test_flags(value: Any, expected: bool) -> None:
-    assert choices.read_flag("name", value) is expected
+    assert read_flag("name", value) is expected
 
 
 def test_a_flag_that_is_none() -> None:
     with pytest.raises(ConfigurationError, match="name='maybe'"):
-        choices.read_flag("name", "maybe")
+        read_flag("name", "maybe")
 
 
 def test_objects_of_torch_come_back() -> None:

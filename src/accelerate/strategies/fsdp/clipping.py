@@ -9,17 +9,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accelerate.base import wrong_value
+from accelerate.strategies.bundle import as_list
 
 Groups = tuple[dist.ProcessGroup, ...]
 """The groups of ranks over which a parameter is spread; none for one that is whole on each rank."""
 
 
-def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one parameter or many as a list."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def settle(parameters: Iterable[torch.Tensor]) -> None:
+def align_placements(parameters: Iterable[torch.Tensor]) -> None:
     """Let gradients be spread as their parameters are, in place; called on all ranks.
 
     The backward pass leaves some whole on each rank, or as one summand on each.
@@ -71,7 +67,7 @@ def measure(
     """
     if norm_type <= 0:
         raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
-    settle(parameters)
+    align_placements(parameters)
     # A rank without gradients must come to the same collectives as the others: parameters make the kinds.
     kinds: dict[tuple[str, ...], tuple[Groups, list[torch.Tensor]]] = {}
     for parameter in parameters:
@@ -117,7 +113,7 @@ def scale_down(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm:
 @torch.no_grad()
 def clip_values(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    parameters = listed(parameters)
-    settle(parameters)
+    parameters = as_list(parameters)
+    align_placements(parameters)
     for part in local_parts(parameters):
         part.clamp_(-clip_value, clip_value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,44 +24,46 @@ from accelerate.strategies.megatron.steps.base import (
 _NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-class GPTTrainStep(AbstractTrainStep):
-    """The step of GPT, Llama, and others of their kind.
-
-    Batches have `input_ids`, and may have `labels` (not shifted, -100 where a token does not count) and
-    `attention_mask`; those of Megatron-LM's datasets have `tokens`, `labels` and `loss_mask`.
+class _TokenTrainStep(AbstractTrainStep):
+    """What the steps of models that predict tokens have in common.
 
     Args:
+        name: of the family.
         accelerator: has `state.megatron_lm_plugin`.
         args: Megatron-LM's.
+        output: name of the class of outputs in transformers.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        super().__init__("GPTTrainStep")
-        self.pad_token: int | None = getattr(args, "pad_token_id", None)
-        self.eod_token: int | None = getattr(args, "eos_token_id", None)
-        self.reset_position_ids: bool = args.reset_position_ids
-        self.reset_attention_mask: bool = args.reset_attention_mask
-        self.eod_mask_loss: bool = args.eod_mask_loss
+    label_argument: str
+    """The argument by which the model takes labels."""
+
+    def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
+        super().__init__(name)
         self.returns_logits: bool = args.return_logits
         self.get_batch = self.get_batch_func(
             accelerator, accelerator.state.megatron_lm_plugin.megatron_dataset_flag
         )
         self.loss_func = self.get_loss_func(accelerator)
         self.forward_step = self.get_forward_step_func()
-        self.model_output_class = output_class("CausalLMOutputWithCrossAttentions")
+        self.model_output_class = output_class(output)
+
+    # Subclasses: read the parts of a batch, complete them, and bring them into the order of the model.
+    @abstractmethod
+    def _read_labels(self, batch: Batch) -> tuple[Any, ...]: ...
+    @abstractmethod
+    def _read_megatron(self, batch: Batch) -> tuple[Any, ...]: ...
+    @abstractmethod
+    def _complete(self, *parts: Any) -> tuple[Any, ...]: ...
+    @abstractmethod
+    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]: ...
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that gives tokens, labels, loss mask, attention mask and positions."""
+        """Return the function that takes a micro-batch from an iterator, as the model wants it."""
         custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
         if custom is not None:
             return custom
         read = self._read_megatron if megatron_dataset_flag else self._read_labels
-
-        def get_batch(data_iterator: Iterator[Batch]) -> tuple[Any, ...]:
-            batch = cut_for_context(self._complete(*read(next(data_iterator))))
-            return tuple(batch[name] for name in _NAMES)
-
-        return get_batch
+        return lambda data_iterator: self._complete(*read(next(data_iterator)))
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
         """Return the function that gives the loss of a mask and the losses of tokens."""
@@ -73,11 +76,10 @@ class GPTTrainStep(AbstractTrainStep):
         """Return the function that runs the model."""
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
-            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            inputs, labels, loss_mask = self._arrange(self.get_batch(data_iterator))
             if self.returns_logits:
-                logits = model(tokens, position_ids, attention_mask)
-                return logits, partial(self._loss_of_logits, loss_mask, labels)
-            losses = model(tokens, position_ids, attention_mask, labels=labels)
+                return model(*inputs), partial(self._loss_of_logits, loss_mask, labels)
+            losses = model(*inputs, **{self.label_argument: labels})
             return losses, partial(self.loss_func, loss_mask)
 
         return forward_step
@@ -85,6 +87,32 @@ class GPTTrainStep(AbstractTrainStep):
     def _loss_of_logits(self, loss_mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> Loss:
         *loss, report = self.loss_func(loss_mask, losses_from_logits(logits, labels))
         return (*loss, {**report, "logits": whole_logits(logits)})
+
+
+class GPTTrainStep(_TokenTrainStep):
+    """The step of GPT, Llama, and others of their kind.
+
+    Batches have `input_ids`, and may have `labels` (not shifted, -100 where a token does not count) and
+    `attention_mask`; those of Megatron-LM's datasets have `tokens`, `labels` and `loss_mask`.
+
+    Args:
+        accelerator: has `state.megatron_lm_plugin`.
+        args: Megatron-LM's.
+    """
+
+    label_argument = "labels"
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        self.pad_token: int | None = getattr(args, "pad_token_id", None)
+        self.eod_token: int | None = getattr(args, "eos_token_id", None)
+        self.reset_position_ids: bool = args.reset_position_ids
+        self.reset_attention_mask: bool = args.reset_attention_mask
+        self.eod_mask_loss: bool = args.eod_mask_loss
+        super().__init__("GPTTrainStep", accelerator, args, "CausalLMOutputWithCrossAttentions")
+
+    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
+        tokens, labels, loss_mask, attention_mask, position_ids = batch
+        return (tokens, position_ids, attention_mask), labels, loss_mask
 
     def _read_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
         """Return tokens, what follows each of them, where that counts, and which tokens are no filler."""
@@ -109,8 +137,9 @@ class GPTTrainStep(AbstractTrainStep):
 
     def _complete(
         self, tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, kept: torch.Tensor | None
-    ) -> dict[str, Any]:
-        """Return all that the model takes; tokens that end a document are known by their number."""
+    ) -> tuple[Any, ...]:
+        """Return tokens, labels, loss mask, attention mask and positions; tokens that end a document are
+        known by their number."""
         ends = torch.zeros_like(tokens) if self.eod_token is None else (tokens == self.eod_token).long()
         if self.eod_mask_loss:
             loss_mask = loss_mask * (ends == 0)
@@ -123,7 +152,9 @@ class GPTTrainStep(AbstractTrainStep):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.reset_position_ids:
             positions = positions - begin_of_documents(document)
-        return dict(zip(_NAMES, (tokens, labels, loss_mask, hidden, positions), strict=True))
+        parts = (tokens, labels, loss_mask, hidden, positions)
+        batch = cut_for_context(dict(zip(_NAMES, parts, strict=True)))
+        return tuple(batch[name] for name in _NAMES)
 
 
 def hide_later(length: int, device: torch.device) -> torch.Tensor:
@@ -151,7 +182,7 @@ def begin_of_documents(document: torch.Tensor) -> torch.Tensor:
     return torch.where(is_first, places, 0).cummax(1).values
 
 
-class T5TrainStep(AbstractTrainStep):
+class T5TrainStep(_TokenTrainStep):
     """The step of T5.
 
     Batches have `input_ids` and `labels` (-100 where a token does not count), and may have `attention_mask`
@@ -163,17 +194,12 @@ class T5TrainStep(AbstractTrainStep):
         args: Megatron-LM's.
     """
 
+    label_argument = "lm_labels"
+
     def __init__(self, accelerator: Any, args: Any) -> None:
-        super().__init__("T5TrainStep")
         self.start_token = int(getattr(args, "pad_token_id", None) or 0)
         self.uses_engine = args.transformer_impl == "transformer_engine"
-        self.returns_logits: bool = args.return_logits
-        self.get_batch = self.get_batch_func(
-            accelerator, accelerator.state.megatron_lm_plugin.megatron_dataset_flag
-        )
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
-        self.model_output_class = output_class("Seq2SeqLMOutput")
+        super().__init__("T5TrainStep", accelerator, args, "Seq2SeqLMOutput")
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -218,42 +244,9 @@ class T5TrainStep(AbstractTrainStep):
         filler = (attention_mask == 0).to(device)[:, None, None, :]
         return filler.expand(-1, 1, dec_seq_length, -1)
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that gives tokens of both, loss mask, labels and three attention masks."""
-        custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        if custom is not None:
-            return custom
-        read = _read_megatron if megatron_dataset_flag else self._read_labels
-
-        def get_batch(data_iterator: Iterator[Batch]) -> tuple[Any, ...]:
-            tokens, decoder_tokens, loss_mask, labels, kept = read(next(data_iterator))
-            return tokens, decoder_tokens, loss_mask, labels, *self._masks(kept, decoder_tokens)
-
-        return get_batch
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
-        """Return the function that gives the loss of a mask and the losses of tokens."""
-        custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
-        if custom is not None:
-            return custom
-        return lambda loss_mask, output_tensor: sum_over_tokens(loss_mask, output_tensor, "lm loss")
-
-    def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the function that runs the model."""
-
-        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
-            tokens, decoder_tokens, loss_mask, labels, *masks = self.get_batch(data_iterator)
-            if self.returns_logits:
-                logits = model(tokens, decoder_tokens, *masks)
-                return logits, partial(self._loss_of_logits, loss_mask, labels)
-            losses = model(tokens, decoder_tokens, *masks, lm_labels=labels)
-            return losses, partial(self.loss_func, loss_mask)
-
-        return forward_step
-
-    def _loss_of_logits(self, loss_mask: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor) -> Loss:
-        *loss, report = self.loss_func(loss_mask, losses_from_logits(logits, labels))
-        return (*loss, {**report, "logits": whole_logits(logits)})
+    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
+        tokens, decoder_tokens, loss_mask, labels, *masks = batch
+        return (tokens, decoder_tokens, *masks), labels, loss_mask
 
     def _read_labels(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         tokens, labels = batch["input_ids"], batch["labels"]
@@ -264,6 +257,25 @@ class T5TrainStep(AbstractTrainStep):
             decoder_tokens = torch.cat([first, known[:, :-1]], dim=1)
         kept = batch.get("attention_mask", torch.ones_like(tokens))
         return tokens, decoder_tokens, (labels != IGNORED).float(), known, kept
+
+    def _read_megatron(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (
+            batch["text_enc"].long(),
+            batch["text_dec"].long(),
+            batch["loss_mask"].float(),
+            batch["labels"].long().clamp(min=0),
+            batch["enc_mask"],
+        )
+
+    def _complete(
+        self,
+        tokens: torch.Tensor,
+        decoder_tokens: torch.Tensor,
+        loss_mask: torch.Tensor,
+        labels: torch.Tensor,
+        kept: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        return tokens, decoder_tokens, loss_mask, labels, *self._masks(kept, decoder_tokens)
 
     def _masks(self, kept: torch.Tensor, decoder_tokens: torch.Tensor) -> tuple[Any, Any, Any]:
         """Return the masks of encoder, decoder and of the way between; Transformer Engine has a form of its
@@ -278,13 +290,3 @@ class T5TrainStep(AbstractTrainStep):
             self.get_decoder_mask(length, device),
             self.get_enc_dec_mask(kept, length, device),
         )
-
-
-def _read_megatron(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return (
-        batch["text_enc"].long(),
-        batch["text_dec"].long(),
-        batch["loss_mask"].float(),
-        batch["labels"].long().clamp(min=0),
-        batch["enc_mask"],
-    )
