@@ -180,8 +180,8 @@ def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
 
 
 def _is_even(loader: Any) -> bool:
-    for told in (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset):
-        even: bool | None = getattr(told, "even_batches", getattr(told, "even", None))
+    for source in (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset):
+        even: bool | None = getattr(source, "even_batches", getattr(source, "even", None))
         if even is not None and not even:
             return False
     return True

@@ -21,9 +21,6 @@ from accelerate.strategies import as_list, parameter_ids, sync_in_backward
 def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimizer:
     """Return the one prepared optimizer that updates parameters in the backward pass.
 
-    Args:
-        optimizers: all that are prepared.
-
     Raises:
         ConfigurationError: there is none, or there are several, which one pass cannot serve.
     """

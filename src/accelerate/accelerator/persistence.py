@@ -246,7 +246,7 @@ class Persistence:
             safe_serialization: whether safetensors is written, and not `pytorch_model.bin`.
 
         Raises:
-            ConfigurationError: the folder is a file, the size is none, or the model lies on several devices
+            ConfigurationError: the folder is a file, the size is none, or the model is on several devices
                 in parts that have no values.
         """
         is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())

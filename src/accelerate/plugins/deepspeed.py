@@ -119,11 +119,11 @@ class DeepSpeedPlugin:
         config = self.hf_ds_config.config
         checks.straighten(config)
         refuse_config(checks.problems_of_config(config), "Correct the configuration")
-        choices.tell_typos(config)
+        choices.warn_of_typos(config)
         filling = choices.filling_of(given, found)
         choices.add_missing(config, filling.values)
         filling.fill(config)
-        choices.tell_overruled(filling.overruled)
+        choices.warn_of_overruled(filling.overruled)
         config.setdefault("gradient_accumulation_steps", AUTO)
         for name, key in KEYS.items():
             usual = USUAL[name] if name != "zero_stage" else 0
@@ -202,7 +202,7 @@ class DeepSpeedPlugin:
             **kwargs: Values by dotted name; None lets DeepSpeed choose.
 
         Raises:
-            ConfigurationError: Values differ, or are "auto" and told nowhere; with all of them.
+            ConfigurationError: Values differ, or are "auto" and given nowhere; with all of them.
         """
         filling = Filling(kwargs)
         filling.fill(self.deepspeed_config if config is None else config, must_match, prefix)

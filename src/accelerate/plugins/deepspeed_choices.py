@@ -80,12 +80,7 @@ def config_of(fields: Any) -> dict[str, Any]:
 
 
 def filling_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Filling:
-    """Return what arguments and variables say, by dotted name; a configuration wins over variables.
-
-    Args:
-        given: arguments by field; "auto" is none.
-        found: variables by field.
-    """
+    """Return what arguments and variables say, by dotted name; a configuration wins over variables."""
     arguments = {name: value for name, value in given.items() if value != AUTO}
     variables = {name: found[name] for name in KEYS if name in found and name not in arguments}
     sources = {KEYS[name]: f"the argument {name}" for name in arguments}
@@ -98,19 +93,14 @@ def filling_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Filling:
     )
 
 
-def tell_overruled(lines: Sequence[str]) -> None:
+def warn_of_overruled(lines: Sequence[str]) -> None:
     """Warn of variables that say something else than the configuration, which counts."""
     if lines:
         warnings.warn(f"DeepSpeed's configuration counts: {'; '.join(lines)}.", stacklevel=5)
 
 
 def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Add to a configuration what is not in it and is not as usual.
-
-    Args:
-        config: has a `zero_optimization`.
-        values: by dotted name.
-    """
+    """Add to a configuration what is not in it and is not as usual."""
     for name, key in KEYS.items():
         if values.get(key, USUAL[name]) == USUAL[name]:
             continue
@@ -121,19 +111,15 @@ def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
         place.setdefault(last, values[key])
 
 
-def tell_typos(config: Mapping[str, Any]) -> None:
+def warn_of_typos(config: Mapping[str, Any]) -> None:
     """Warn of keys that look like others, misspelt: DeepSpeed passes over those that it does not know."""
     if found := likely_typos(config):
-        told = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in found.items())
-        warnings.warn(f"DeepSpeed's configuration has {told}.", stacklevel=5)
+        typos = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in found.items())
+        warnings.warn(f"DeepSpeed's configuration has {typos}.", stacklevel=5)
 
 
 def read_init_flag(asked: Any, stage: Any) -> bool:
     """Return whether models are built in shards; only stage 3 can.
-
-    Args:
-        asked: a truth value, or a word for one.
-        stage: of ZeRO.
 
     Raises:
         ConfigurationError: it is neither a yes nor a no.
@@ -149,10 +135,6 @@ def read_init_flag(asked: Any, stage: Any) -> bool:
 
 def set_format(config: dict[str, Any], mixed_precision: str) -> None:
     """Let a configuration train in a number format.
-
-    Args:
-        config: changed in place.
-        mixed_precision: "no" leaves what it says.
 
     Raises:
         ConfigurationError: it asks for the other format, or there is no such format.
@@ -186,10 +168,6 @@ def split_names(names: Any) -> list[str]:
 def mark_leaves(model: nn.Module, names: Sequence[str]) -> None:
     """Let ZeRO-3 fetch the modules of some classes as a whole.
 
-    Args:
-        model: has such modules.
-        names: of the classes.
-
     Raises:
         ConfigurationError: it has none of one of the classes.
     """
@@ -213,11 +191,7 @@ def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_sharded(config: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Return a context in which modules are built in shards; entered on all ranks.
-
-    Args:
-        config: of ZeRO stage 3.
-    """
+    """Return a context in which modules are built in shards; entered on all ranks."""
     packages.require("deepspeed", "Building models in shards")
     import deepspeed
 
@@ -232,11 +206,6 @@ def leave_whole() -> AbstractContextManager[None]:
 
 def show_to_transformers(config: Mapping[str, Any], sharded: bool, shown: Any) -> Any:
     """Let transformers know whether models are built in shards.
-
-    Args:
-        config: of DeepSpeed.
-        sharded: whether they are.
-        shown: what an earlier call returned.
 
     Returns:
         What transformers looks at for as long as it lives; None where models are whole, or without

@@ -71,13 +71,7 @@ themselves."""
 
 
 def flag_of(plugin: Any, name: str, found: Mapping[str, Any]) -> bool:
-    """Return the truth value of a field: as given, else as the environment says, else no.
-
-    Args:
-        plugin: the plugin.
-        name: of the field.
-        found: values of the environment by field.
-    """
+    """Return the truth value of a field: as given, else as the environment says, else no."""
     given = getattr(plugin, name)
     return read_flag(name, found.get(name, False) if given is None else given)
 
@@ -183,10 +177,5 @@ def dtype_of_field(name: str, value: Any) -> Any:
 
 
 def refuse(problem: str, fix: str) -> ConfigurationError:
-    """Return the error for values that do not go together; the caller raises it.
-
-    Args:
-        problem: which values, and why.
-        fix: what to do instead.
-    """
+    """Return the error for values that do not go together; the caller raises it."""
     return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")

@@ -94,7 +94,7 @@ class Strategy:
 
     @property
     def engine_wrapped(self) -> Any:
-        """The engine that holds model and optimizer, where one does; None elsewhere."""
+        """The engine that holds model and optimizer; None without one."""
         return None
 
     @property
@@ -334,15 +334,11 @@ class Strategy:
         return state
 
     def release(self) -> None:
-        """Let go of what the method holds beyond the prepared objects."""
+        """Release what the method holds beyond the prepared objects."""
 
 
 def refuse_stand_ins(objects: Iterable[Any]) -> None:
-    """Raise for what stands for an object that only an engine builds.
-
-    Args:
-        objects: given to `prepare`.
-    """
+    """Raise for stand-ins of objects that only an engine builds."""
     stand_ins = [type(obj) for obj in objects if stands_for(obj) is not None]
     if not stand_ins:
         return
@@ -368,7 +364,7 @@ def refuse_split_model(model: nn.Module, reason: str) -> None:
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1:
         raise PreparationError(
-            f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device "
+            f"{type(model).__name__} is on several devices ({', '.join(sorted(devices))}) by its device "
             f"map, {reason}. Load it without device_map='auto' (or with a map of one device for each "
             "process), or launch one process."
         )

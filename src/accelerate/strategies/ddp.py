@@ -32,9 +32,6 @@ _replayed: WeakKeyDictionary[DistributedDataParallel, list[int]] = WeakKeyDictio
 def order_of(replica: DistributedDataParallel) -> list[int]:
     """Return the places of parameters in the buckets, as they are or will be in the next pass.
 
-    Args:
-        replica: maybe trained.
-
     Returns:
         Indices of parameters that are trained; empty before the first backward pass, and where buckets do not
         change.

@@ -31,7 +31,7 @@ class Exchange:
 
     Args:
         size: number of replicas whose gradients are averaged; 1 where something else does it.
-        gradients: the state of the run, which is told.
+        gradients: the state of the run, which records whether they are averaged.
     """
 
     def __init__(self, size: int, gradients: GradientState) -> None:
@@ -40,11 +40,7 @@ class Exchange:
         self._averaged: set[int] = set()
 
     def average(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average gradients in place; those that are averaged already stay as they are. Called on all ranks.
-
-        Args:
-            parameters: with their gradients.
-        """
+        """Average gradients in place, each once for each step; called on all ranks."""
         if self.size == 1:
             return
         due = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
@@ -55,11 +51,7 @@ class Exchange:
         self.gradients.is_xla_gradients_synced = True
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Expect new gradients of these parameters.
-
-        Args:
-            parameters: that were stepped.
-        """
+        """Expect new gradients of these parameters."""
         self._averaged.difference_update(map(id, parameters))
 
 
@@ -194,9 +186,6 @@ class XlaReplicas(Strategy):
 def refuse_unknown(plugin: Any) -> None:
     """Refuse what FSDP does on GPUs only.
 
-    Args:
-        plugin: the user's plugin.
-
     Raises:
         ConfigurationError: with the fields at fault.
     """
@@ -216,12 +205,7 @@ def refuse_unknown(plugin: Any) -> None:
 
 
 def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
-    """Return the plugin's policy in the words of torch_xla; None where the whole model is one unit.
-
-    Args:
-        plugin: the user's plugin.
-        model: the model, which the plugin is told.
-    """
+    """Return the plugin's policy in the words of torch_xla; None where the whole model is one unit."""
     plugin.set_auto_wrap_policy(model)
     policy = plugin.auto_wrap_policy
     if policy is None:
@@ -234,12 +218,7 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
 
 
 def find_units(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
-    """Return the units of a model, inner ones first, itself last.
-
-    Args:
-        model: the model.
-        policy: as `policy_of` returns it.
-    """
+    """Return the units of a model, inner ones first, itself last."""
     inner = [module for module in model.modules() if module is not model] if policy else []
     chosen = [
         module

@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 
 KIND_VARIABLE = "DS_ACCELERATOR"
-"""The variable by which DeepSpeed is told the kind of hardware; it looks for one otherwise."""
+"""The variable that names the kind of hardware for DeepSpeed; without it, DeepSpeed detects one."""
 
 HPU_VARIABLE = "DEEPSPEED_USE_HPU"
 
@@ -78,7 +78,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
         The configuration.
 
     Raises:
-        ConfigurationError: values differ, or are "auto" and told nowhere; with all of them.
+        ConfigurationError: values differ, or are "auto" and given nowhere; with all of them.
     """
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
@@ -190,14 +190,7 @@ def _is_float32(value: Any) -> bool:
 
 
 def run_only(model: nn.Module, device: torch.device, place: bool, config: dict[str, Any]) -> nn.Module:
-    """Return a model as an engine would compute it, without an engine: it is not trained.
-
-    Args:
-        model: the user's module.
-        device: of this process.
-        place: whether it is moved there.
-        config: names the number format.
-    """
+    """Return a model as an engine would compute it, without an engine: it is not trained."""
     if place:
         model = model.to(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):

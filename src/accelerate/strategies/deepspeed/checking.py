@@ -117,10 +117,6 @@ def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Ma
 def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Refuse what DeepSpeed cannot do on this machine.
 
-    Args:
-        configs: of all plugins of the run.
-        device: of this process.
-
     Raises:
         ConfigurationError: it computes on other hardware, not in that number format, or reaches no NVMe.
         MissingPackageError: MS-AMP is asked for, and not installed.

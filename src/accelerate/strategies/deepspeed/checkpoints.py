@@ -28,7 +28,7 @@ UNIVERSAL = "_universal"
 
 
 def leave(content: Any, path: Path) -> None:
-    """Write nothing: the file lies there already."""
+    """Write nothing: the file exists already."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def whole_state(engine: Any) -> dict[str, Any]:
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
-                "The model lies in shards (ZeRO stage 3), and DeepSpeed's configuration does not let them "
-                f"come together. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save "
+                "The model is sharded (ZeRO stage 3), and DeepSpeed's configuration does not let it "
+                f"be gathered. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save "
                 "shards by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
             )
         return dict(engine._zero3_consolidated_16bit_state_dict() or {})
@@ -169,9 +169,6 @@ def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with each tensor copied to the CPU; names of one tensor keep sharing one.
 
     An engine lays parameters side by side in one buffer, of which each would otherwise take the whole.
-
-    Args:
-        state: of a module.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 

@@ -33,11 +33,7 @@ from accelerate.strategies.request import Context
 
 
 def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one is enough.
-
-    Args:
-        loss: with a graph.
-    """
+    """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one will do."""
     if loss.grad_fn is None:
         yield loss
         return

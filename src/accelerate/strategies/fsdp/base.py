@@ -112,7 +112,7 @@ class Sharded(Strategy, ABC):
     # Save and end
 
     def keep_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a whole state on the first process of each machine, which writes; nothing elsewhere."""
+        """Return a whole state on the first process of each machine, which writes; an empty one on others."""
         return state if self.context.topology.local_rank == 0 else {}
 
 

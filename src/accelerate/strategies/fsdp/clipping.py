@@ -31,7 +31,7 @@ def align_placements(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what lies on this rank of the gradients that there are; writing to it changes them."""
+    """Return the local shards of the gradients that exist; writing to them changes the gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
@@ -80,8 +80,8 @@ def measure(
     ]
     if not powers:
         return torch.zeros((), device=device)
-    together = torch.stack(powers)
-    return together.max() if norm_type == float("inf") else together.sum() ** (1.0 / norm_type)
+    stacked = torch.stack(powers)
+    return stacked.max() if norm_type == float("inf") else stacked.sum() ** (1.0 / norm_type)
 
 
 def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -93,9 +93,9 @@ def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devi
 
 
 def _over_groups(power: torch.Tensor, norm_type: float, groups: Groups) -> torch.Tensor:
-    how = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
     for group in groups:
-        dist.all_reduce(power, op=how, group=group)
+        dist.all_reduce(power, op=operation, group=group)
     return power
 
 
@@ -103,10 +103,10 @@ def _over_groups(power: torch.Tensor, norm_type: float, groups: Groups) -> torch
 def scale_down(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that a norm they have together is at most `max_norm`, in place."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_place: dict[torch.device, list[torch.Tensor]] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for part in local_parts(parameters):
-        by_place.setdefault(part.device, []).append(part)
-    for device, parts in by_place.items():
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
         torch._foreach_mul_(parts, factor.to(device))
 
 

@@ -227,7 +227,7 @@ def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = Fals
 
 
 def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module that recomputes the wrapper that stands in its place."""
+    """Return for each module that recomputes its outermost wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     found: dict[nn.Module, nn.Module] = {}

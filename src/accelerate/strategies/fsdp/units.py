@@ -99,13 +99,7 @@ def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Mod
 def holdings(
     model: nn.Module, units: Iterable[nn.Module], ignored: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Holding]]:
-    """Iterate over what each unit holds itself, the model being the last one.
-
-    Args:
-        model: the model.
-        units: the modules inside it that are units.
-        ignored: parameters that no unit holds.
-    """
+    """Iterate over what each unit holds itself, the model being the last one."""
     names = {id(module): name for name, module in model.named_modules()}
     borders = {id(unit) for unit in units} | {id(model)}
     left_out = {id(parameter) for parameter in ignored}

@@ -100,7 +100,7 @@ class MegatronBatches:
 
 
 class RankGrid:
-    """Where this process stands among those that Megatron-LM has grouped, as loaders ask for it.
+    """Coordinates of this process in the groups of Megatron-LM, as loaders ask for them.
 
     It has the part of `torch.distributed.DeviceMesh` that says which ranks share a batch; a mesh would open
     the same groups a second time.
@@ -154,10 +154,6 @@ def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
 def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Return a loader like another one, with larger batches.
 
-    Args:
-        loader: the user's.
-        size: samples of a batch.
-
     Raises:
         ConfigurationError: its batches are made by a batch sampler of the user's own.
     """
@@ -173,11 +169,7 @@ def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def refuse_batch_sampler(loader: DataLoader[Any]) -> None:
-    """Raise where a batch sampler of the user's own makes the batches.
-
-    Args:
-        loader: the user's.
-    """
+    """Raise where a batch sampler of the user's own makes the batches."""
     if loader.batch_size is None:
         raise wrong_value(
             "batch_size",
@@ -188,8 +180,8 @@ def refuse_batch_sampler(loader: DataLoader[Any]) -> None:
         )
 
 
-_FILLERS = {"labels": -100}
-"""What stands at places that do not count; 0 in all other tensors."""
+_PADDING = {"labels": -100}
+"""Padding values of tensors in which 0 has a meaning."""
 
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Tensors as long as the decoder's sequences, in models that have an encoder too."""
@@ -218,11 +210,7 @@ class Shape:
 
     @classmethod
     def of(cls, args: Any) -> Shape:
-        """Return what Megatron-LM's arguments say.
-
-        Args:
-            args: the namespace.
-        """
+        """Return what Megatron-LM's arguments say."""
         shares = args.sequence_parallel or args.context_parallel_size > 1
         decoder = getattr(args, "decoder_seq_length", None)
         first = getattr(args, "encoder_seq_length", None) or args.seq_length
@@ -239,9 +227,6 @@ class Shape:
     def fill(self, batch: Batch) -> Batch:
         """Return a batch filled up to its shape, where the shape is fixed.
 
-        Args:
-            batch: tensors with one row per sample.
-
         Raises:
             ConfigurationError: it is larger than the shape.
         """
@@ -250,7 +235,7 @@ class Shape:
         return {name: self._fill(name, tensor, batch) for name, tensor in batch.items()}
 
     def _fill(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        filler = _FILLERS.get(name, 0)
+        filler = _PADDING.get(name, 0)
         if tensor.ndim > 1:
             wanted = self.lengths.get(name, self.lengths["input_ids"])
             tensor = _filled(name, tensor, 1, wanted, filler)

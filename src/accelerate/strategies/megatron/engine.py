@@ -280,7 +280,7 @@ FOLDER = "megatron"
 
 
 def leave(content: Any, path: Path) -> None:
-    """Write nothing: the file lies there already."""
+    """Write nothing: the file exists already."""
 
 
 @dataclass(frozen=True)

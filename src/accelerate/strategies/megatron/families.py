@@ -16,7 +16,7 @@ from accelerate.strategies.megatron import library
 def build_model(
     args: Any, pre_process: bool, post_process: bool, add_encoder: bool, add_decoder: bool, **options: Any
 ) -> nn.Module:
-    """Build the part of a model that lies on this process.
+    """Build the part of a model that this process holds.
 
     Args:
         args: Megatron-LM's, with `model_type_name`.

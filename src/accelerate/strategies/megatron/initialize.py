@@ -230,7 +230,7 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
     Args:
         accelerator: has `state.megatron_lm_plugin`.
         optimizer: Megatron-LM's.
-        scheduler: what the user gave; it has told its lengths to the plugin.
+        scheduler: what the user gave; the plugin has its lengths already.
     """
     return library.training("training").get_optimizer_param_scheduler(optimizer)
 

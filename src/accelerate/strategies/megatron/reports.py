@@ -89,12 +89,7 @@ class Losses:
         self.totals: dict[str, Any] = {}
 
     def add(self, totals: dict[str, Any], report: dict[str, Any]) -> None:
-        """Add a report to sums.
-
-        Args:
-            totals: sums by name; changed in place.
-            report: of one step.
-        """
+        """Add a report to sums."""
         for name, value in report.items():
             if name != LOGITS:
                 totals[name] = totals.get(name, 0.0) + value.detach()
@@ -136,12 +131,7 @@ class Losses:
                 self.writer.add_scalar(name, value, engine.iteration)
 
     def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
-        """Log the means of an evaluation, and their perplexity.
-
-        Args:
-            iteration: steps of training so far.
-            totals: sums by name.
-        """
+        """Log the means of an evaluation, and their perplexity."""
         found = means(totals)
         self._say(f"evaluation after iteration {iteration}", found)
         if self.writer is None:
@@ -153,28 +143,20 @@ class Losses:
 
     def _say(self, when: str, values: dict[str, float]) -> None:
         if values:
-            told = ", ".join(
+            text = ", ".join(
                 f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()
             )
-            logger.info(f"{when}: {told}", main_process_only=False)
+            logger.info(f"{when}: {text}", main_process_only=False)
 
 
 def means(totals: dict[str, Any]) -> dict[str, float]:
-    """Return the means of sums.
-
-    Args:
-        totals: as `Losses.add` makes them.
-    """
+    """Return the means of sums."""
     names = [name for name in totals if not name.endswith(_NUMBER)]
     return {name: float(totals[name]) / totals[name + _NUMBER] for name in names}
 
 
 def perplexity(loss: float) -> float:
-    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn.
-
-    Args:
-        loss: mean over tokens.
-    """
+    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn."""
     return math.exp(min(20.0, loss))
 
 

@@ -178,11 +178,11 @@ class MegatronLM(Strategy):
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
     ) -> None:
-        """Refuse: the model lies in parts of Megatron-LM's own form."""
+        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Refuse: the model lies in parts of Megatron-LM's own form."""
+        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
 
     def release(self) -> None:
@@ -191,7 +191,7 @@ class MegatronLM(Strategy):
 
 
 def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
-    """Put Megatron-LM's loaders in the places of what stands for them: training, validation, test."""
+    """Replace the stand-ins of loaders by Megatron-LM's loaders: training, validation, test."""
     places = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
     if not places:
         return
@@ -202,7 +202,7 @@ def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
 
 def _in_parts(what: str, instead: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} is not to be had under Megatron-LM, whose models lie in parts on all processes. Use "
+        f"{what} is not available under Megatron-LM, whose models are sharded over all processes. Use "
         f"{instead}; Megatron-LM's own tools convert its checkpoints."
     )
 

@@ -160,10 +160,6 @@ class GPTTrainStep(_TokenTrainStep):
 def hide_later(length: int, device: torch.device) -> torch.Tensor:
     """Return where a token must not look: at those after it.
 
-    Args:
-        length: tokens.
-        device: of the result.
-
     Returns:
         1 x 1 x tokens x tokens, True where it is hidden.
     """
