@@ -24,7 +24,7 @@ def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimize
     Raises:
         ConfigurationError: there is none, or there are several, which one pass cannot serve.
     """
-    found = [each for each in optimizers if each.steps_in_backward]
+    found = [optimizer for optimizer in optimizers if optimizer.steps_in_backward]
     if not found:
         raise ConfigurationError(
             "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "

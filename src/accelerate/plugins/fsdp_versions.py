@@ -102,7 +102,9 @@ class FsdpVersion(ABC):
         Raises:
             ConfigurationError: it is the object of the other version, or none.
         """
-        if not isinstance(value, tuple(_class_of_torch(each.offload_name) for each in VERSIONS.values())):
+        if not isinstance(
+            value, tuple(_class_of_torch(version.offload_name) for version in VERSIONS.values())
+        ):
             return self._offload(read_flag("cpu_offload", value))
         if not isinstance(value, _class_of_torch(self.offload_name)):
             raise wrong_value(

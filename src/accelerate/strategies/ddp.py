@@ -51,24 +51,24 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
         replica: one that has trained already keeps its own.
         order: of a replica of the same model; any other is left alone.
     """
-    parameters = [each for each in replica.module.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
     fits = sorted(order) == list(range(len(parameters)))
     if not order or not fits or not _changes(replica) or order_of(replica) or _has_hooks(parameters):
         return
-    kept = [each.grad for each in parameters]
-    for each in parameters:
-        each.grad = None
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     replica.reducer.prepare_for_backward([])
     for index in order:
         torch.autograd.backward(parameters[index], torch.zeros_like(parameters[index]))
-    for each, gradient in zip(parameters, kept, strict=True):
-        each.grad = gradient
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        parameter.grad = gradient
     _replayed[replica] = list(order)
 
 
 def _changes(replica: DistributedDataParallel) -> bool:
     """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
-    has_sparse = any(getattr(each, "sparse", False) for each in replica.module.modules())
+    has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
     return not (fixed or has_sparse or replica._comm_hooks)
 
@@ -87,8 +87,8 @@ def _noted_order(replica: DistributedDataParallel) -> list[int]:
 def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether a gradient that arrives does something, such as a step of an optimizer."""
     return any(
-        getattr(each, "_post_accumulate_grad_hooks", None) or getattr(each, "_backward_hooks", None)
-        for each in parameters
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or getattr(parameter, "_backward_hooks", None)
+        for parameter in parameters
     )
 
 

@@ -349,5 +349,5 @@ def _parts_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Par
 def _plain(name: str) -> str:
     """A name without the wrappers on its way."""
     return ".".join(
-        each for each in name.split(".") if each and each not in ("_fsdp_wrapped_module", "_fpw_module")
+        part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module")
     )

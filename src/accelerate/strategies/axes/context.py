@@ -231,4 +231,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shared(tensors: Any, mesh: Any) -> tuple[DTensor, ...]:
-    return tuple(DTensor.from_local(each, mesh, [Shard(_SEQUENCE_DIM)], run_check=False) for each in tensors)
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(_SEQUENCE_DIM)], run_check=False) for tensor in tensors
+    )

@@ -27,7 +27,7 @@ def problems_of(
     problems = []
     for name, objects in (("models", models), ("optimizers", optimizers)):
         if len(objects) > 1:
-            kinds = ", ".join(type(each).__name__ for each in objects)
+            kinds = ", ".join(type(obj).__name__ for obj in objects)
             problems.append(
                 f"{len(objects)} {name} ({kinds}): an engine has one model and one optimizer. Prepare each "
                 "model in a call of its own, with its optimizer; state.select_deepspeed_plugin(name) "
@@ -70,21 +70,25 @@ def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[st
 
 def _problems_of_parameters(model: Any, optimizer: Any, config: Mapping[str, Any]) -> list[str]:
     """Return reasons why an engine of a model cannot step what an optimizer steps."""
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         return [
             f"{type(model).__name__} has no parameter that is trained (requires_grad). Prepare it without an "
             "optimizer"
         ]
     groups = [] if isinstance(optimizer, DummyOptim) else optimizer.param_groups
-    name, own = type(optimizer).__name__, {id(each) for each in model.parameters()}
-    foreign = sum(id(each) not in own for group in groups for each in group["params"])
+    name, own = type(optimizer).__name__, {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(parameter) not in own for group in groups for parameter in group["params"])
     if foreign:
         return [
             f"{name} has {foreign} tensors that are no parameters of {type(model).__name__}, whose "
             "gradients alone an engine averages. Build it from model.parameters() of that model"
         ]
     stage = (config.get("zero_optimization") or {}).get("stage")
-    frozen = [n for n, group in enumerate(groups) if not any(each.requires_grad for each in group["params"])]
+    frozen = [
+        n
+        for n, group in enumerate(groups)
+        if not any(parameter.requires_grad for parameter in group["params"])
+    ]
     if frozen and stage in (1, 2):
         numbers = ", ".join(map(str, frozen))
         return [

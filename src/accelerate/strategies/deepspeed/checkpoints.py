@@ -190,7 +190,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Args:
         model: an engine of ZeRO stage 3; any other is left as it is.
     """
-    shards = [each for each in model.parameters() if hasattr(each, "ds_id")]
+    shards = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not shards:
         yield
         return
@@ -198,8 +198,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     keeper: Any = getattr(model.optimizer, "parameter_offload", model.optimizer)
     with deepspeed.zero.GatheredParameters(shards):
-        for each in shards:
-            each.ds_active_sub_modules.clear()  # type: ignore[attr-defined]  # DeepSpeed's
+        for shard in shards:
+            shard.ds_active_sub_modules.clear()  # type: ignore[attr-defined]  # DeepSpeed's
         keeper._remove_module_hooks()
         try:
             yield

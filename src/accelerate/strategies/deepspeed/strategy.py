@@ -127,13 +127,17 @@ class DeepSpeed(Strategy):
         preparer = self.session.preparer
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
-        optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
-        schedulers = [each for each in bundle.of(Kind.SCHEDULER) if isinstance(each, DummyScheduler)]
+        optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        schedulers = [
+            scheduler for scheduler in bundle.of(Kind.SCHEDULER) if isinstance(scheduler, DummyScheduler)
+        ]
         self.build = EngineBuild(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
-            bundle.replace(Kind.SCHEDULER, lambda each, _: preparer.prepare_scheduler(self._stepped(each)))
+            bundle.replace(
+                Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(self._stepped(scheduler))
+            )
         finally:
             self.build = EngineBuild()
             self.known_sizes += sizes

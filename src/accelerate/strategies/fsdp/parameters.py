@@ -55,9 +55,9 @@ def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[lis
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [named_parameters(model) for model in models]
-    several = sum(any(id(p) in stepped for p in each.values()) for each in named) > 1
-    for index, each in enumerate(named):
-        for name, parameter in each.items():
+    several = sum(any(id(p) in stepped for p in parameters.values()) for parameters in named) > 1
+    for index, parameters in enumerate(named):
+        for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(f"model_{index}.{name}" if several else name)
     if strange := len(stepped - set(names)):
         raise ConfigurationError(

@@ -29,7 +29,10 @@ class DistributedTensors(Sharded):
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         """Return what saves and loads the optimizers with whole tensors."""
         keep = self.context.topology.local_rank == 0
-        return [WholeOptimizer(each, gather_state(each, keep) if gather else None) for each in optimizers]
+        return [
+            WholeOptimizer(optimizer, gather_state(optimizer, keep) if gather else None)
+            for optimizer in optimizers
+        ]
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]

@@ -253,7 +253,7 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
         newer = _RENAMED.get(name)
         if newer is not None and hasattr(args, newer):
             setattr(args, newer, value)
-            unknown = [each for each in unknown if each != name]
+            unknown = [argument for argument in unknown if argument != name]
     backend = values.get("attention_backend")
     if isinstance(backend, str):
         args.attention_backend = library.core("transformer.enums").AttnBackend[backend]
