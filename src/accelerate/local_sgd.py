@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import PreparationError, wrong_value
+from accelerate.base import (
+    DistributedType as DistributedType,  # the import path has always offered it
+    PreparationError,
+    wrong_value,
+)
 
 
 class LocalSGD:
