@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import DistributedType, PreparationError, wrong_value
-
-# Methods under which a process does not hold all parameters of the model.
-_SPLIT_MODELS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+from accelerate.base import (
+    DistributedType as DistributedType,  # the import path has always offered it
+    PreparationError,
+    wrong_value,
+)
 
 
 class LocalSGD:
@@ -48,7 +49,7 @@ class LocalSGD:
                 "local_sgd_steps", local_sgd_steps, "there is no such interval", "Give at least 1"
             )
         self.enabled = enabled and accelerator.use_distributed
-        if self.enabled and accelerator.distributed_type in _SPLIT_MODELS:
+        if self.enabled and not accelerator._runtime.strategy.holds_whole_models:
             raise PreparationError(
                 f"LocalSGD averages whole models, and under {accelerator.distributed_type} a process holds "
                 "a part. Train without it, or with plain data parallelism."

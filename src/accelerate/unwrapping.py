@@ -22,7 +22,7 @@ PARALLEL_WRAPPERS = (
 
 @runtime_checkable
 class WrappedForward(Protocol):
-    """A callable that stands in a model's `__dict__` as `forward`, and can be taken away again."""
+    """A callable in a model's `__dict__` as `forward`, which can be removed again."""
 
     def restore(self, module: nn.Module) -> None:
         """Give the module the forward back that it had.

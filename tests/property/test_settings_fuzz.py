@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from accelerate.accelerator import Arguments, build_request, refuse_other_methods
+from accelerate.accelerator import Arguments, build_request
 from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.diagnostics import find_sources, read_limits
@@ -241,7 +241,6 @@ def test_a_worker_reads_its_variables_or_names_one(found: dict[str, str], way: s
     variables = {f"ACCELERATE_USE_{way}": "true", **found}
 
     def read() -> None:
-        refuse_other_methods({}, variables)
         build_request(Arguments(), variables)
         read_limits(variables)
         find_sources(decode(StoppingSection, variables), variables, looks_at_files=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 from accelerate.accelerator import Accelerator
 from accelerate.base import DistributedType
 from accelerate.local_sgd import LocalSGD
+from accelerate.strategies import DataParallel, Strategy, TensorParallel
+from accelerate.strategies.deepspeed import DeepSpeed
+from accelerate.strategies.fsdp import FullyShard, FullySharded
+from accelerate.strategies.megatron import MegatronLM
 
 
 class FakeAccelerator:
@@ -19,8 +24,9 @@ class FakeAccelerator:
 
     use_distributed = True
 
-    def __init__(self, distributed_type: Any = DistributedType.MULTI_CPU) -> None:
-        self.distributed_type = distributed_type
+    def __init__(self, strategy: type[Strategy] = DataParallel) -> None:
+        self.distributed_type = strategy.distributed_type or DistributedType.MULTI_CPU
+        self._runtime = SimpleNamespace(strategy=strategy)
         self.events: list[str] = []
 
     @contextmanager
@@ -81,9 +87,9 @@ def test_a_failing_block_waits_for_nobody() -> None:
     assert accelerator.events == ["local", "synced"]
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_split_models_are_refused(kind: str) -> None:
-    accelerator: Any = FakeAccelerator(DistributedType(kind))
+@pytest.mark.parametrize("strategy", [FullyShard, FullySharded, TensorParallel, DeepSpeed, MegatronLM])
+def test_split_models_are_refused(strategy: type[Strategy]) -> None:
+    accelerator: Any = FakeAccelerator(strategy)
     with pytest.raises(ValueError, match="LocalSGD averages whole models"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
 

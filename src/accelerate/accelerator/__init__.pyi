@@ -1,7 +1,6 @@
 from accelerate.accelerator.arguments import (
     Arguments as Arguments,
     build_request as build_request,
-    refuse_other_methods as refuse_other_methods,
 )
 from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.weighing import (

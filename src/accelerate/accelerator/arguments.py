@@ -51,6 +51,7 @@ _DEEPSPEED_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
 _MEGATRON_VARIABLE = "ACCELERATE_USE_MEGATRON_LM"
 _MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_TENSOR_PARALLEL_VARIABLE = "ACCELERATE_USE_TP"
 
 _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
     "ddp": DistributedDataParallelKwargs,
@@ -61,16 +62,8 @@ _HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
 }
 """Fields of a run request that hold one kind of handler each."""
 
-_OTHER_METHODS = {
-    "torch_tp_plugin": (
-        "ACCELERATE_USE_TP",
-        "tensor parallelism by its older plugin",
-        "Pass parallelism_config=ParallelismConfig(tp_size=...) instead",
-    ),
-}
-"""Arguments and variables that ask for a way of training which this version does not have, with the fix."""
-
 Given = TypeVar("Given")
+Plugin = TypeVar("Plugin")
 
 
 @dataclass(frozen=True)
@@ -94,6 +87,7 @@ class Arguments:
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    torch_tp_plugin: Any = None
     megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
@@ -110,6 +104,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
     Raises:
         ConfigurationError: for a value that cannot work.
     """
+    _refuse_older_plugin(arguments, environ)
     notes = retired_variables(environ)
     return RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
@@ -121,32 +116,42 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         accumulation=_accumulation(arguments, environ, notes),
         project=_project(arguments),
         dynamo=_dynamo(arguments),
-        fsdp=_fsdp(arguments, environ),
+        fsdp=_plugin_of(
+            FullyShardedDataParallelPlugin,
+            "fsdp_plugin",
+            arguments.fsdp_plugin,
+            read_flag(environ, _FSDP_VARIABLE),
+        ),
         deepspeed=_deepspeed(arguments, environ),
-        megatron=_megatron(arguments, environ),
+        megatron=_plugin_of(
+            MegatronLMPlugin,
+            "megatron_lm_plugin",
+            arguments.megatron_lm_plugin,
+            read_flag(environ, _MEGATRON_VARIABLE),
+        ),
         fp8_library=decode(Fp8Section, environ).fp8_backend,
-        parallelism=_parallelism(arguments, environ),
+        parallelism=_plugin_of(
+            ParallelismConfig,
+            "parallelism_config",
+            arguments.parallelism_config,
+            read_flag(environ, _MESH_VARIABLE),
+            AttributeError,
+        ),
         handlers=tuple(arguments.kwargs_handlers or ()),
         notes=tuple(notes),
         **_handlers(arguments),
     )
 
 
-def refuse_other_methods(given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Raise when an argument or a variable asks for a way of training that is not there, instead of ignoring
-    it.
-
-    Args:
-        given: arguments by name.
-        environ: the process's environment variables.
-    """
-    for argument, (variable, method, fix) in _OTHER_METHODS.items():
-        found = variable if read_flag(environ, variable) else None
-        asked = argument if given.get(argument) is not None else found
-        if asked is not None:
-            raise ConfigurationError(
-                f"{asked} asks for {method}, which this version cannot train with. {fix}."
-            )
+def _refuse_older_plugin(arguments: Arguments, environ: Mapping[str, str]) -> None:
+    asked = read_flag(environ, _TENSOR_PARALLEL_VARIABLE) and _TENSOR_PARALLEL_VARIABLE
+    if arguments.torch_tp_plugin is not None:
+        asked = "torch_tp_plugin"
+    if asked:
+        raise ConfigurationError(
+            f"{asked} asks for tensor parallelism by its older plugin, which this version cannot train with. "
+            "Pass parallelism_config=ParallelismConfig(tp_size=...) instead."
+        )
 
 
 def _laid_over(
@@ -302,19 +307,17 @@ def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
     return TorchDynamoPlugin(backend=arguments.dynamo_backend)
 
 
-def _fsdp(arguments: Arguments, environ: Mapping[str, str]) -> FullyShardedDataParallelPlugin | None:
-    plugin = arguments.fsdp_plugin
-    if plugin is None:
-        return FullyShardedDataParallelPlugin() if read_flag(environ, _FSDP_VARIABLE) else None
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+def _plugin_of(
+    kind: type[Plugin], name: str, given: Any, is_asked: bool, error: type[Exception] = TypeError
+) -> Plugin | None:
+    """Return the plugin that was given; without one, that of the environment if the launcher asks for it."""
+    if given is None:
+        return kind() if is_asked else None
+    if not isinstance(given, kind):
         raise wrong_value(
-            "fsdp_plugin",
-            type(plugin).__name__,
-            "it is not a FullyShardedDataParallelPlugin",
-            "Pass FullyShardedDataParallelPlugin(...)",
-            TypeError,
+            name, type(given).__name__, f"it is not a {kind.__name__}", f"Pass {kind.__name__}(...)", error
         )
-    return plugin
+    return given
 
 
 def _deepspeed(
@@ -340,36 +343,6 @@ def _deepspeed(
             "configured by is DeepSpeedPlugin(hf_ds_config=...)",
         )
     return given
-
-
-def _megatron(arguments: Arguments, environ: Mapping[str, str]) -> MegatronLMPlugin | None:
-    plugin = arguments.megatron_lm_plugin
-    if plugin is None:
-        return MegatronLMPlugin() if read_flag(environ, _MEGATRON_VARIABLE) else None
-    if not isinstance(plugin, MegatronLMPlugin):
-        raise wrong_value(
-            "megatron_lm_plugin",
-            type(plugin).__name__,
-            "it is not a MegatronLMPlugin",
-            "Pass MegatronLMPlugin(...)",
-            TypeError,
-        )
-    return plugin
-
-
-def _parallelism(arguments: Arguments, environ: Mapping[str, str]) -> ParallelismConfig | None:
-    config = arguments.parallelism_config
-    if config is None:
-        return ParallelismConfig() if read_flag(environ, _MESH_VARIABLE) else None
-    if not isinstance(config, ParallelismConfig):
-        raise wrong_value(
-            "parallelism_config",
-            type(config).__name__,
-            "it is not a ParallelismConfig",
-            "Pass ParallelismConfig(...)",
-            AttributeError,
-        )
-    return config
 
 
 def _handlers(arguments: Arguments) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _divide(
 
 def _own(objects: Sequence[Any]) -> list[Any]:
     """Return the optimizers or schedulers that no engine saves."""
-    return [each for each in objects if not getattr(each, "belongs_to_engine", False)]
+    return [obj for obj in objects if not getattr(obj, "belongs_to_engine", False)]
 
 
 def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
@@ -130,7 +130,9 @@ def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
     weights = [{place[1]: value for place, value in owner.state().items()} for owner in owners]
     _call_hooks(runtime, weights, site)
     models = [{(MODEL, name): value for name, value in state.items()} for state in weights]
-    optimizers = [strategy.optimizer_shards(each, prepared.models).state() for each in prepared.optimizers]
+    optimizers = [
+        strategy.optimizer_shards(optimizer, prepared.models).state() for optimizer in prepared.optimizers
+    ]
     return [
         shard_files.payload(folder_of(root, index), rank, state)
         for root, states in ((MODEL, models), (OPTIMIZER, optimizers))
@@ -154,10 +156,10 @@ def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
     optimizers = _own(prepared.optimizers)
-    names = [partial(strategy.parameter_names, each, prepared.models) for each in optimizers]
+    names = [partial(strategy.parameter_names, optimizer, prepared.models) for optimizer in optimizers]
     wholes = map(ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
     whole = state_parts(list(wholes), [], None)
-    owners = [partial(strategy.optimizer_shards, each, prepared.models) for each in optimizers]
+    owners = [partial(strategy.optimizer_shards, optimizer, prepared.models) for optimizer in optimizers]
     return [
         EitherPart(folder_of(OPTIMIZER, index), owner, part)
         for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
@@ -169,7 +171,7 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     prepared, rank = runtime.prepared, runtime.state.process_index
     return [
         *state_parts([], _own(prepared.schedulers), runtime.strategy.precision.scaler, prepared.custom),
-        *(LoaderPart(index, each, rank, resized) for index, each in enumerate(prepared.loaders)),
+        *(LoaderPart(index, loader, rank, resized) for index, loader in enumerate(prepared.loaders)),
     ]
 
 

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.accelerator.arguments import _UNSET, Arguments, build_request, refuse_other_methods
+from accelerate.accelerator.arguments import _UNSET, Arguments, build_request
 from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
 from accelerate.accelerator.introspection import Introspection
 from accelerate.accelerator.persistence import Persistence
 from accelerate.accelerator.runtime import build_runtime
-from accelerate.accelerator.stopping import Stopping
 from accelerate.accelerator.tracking import Tracking
 from accelerate.base import (
     DynamoBackend,
@@ -48,8 +47,7 @@ from accelerate.plugins import (
 )
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import ProcessControl
-from accelerate.strategies import Bundle, is_prepared, mark_prepared
-from accelerate.strategies.axes import ContextParallel, drop_masks, not_prepared, whole_sequences
+from accelerate.strategies import Bundle, PrepareSession, is_prepared, mark_prepared
 from accelerate.tracking import GeneralTracker, filter_trackers
 
 logger = get_logger(__name__)
@@ -66,9 +64,7 @@ F = TypeVar("F")
 Placement = Sequence[bool | None] | None
 
 
-class Accelerator(
-    Introspection, Gradients, Communication, Contexts, Stopping, Tracking, Persistence, ProcessControl
-):
+class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, Persistence, ProcessControl):
     """Runs one training loop unchanged on one process or many.
 
     Build it first, pass model, optimizer, loaders and scheduler through `prepare`, and call `backward`
@@ -137,12 +133,6 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         variables = environ.current()
-        refuse_other_methods(
-            {
-                "torch_tp_plugin": torch_tp_plugin,
-            },
-            variables,
-        )
         request = build_request(
             Arguments(
                 device_placement=device_placement,
@@ -162,16 +152,17 @@ class Accelerator(
                 fsdp_plugin=fsdp_plugin,
                 deepspeed_plugin=deepspeed_plugin,
                 deepspeed_plugins=deepspeed_plugins,
+                torch_tp_plugin=torch_tp_plugin,
                 megatron_lm_plugin=megatron_lm_plugin,
                 parallelism_config=parallelism_config,
             ),
             variables,
         )
-        self._runtime = build_runtime(request)
+        self._runtime = build_runtime(request, PrepareSession(self, _replaceable_functions))
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
-        self._cp_context = not_prepared if self._runtime.request.shares_sequences else whole_sequences
+        self._cp_context = self._runtime.strategy.sequences.batch
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -185,9 +176,6 @@ class Accelerator(
         self.profile_handler = request.profile
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
         self.log_with = filter_trackers(log_with, request.project.logging_dir)
-        if self._runtime.strategy.shard is not None:
-            self._runtime.strategy.shard = self._shard_model
-        self._runtime.strategy.convert_layers = _convert_layers
         prepared = self._runtime.prepared
         self._models = prepared.models
         self._optimizers = prepared.optimizers
@@ -265,18 +253,15 @@ class Accelerator(
                 "Give one entry for each object, or leave it out",
             )
         bundle = Bundle(args, device_placement)
-        self._runtime.strategy.check(bundle, self._runtime.prepared)
-        if self._runtime.request.shares_sequences:
+        self._runtime.strategy.check(bundle)
+        if self._runtime.strategy.sequences.splits_buffers:
             self._prepare_cp(*bundle.objects)
-        return self._runtime.strategy.prepare(bundle, self).result()
+        return self._runtime.strategy.prepare(bundle).result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let sequences be shared; clients replace this method, and set `_cp_context` themselves."""
-        handler: Any = self._runtime.request.parallelism.cp_handler  # type: ignore[union-attr]  # it is enabled
-        self._cp_context = ContextParallel(self.torch_device_mesh, handler.cp_comm_strategy)
-        for model in args:
-            if isinstance(model, nn.Module) and not is_prepared(model):
-                drop_masks(model)
+        """Let models share sequences; clients replace this method, and set `_cp_context` themselves."""
+        models = [obj for obj in args if isinstance(obj, nn.Module) and not is_prepared(obj)]
+        self._runtime.strategy.sequences.transform(models)
         return args
 
     def prepare_model(
@@ -302,11 +287,6 @@ class Accelerator(
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
 
-    def _shard_model(self, model: nn.Module) -> nn.Module:
-        from accelerate import accelerator as public
-
-        return public.fsdp2_prepare_model(self, model)
-
     def prepare_data_loader(
         self,
         data_loader: Loader,
@@ -321,8 +301,6 @@ class Accelerator(
             slice_fn_for_dispatch: cuts one rank's part out of a batch that process 0 has read; the default
                 cuts tensors along dimension 0.
         """
-        from accelerate import accelerator as public
-
         if is_prepared(data_loader):
             self._remember(self._dataloaders, data_loader)
             return data_loader
@@ -330,7 +308,7 @@ class Accelerator(
         config = self.dataloader_config
         place = self.device_placement if device_placement is None else device_placement
         loader: Any = mark_prepared(
-            public.prepare_data_loader(
+            _replaceable_functions().prepare_data_loader(
                 adapted,
                 self.device,
                 num_processes=self.num_processes,
@@ -420,7 +398,7 @@ class Accelerator(
             dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
             model: the prepared model.
         """
-        return self._runtime.strategy.share_sequences(dl, model)  # type: ignore[no-any-return]
+        return self._runtime.strategy.sequences.transform_loader(dl, model)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
@@ -442,7 +420,7 @@ class Accelerator(
         Returns:
             One `None` for each of `objects`: `a, b = accelerator.free_memory(a, b)`.
         """
-        self._runtime.prepared.clear()
+        self._runtime.session.clear()
         self._runtime.strategy.release()
         self._runtime.weigh_evenly()
         self.step = 0
@@ -468,7 +446,8 @@ def _has_device_map(model: nn.Module) -> bool:
     return bool(getattr(model, "hf_device_map", None))
 
 
-def _convert_layers(model: nn.Module, config: Any, module_filter_func: Any) -> None:
-    from accelerate import accelerator as public
+def _replaceable_functions() -> Any:
+    """Return the module in which clients replace `fsdp2_prepare_model` and others."""
+    from accelerate import accelerator
 
-    public.convert_model_to_fp8_ao(model, config, module_filter_func)
+    return accelerator

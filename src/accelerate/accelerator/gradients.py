@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.accelerator.fused import rate_of, refuse_arguments, the_fused
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import read_items
 from accelerate.accelerator.windows import Count, Windows
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.ops import reduce
-from accelerate.strategies import parameter_ids, sync_in_backward
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.strategies import as_list, parameter_ids, sync_in_backward
+
+
+def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimizer:
+    """Return the one prepared optimizer that updates parameters in the backward pass.
+
+    Raises:
+        ConfigurationError: there is none, or there are several, which one pass cannot serve.
+    """
+    found = [optimizer for optimizer in optimizers if optimizer.steps_in_backward]
+    if not found:
+        raise ConfigurationError(
+            "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "
+            "Prepare a Lomo or AdaLomo optimizer, or call `backward`."
+        )
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{len(found)} prepared optimizers update parameters in the backward pass, and each needs a pass "
+            "of its own. Give one of them the parameters of all."
+        )
+    return found[0]
+
+
+def rate_of(optimizer: AcceleratedOptimizer) -> float:
+    """Return the learning rate in the optimizer's groups, where schedulers write it."""
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments for a backward pass that the optimizer runs.
+
+    Args:
+        arguments: what `backward` was given beside the loss and the learning rate.
+    """
+    if arguments:
+        raise wrong_value(
+            ", ".join(arguments),
+            list(arguments.values()),
+            "an optimizer that updates parameters in the backward pass runs it without arguments",
+            "Leave them out",
+        )
+
 
 _SYNCHRONISING: AbstractContextManager[None] = nullcontext()
 """The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""
@@ -216,7 +258,7 @@ class Gradients:
         strategy = self._runtime.strategy
         if strategy.precision.scaler is None:
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = as_list(parameters)
         if self.sync_gradients:
             self.unscale_gradients(self._owners(parameters))
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
@@ -236,7 +278,7 @@ class Gradients:
         if strategy.precision.scaler is None:
             strategy.clip_grad_value(parameters, clip_value)
             return
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = as_list(parameters)
         if not self.sync_gradients:
             strategy.clip_grad_value(parameters, clip_value * strategy.precision.gradient_scale())
             return

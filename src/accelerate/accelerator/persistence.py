@@ -183,9 +183,9 @@ class Persistence:
             ConfigurationError: one has not; none is registered then.
         """
         strange = [
-            type(each).__name__
-            for each in objects
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+            type(obj).__name__
+            for obj in objects
+            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
         ]
         if strange:
             raise ConfigurationError(
@@ -246,7 +246,7 @@ class Persistence:
             safe_serialization: whether safetensors is written, and not `pytorch_model.bin`.
 
         Raises:
-            ConfigurationError: the folder is a file, the size is none, or the model lies on several devices
+            ConfigurationError: the folder is a file, the size is none, or the model is on several devices
                 in parts that have no values.
         """
         is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
@@ -306,8 +306,10 @@ class Persistence:
             run={
                 "sync_gradients": gradients.sync_gradients,
                 "num_steps": gradients.num_steps,
-                "updates": [each.num_updates for each in runtime.prepared.optimizers],
-                "gradient_order": [runtime.strategy.gradient_order(each) for each in runtime.prepared.models],
+                "updates": [optimizer.num_updates for optimizer in runtime.prepared.optimizers],
+                "gradient_order": [
+                    runtime.strategy.gradient_order(model) for model in runtime.prepared.models
+                ],
             },
         )
 
@@ -357,7 +359,7 @@ class Persistence:
 
 
 def _types(objects: Iterable[object]) -> list[str]:
-    return [type(each).__name__ for each in objects]
+    return [type(obj).__name__ for obj in objects]
 
 
 def _numbered_folder(project: ProjectConfiguration) -> Path:

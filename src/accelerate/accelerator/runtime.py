@@ -11,9 +11,9 @@ from accelerate.checkpointing import Session
 from accelerate.devices import hardware_table, xla
 from accelerate.diagnostics import agreement_of_run, watching
 from accelerate.logging import get_logger
-from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin
+from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin, version_of
 from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
-from accelerate.strategies import Context, Prepared, RunRequest, Strategy, resolve_strategy
+from accelerate.strategies import Context, PrepareSession, RunRequest, Strategy, resolve_strategy
 from accelerate.tracking import Senders
 
 logger = get_logger(__name__)
@@ -43,7 +43,8 @@ class Runtime:
         self.state = state
         self.gradient_state = gradient_state
         self.strategy = strategy
-        self.prepared = Prepared()
+        self.session = strategy.session
+        self.prepared = self.session.prepared
         self.trackers: list[Any] = []
         self.senders = Senders()
         self.agreement = agreement_of_run(environ.current())
@@ -58,13 +59,14 @@ class Runtime:
         self.weights = self.even_weights
 
 
-def build_runtime(request: RunRequest) -> Runtime:
+def build_runtime(request: RunRequest, session: PrepareSession) -> Runtime:
     """Find out who this process is, open its process group and choose the way of training.
 
     No choice is made after this call.
 
     Args:
         request: what the run asks for, checked.
+        session: what its `prepare` calls will share.
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
     fresh = not is_initialized()
@@ -82,7 +84,7 @@ def build_runtime(request: RunRequest) -> Runtime:
         **group_arguments,
     )
     try:
-        return _assemble(_as_begun(request, state), state)
+        return _assemble(_as_begun(request, state), state, session)
     except Exception:
         if fresh:  # a refused run must not decide for the next one
             AcceleratorState._reset_state()
@@ -95,7 +97,7 @@ def _announce_shards(request: RunRequest) -> None:
     Raises:
         ConfigurationError: it has opened one.
     """
-    wanted = request.fsdp is not None and request.fsdp.fsdp_version == 2 and not request.cpu
+    wanted = request.fsdp is not None and version_of(request.fsdp).is_spmd_on_xla and not request.cpu
     if not wanted or not hardware_table.detect().own_runtime or xla.is_shared():
         return
     if PartialState._shared_state:
@@ -176,7 +178,7 @@ def _accumulation_of(
     return replace(accumulation, num_steps=int(str(steps)))
 
 
-def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
+def _assemble(request: RunRequest, state: AcceleratorState, session: PrepareSession) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
     backend = state.device_backend
     context = Context(
@@ -187,6 +189,7 @@ def _assemble(request: RunRequest, state: AcceleratorState) -> Runtime:
         request=request,
         mixed_precision=state.mixed_precision,
         gradients=gradient_state,
+        session=session,
         mesh=state.device_mesh,
     )
     strategy = resolve_strategy(request, state.topology, state.device_backend.name)

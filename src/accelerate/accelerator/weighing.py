@@ -126,9 +126,6 @@ def factor_of(total: float, replicas: int) -> float:
 def read_items(value: Any) -> float:
     """Return a number of items as a float.
 
-    Args:
-        value: a number, or a tensor that holds one.
-
     Raises:
         ConfigurationError: it is no number, negative, or not finite.
     """
@@ -181,11 +178,7 @@ def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
 
 
 def drop_gradients(models: Iterable[nn.Module]) -> None:
-    """Forget the gradients of models.
-
-    Args:
-        models: their parameters count.
-    """
+    """Forget the gradients of models."""
     for model in models:
         for parameter in model.parameters():
             parameter.grad = None

@@ -128,7 +128,7 @@ class Window:
         return contexts
 
     def close(self) -> None:
-        """End the window where it stands; nothing more when it has ended."""
+        """End the window now; does nothing when it has ended."""
         runtime = self._runtime
         if self._batches:
             self._batches.clear()

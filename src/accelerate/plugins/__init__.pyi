@@ -1,8 +1,18 @@
-from accelerate.plugins.checks import at_least as at_least, member as member, one_of as one_of
+from accelerate.plugins.checks import (
+    at_least as at_least,
+    member as member,
+    one_of as one_of,
+    read_flag as read_flag,
+)
 from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, renamed as renamed
 from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from accelerate.plugins.deepspeed_choices import (
+    config_to_build as config_to_build,
+    leave_whole as leave_whole,
+    show_to_transformers as show_to_transformers,
 )
 from accelerate.plugins.deepspeed_config import (
     Filling as Filling,
@@ -11,12 +21,6 @@ from accelerate.plugins.deepspeed_config import (
     same_value as same_value,
     without_auto as without_auto,
 )
-from accelerate.plugins.deepspeed_models import (
-    config_to_build as config_to_build,
-    leave_whole as leave_whole,
-    show_to_transformers as show_to_transformers,
-)
-from accelerate.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.plugins.fp8 import (
     AORecipeKwargs as AORecipeKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
@@ -27,6 +31,7 @@ from accelerate.plugins.fsdp import (
     EFFICIENT_LOADING as EFFICIENT_LOADING,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from accelerate.plugins.fsdp_versions import VERSIONS as VERSIONS, version_of as version_of
 from accelerate.plugins.fsdp_wrapping import (
     bind_policy as bind_policy,
     find_units as find_units,
@@ -68,4 +73,5 @@ from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     ProjectConfiguration as ProjectConfiguration,
+    TorchDynamoPlugin as TorchDynamoPlugin,
 )

@@ -7,27 +7,48 @@ from enum import Enum
 from numbers import Number
 from typing import TypeVar
 
-from accelerate.base import wrong_value
+from accelerate.base import FALSE_WORDS, TRUE_WORDS, wrong_value
 
 Choice = TypeVar("Choice")
 Member = TypeVar("Member", bound=Enum)
 
 
-def one_of(name: str, value: Choice, choices: Iterable[Choice]) -> Choice:
+def one_of(
+    name: str, value: Choice, choices: Iterable[Choice], given: object = None, *kinds: type[BaseException]
+) -> Choice:
     """Return a value that is among the choices.
 
     Args:
         name: what the value is called where the user gave it.
         value: the value.
         choices: every value that can be given.
+        given: what the user wrote, where `value` is another spelling of it.
+        kinds: built-in classes that the error is an instance of, too.
 
     Raises:
         ConfigurationError: the value is not among them.
     """
     known = list(choices)
     if value not in known:
-        raise wrong_value(name, value, "it is not a known choice", f"Choose one of {_listed(known)}")
+        shown = value if given is None else given
+        raise wrong_value(name, shown, "it is not a known choice", f"Choose one of {_listed(known)}", *kinds)
     return value
+
+
+def read_flag(name: str, value: object) -> bool:
+    """Return a truth value that may be written as a word.
+
+    Args:
+        name: what the value is called where the user gave it.
+        value: a bool, or a word such as "true".
+
+    Raises:
+        ConfigurationError: it is neither a yes nor a no.
+    """
+    word = str(value).strip().lower()
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
+    return word in TRUE_WORDS
 
 
 def member(name: str, value: object, kind: type[Member]) -> Member:

@@ -35,9 +35,6 @@ def renamed(hook: Hook) -> Hook:
 
     torch refuses hooks *called* bf16_compress_hook or bf16_compress_wrapper_hook without a CUDA or XPU build,
     although they work on gloo.
-
-    Args:
-        hook: the hook to call.
     """
 
     def compressed_hook(state, bucket):  # type: ignore[no-untyped-def]

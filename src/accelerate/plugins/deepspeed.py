@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accelerate.base import ConfigurationError, DistributedType, StateError, environ, wrong_value
 from accelerate.plugins import deepspeed_choices as choices
+from accelerate.plugins.deepspeed_choices import build_sharded, leave_whole, show_to_transformers
 from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
-from accelerate.plugins.deepspeed_models import build_sharded, leave_whole, show_to_transformers
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
 from accelerate.settings.sections import OffloadDevice
 
@@ -119,11 +119,11 @@ class DeepSpeedPlugin:
         config = self.hf_ds_config.config
         checks.straighten(config)
         refuse_config(checks.problems_of_config(config), "Correct the configuration")
-        choices.tell_typos(config)
+        choices.warn_of_typos(config)
         filling = choices.filling_of(given, found)
         choices.add_missing(config, filling.values)
         filling.fill(config)
-        choices.tell_overruled(filling.overruled)
+        choices.warn_of_overruled(filling.overruled)
         config.setdefault("gradient_accumulation_steps", AUTO)
         for name, key in KEYS.items():
             usual = USUAL[name] if name != "zero_stage" else 0
@@ -202,7 +202,7 @@ class DeepSpeedPlugin:
             **kwargs: Values by dotted name; None lets DeepSpeed choose.
 
         Raises:
-            ConfigurationError: Values differ, or are "auto" and told nowhere; with all of them.
+            ConfigurationError: Values differ, or are "auto" and given nowhere; with all of them.
         """
         filling = Filling(kwargs)
         filling.fill(self.deepspeed_config if config is None else config, must_match, prefix)
@@ -241,7 +241,7 @@ class DeepSpeedPlugin:
             enable: Whether they are built in shards; that needs stage 3.
         """
         before = self.is_zero3_init_enabled()
-        if enable and self.zero_stage != 3:
+        if enable and not self.hf_ds_config.is_zero3():
             raise wrong_value(
                 "enable", enable, f"models are not sharded by ZeRO stage {self.zero_stage}", "Use stage 3"
             )
@@ -313,10 +313,10 @@ def get_active_deepspeed_plugin(state: RunningState) -> DeepSpeedPlugin:
     Raises:
         ConfigurationError: The run does not use DeepSpeed.
     """
-    if state.distributed_type != DistributedType.DEEPSPEED:
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if plugin is None:
         raise ConfigurationError(
             f"This run does not use DeepSpeed (distributed_type is {state.distributed_type}). Pass "
             "`deepspeed_plugin=DeepSpeedPlugin(...)` to `Accelerator`."
         )
-    plugin: DeepSpeedPlugin = state.deepspeed_plugin
     return plugin

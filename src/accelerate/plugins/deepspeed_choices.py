@@ -1,19 +1,25 @@
-"""What users say of DeepSpeed by arguments and variables -> values of its configuration, checked together."""
+"""What users say of DeepSpeed -> values of its configuration, checked together; models built in shards.
+
+Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import FALSE_WORDS, TRUE_WORDS, ConfigurationError, wrong_value
-from accelerate.plugins.deepspeed_config import Filling
-from accelerate.plugins.fsdp_wrapping import get_module_class_from_name
+from accelerate.base import packages, wrong_value
+from accelerate.plugins.checks import read_flag
+from accelerate.plugins.deepspeed_config import Filling, without_auto
+from accelerate.plugins.fsdp_wrapping import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, likely_typos, read
 from accelerate.settings.sections import DeepSpeedSection, Fp8Section
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 _OTHER_OPTIONS = {
     "deepspeed_config_file": "deepspeed_config_file",
@@ -74,12 +80,7 @@ def config_of(fields: Any) -> dict[str, Any]:
 
 
 def filling_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Filling:
-    """Return what arguments and variables say, by dotted name; a configuration wins over variables.
-
-    Args:
-        given: arguments by field; "auto" is none.
-        found: variables by field.
-    """
+    """Return what arguments and variables say, by dotted name; a configuration wins over variables."""
     arguments = {name: value for name, value in given.items() if value != AUTO}
     variables = {name: found[name] for name in KEYS if name in found and name not in arguments}
     sources = {KEYS[name]: f"the argument {name}" for name in arguments}
@@ -92,19 +93,14 @@ def filling_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Filling:
     )
 
 
-def tell_overruled(lines: Sequence[str]) -> None:
+def warn_of_overruled(lines: Sequence[str]) -> None:
     """Warn of variables that say something else than the configuration, which counts."""
     if lines:
         warnings.warn(f"DeepSpeed's configuration counts: {'; '.join(lines)}.", stacklevel=5)
 
 
 def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Add to a configuration what is not in it and is not as usual.
-
-    Args:
-        config: has a `zero_optimization`.
-        values: by dotted name.
-    """
+    """Add to a configuration what is not in it and is not as usual."""
     for name, key in KEYS.items():
         if values.get(key, USUAL[name]) == USUAL[name]:
             continue
@@ -115,27 +111,20 @@ def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
         place.setdefault(last, values[key])
 
 
-def tell_typos(config: Mapping[str, Any]) -> None:
+def warn_of_typos(config: Mapping[str, Any]) -> None:
     """Warn of keys that look like others, misspelt: DeepSpeed passes over those that it does not know."""
     if found := likely_typos(config):
-        told = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in found.items())
-        warnings.warn(f"DeepSpeed's configuration has {told}.", stacklevel=5)
+        typos = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in found.items())
+        warnings.warn(f"DeepSpeed's configuration has {typos}.", stacklevel=5)
 
 
 def read_init_flag(asked: Any, stage: Any) -> bool:
     """Return whether models are built in shards; only stage 3 can.
 
-    Args:
-        asked: a truth value, or a word for one.
-        stage: of ZeRO.
-
     Raises:
         ConfigurationError: it is neither a yes nor a no.
     """
-    word = str(asked).strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value("zero3_init_flag", asked, "it is neither a yes nor a no", "Give True or False")
-    wanted = word in TRUE_WORDS
+    wanted = read_flag("zero3_init_flag", asked)
     if wanted and str(stage) != "3":
         warnings.warn(
             f"zero3_init_flag=True has no effect: ZeRO stage {stage} does not shard models.", stacklevel=5
@@ -146,10 +135,6 @@ def read_init_flag(asked: Any, stage: Any) -> bool:
 
 def set_format(config: dict[str, Any], mixed_precision: str) -> None:
     """Let a configuration train in a number format.
-
-    Args:
-        config: changed in place.
-        mixed_precision: "no" leaves what it says.
 
     Raises:
         ConfigurationError: it asks for the other format, or there is no such format.
@@ -183,21 +168,56 @@ def split_names(names: Any) -> list[str]:
 def mark_leaves(model: nn.Module, names: Sequence[str]) -> None:
     """Let ZeRO-3 fetch the modules of some classes as a whole.
 
-    Args:
-        model: has such modules.
-        names: of the classes.
-
     Raises:
         ConfigurationError: it has none of one of the classes.
     """
-    classes = {name: get_module_class_from_name(model, name) for name in names}
-    missing = [name for name, found in classes.items() if found is None]
-    if missing:
-        known = sorted({type(inner).__name__ for inner in model.modules() if any(inner.children())})
-        raise ConfigurationError(
-            f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no module "
-            f"of that class. Name some of {', '.join(known)}."
-        )
+    classes = find_classes(model, names, "transformer_moe_cls_names")
     from deepspeed.utils import set_z3_leaf_modules
 
-    set_z3_leaf_modules(model, [found for found in classes.values() if found is not None])
+    set_z3_leaf_modules(model, list(classes))
+
+
+def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that is complete enough to build a model in shards.
+
+    Args:
+        config: may hold "auto"; batch sizes have no effect on how a model is built.
+    """
+    complete = without_auto(config)
+    batch = complete.pop("train_micro_batch_size_per_gpu", None)
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        complete.pop(name, None)
+    return {**complete, "train_micro_batch_size_per_gpu": 1 if batch in (None, AUTO) else batch}
+
+
+def build_sharded(config: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Return a context in which modules are built in shards; entered on all ranks."""
+    packages.require("deepspeed", "Building models in shards")
+    import deepspeed
+
+    sharded: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config_to_build(config))
+    return sharded
+
+
+def leave_whole() -> AbstractContextManager[None]:
+    """Return a context that leaves models as they are built."""
+    return nullcontext()
+
+
+def show_to_transformers(config: Mapping[str, Any], sharded: bool, shown: Any) -> Any:
+    """Let transformers know whether models are built in shards.
+
+    Returns:
+        What transformers looks at for as long as it lives; None where models are whole, or without
+        transformers.
+    """
+    if not sharded and shown is None:
+        return None
+    if not packages.is_transformers_available() or not packages.is_deepspeed_available():
+        return None
+    from transformers.integrations import deepspeed as glue
+
+    if sharded:
+        return glue.HfDeepSpeedConfig(config_to_build(config))
+    glue.unset_hf_deepspeed_config()
+    return None

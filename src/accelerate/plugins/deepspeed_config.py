@@ -43,17 +43,12 @@ class HfDeepSpeedConfig:
         self._offload = any(self.get_value(name) in OFFLOADING for name in OFFLOAD_DEVICES)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Return the dictionary that a value lies in, None where there is none, and the last part of its
-        name.
+        """Return the dictionary that holds a value, None where there is none, and the last part of its name.
 
         Args:
             ds_key_long: Dotted name of the value.
         """
-        *nodes, key = ds_key_long.split(".")
-        config: Any = self.config
-        for node in nodes:
-            config = config.get(node) if isinstance(config, dict) else None
-        return (config if isinstance(config, dict) else None), key
+        return find_node(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return a value.
@@ -66,7 +61,7 @@ class HfDeepSpeedConfig:
         return default if config is None else config.get(key, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a value, with all that lies below it.
+        """Remove a value, with all values below it.
 
         Args:
             ds_key_long: Its dotted name.
@@ -161,7 +156,7 @@ class Filling:
         if found == AUTO:
             self._choose(config, key, name)
         elif must_match and not same_value(found, self.values.get(name)):
-            (self.overruled if name in self.yielding else self.mismatches).append(self._told(name, found))
+            (self.overruled if name in self.yielding else self.mismatches).append(self._line_of(name, found))
 
     def _choose(self, config: dict[str, Any], key: str, name: str) -> None:
         if name not in self.values and name not in self.usual:
@@ -173,7 +168,7 @@ class Filling:
         else:
             config[key] = chosen
 
-    def _told(self, name: str, found: Any) -> str:
+    def _line_of(self, name: str, found: Any) -> str:
         source = self.sources.get(name, "an argument")
         wanted = shown(self.values[name])
         return f"{name} is {shown(found)} in the DeepSpeed configuration, and {wanted} by {source}"
@@ -201,29 +196,25 @@ class Filled:
         self._values: dict[str, Any] = {}
 
     def note(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Record what was "auto" and has a value now.
-
-        Args:
-            before: the configuration with "auto".
-            after: the same, filled.
-        """
+        """Record what was "auto" and has a value now."""
         now = dict(leaves(after))
         self._values = {name: now[name] for name, value in leaves(before) if value == AUTO and name in now}
 
     def undo(self, config: dict[str, Any]) -> None:
-        """Make "auto" again what was filled and has not been changed since.
-
-        Args:
-            config: the configuration, changed in place.
-        """
+        """Make "auto" again what was filled and has not been changed since."""
         for name, value in self._values.items():
-            *nodes, key = name.split(".")
-            place: Any = config
-            for node in nodes:
-                place = place.get(node, {})
-            if key in place and place[key] == value:
-                place[key] = AUTO
+            node, key = find_node(config, name)
+            if node is not None and key in node and node[key] == value:
+                node[key] = AUTO
         self._values = {}
+
+
+def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the dictionary that holds a value, None where there is none, and the last part of its name."""
+    *nodes, key = name.split(".")
+    for node in nodes:
+        config = config.get(node) if isinstance(config, dict) else None
+    return (config if isinstance(config, dict) else None), key
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

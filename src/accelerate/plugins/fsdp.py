@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base import environ, wrong_value
+from accelerate.base import environ
 from accelerate.plugins import fsdp_choices as choices
 from accelerate.plugins.checks import at_least
-from accelerate.plugins.fsdp_conversion import fields_of_fsdp2, notes_of
+from accelerate.plugins.fsdp_versions import read_version, version_of
 from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
 from accelerate.settings import read
 from accelerate.settings.sections import FsdpSection
@@ -51,17 +50,7 @@ _OPTIONS = {
 }
 """Fields that the environment fills -> the option whose variable holds them."""
 
-_VERSION_ONE = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-)
-"""Fields that are None with FSDP 2, which has nothing of the kind."""
-
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-_FLAGS_OF_ONE = ("use_orig_params", "sync_module_states", "forward_prefetch")
 
 
 @dataclass
@@ -132,24 +121,22 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         variables = read(environ.current(), (FsdpSection,))
         found = {field: variables[option] for field, option in _OPTIONS.items() if option in variables}
-        self.fsdp_version = _version(self.fsdp_version, found)
+        self.fsdp_version = read_version(
+            found.get("fsdp_version", 1) if self.fsdp_version is None else self.fsdp_version
+        )
+        version = version_of(self)
         self._read_policy(found)
         self._read_units(found)
         for name in _FLAGS:
-            setattr(self, name, self._flag(name, found))
-        if self.fsdp_version == 1:
-            self._read_version_one(found)
-        else:
-            self._read_version_two(found)
-        self._check_together()
+            setattr(self, name, choices.flag_of(self, name, found))
+        version.read_fields(self, found)
+        self._check_activation_offload()
         if self.cpu_offload is None:
             self.cpu_offload = found.get("cpu_offload", False)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)
         if isinstance(self.mixed_precision_policy, dict):
-            self.mixed_precision_policy = choices.policy_of_mapping(
-                self.fsdp_version, self.mixed_precision_policy
-            )
+            self.mixed_precision_policy = version.policy_of_mapping(self.mixed_precision_policy)
         elif isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         self.validate_mixed_precision_policy()
@@ -166,10 +153,10 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: there is no such form, or not in this version.
         """
         if state_dict_type is None:
-            usual = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-            state_dict_type = read(environ.current(), (FsdpSection,)).get("fsdp_state_dict_type", usual)
+            variables = read(environ.current(), (FsdpSection,))
+            state_dict_type = variables.get("fsdp_state_dict_type", version_of(self).state_dict_type)
         kind = choices.read_state_dict_type(state_dict_type)
-        if self.fsdp_version == 2 and kind.name == "LOCAL_STATE_DICT":
+        if kind.name == "LOCAL_STATE_DICT" and not version_of(self).has_local_states:
             raise choices.refuse(
                 "FSDP 2 has no LOCAL_STATE_DICT", "Choose SHARDED_STATE_DICT or FULL_STATE_DICT"
             )
@@ -212,7 +199,7 @@ class FullyShardedDataParallelPlugin:
         dtype = choices.read_dtype(mixed_precision)
         buffers = torch.float32 if buffer_autocast else dtype
         if override or self.mixed_precision_policy is None:
-            self.mixed_precision_policy = choices.policy_of_dtype(self.fsdp_version, dtype, buffers)
+            self.mixed_precision_policy = version_of(self).policy_of_dtype(dtype, buffers)
 
     def validate_mixed_precision_policy(self) -> None:
         """Refuse a policy of the other version.
@@ -220,14 +207,7 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigurationError: the policy is not of the class that this version takes.
         """
-        kind = choices.policy_class(self.fsdp_version)
-        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
-            raise wrong_value(
-                "mixed_precision_policy",
-                self.mixed_precision_policy,
-                f"fsdp_version={self.fsdp_version} takes torch.distributed.fsdp.{kind.__name__}",
-                "Give that, a dictionary of its fields, or the name of a number format",
-            )
+        version_of(self).check_policy(self.mixed_precision_policy)
 
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's object for this version.
@@ -235,7 +215,7 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigurationError: it is neither, or the object of the other version.
         """
-        self.cpu_offload = choices.offload_of(self.fsdp_version, self.cpu_offload)
+        self.cpu_offload = version_of(self).offload_of(self.cpu_offload)
 
     def validate_cpu_offload(self) -> None:
         """Refuse an object of the other version.
@@ -243,7 +223,7 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigurationError: the object is not of the class that this version takes.
         """
-        choices.offload_of(self.fsdp_version, self.cpu_offload)
+        version_of(self).offload_of(self.cpu_offload)
 
     def to_fsdp2(self) -> FullyShardedDataParallelPlugin:
         """Return the plugin with which FSDP 2 trains in the same way; one for FSDP 2 comes back as it is.
@@ -251,17 +231,9 @@ class FullyShardedDataParallelPlugin:
         Units, offload, number formats, ignored modules, recomputation and loading are kept. Where FSDP 2 has
         something else in place of the sharding strategy (copies, no shards), a warning says what.
         """
-        if self.fsdp_version == 2:
-            return self
-        for note in notes_of(self):
-            warnings.warn(f"FSDP 2 instead of {self.sharding_strategy.name}: {note}.", stacklevel=2)
-        return type(self)(**fields_of_fsdp2(self, _OPTIONS))
+        return version_of(self).to_fsdp2(self, _OPTIONS)
 
     # How the fields are filled
-
-    def _flag(self, name: str, found: Mapping[str, Any]) -> bool:
-        given = getattr(self, name)
-        return choices.read_flag(name, found.get(name, False) if given is None else given)
 
     def _read_policy(self, found: Mapping[str, Any]) -> None:
         if self.auto_wrap_policy is None:
@@ -283,67 +255,7 @@ class FullyShardedDataParallelPlugin:
         if self.min_num_params is not None:
             at_least("min_num_params", self.min_num_params, 0)
 
-    def _read_version_one(self, found: Mapping[str, Any]) -> None:
-        given, same = self.sharding_strategy, self.reshard_after_forward
-        if isinstance(same, bool):
-            raise wrong_value(
-                "reshard_after_forward",
-                same,
-                "FSDP 1 takes a sharding strategy there",
-                "Give FULL_SHARD (for True), SHARD_GRAD_OP (for False) or another, or fsdp_version=2",
-            )
-        if same is None and str(found.get("reshard_after_forward", "true")).lower() not in ("true", "false"):
-            same = found["reshard_after_forward"]
-        if same is not None:
-            self.reshard_after_forward = choices.read_strategy("reshard_after_forward", same)
-        chosen = given or self.reshard_after_forward or found.get("sharding_strategy", "FULL_SHARD")
-        self.sharding_strategy = choices.read_strategy("sharding_strategy", chosen)
-        if self.reshard_after_forward not in (None, self.sharding_strategy):
-            raise choices.refuse(
-                f"sharding_strategy={self.sharding_strategy.name} and reshard_after_forward="
-                f"{self.reshard_after_forward.name} say two different things",
-                "Give one of them",
-            )
-        prefetch = (
-            found.get("backward_prefetch") if self.backward_prefetch is None else self.backward_prefetch
-        )
-        self.backward_prefetch = choices.read_prefetch(prefetch)
-        asked = self.sync_module_states
-        for name in _FLAGS_OF_ONE:
-            setattr(self, name, self._flag(name, found))
-        if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            if asked is not None or "sync_module_states" in found:
-                raise choices.refuse(
-                    "with cpu_ram_efficient_loading only rank 0 has weights, and sync_module_states=False "
-                    "keeps them from the others",
-                    "Set sync_module_states=True",
-                )
-            self.sync_module_states = True
-
-    def _read_version_two(self, found: Mapping[str, Any]) -> None:
-        if self.sharding_strategy is not None:
-            raise wrong_value(
-                "sharding_strategy",
-                self.sharding_strategy,
-                "FSDP 2 has no sharding strategies",
-                "Use reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); a mesh with "
-                "dp_replicate_size for HYBRID_SHARD",
-            )
-        if self._flag("forward_prefetch", found):
-            raise wrong_value(
-                "forward_prefetch",
-                True,
-                "FSDP 2 fetches ahead by itself and has no such switch",
-                "Leave it out, or set fsdp_version=1",
-            )
-        for name in _VERSION_ONE:
-            setattr(self, name, None)
-        reshard = self.reshard_after_forward
-        if reshard is None:
-            reshard = found.get("reshard_after_forward", True)
-        self.reshard_after_forward = choices.read_flag("reshard_after_forward", reshard)
-
-    def _check_together(self) -> None:
+    def _check_activation_offload(self) -> None:
         if not self.activation_checkpointing_offload:
             return
         if not self.activation_checkpointing:
@@ -352,14 +264,7 @@ class FullyShardedDataParallelPlugin:
                 "activation_checkpointing is off",
                 "Set activation_checkpointing=True",
             )
-        if self.fsdp_version == 1:
+        if not version_of(self).offloads_activations:
             raise choices.refuse(
                 "activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2"
             )
-
-
-def _version(given: Any, found: Mapping[str, Any]) -> Literal[1, 2]:
-    version = found.get("fsdp_version", 1) if given is None else given
-    if str(version) not in ("1", "2"):
-        raise wrong_value("fsdp_version", version, "there is no such version of FSDP", "Choose 1 or 2")
-    return 1 if str(version) == "1" else 2

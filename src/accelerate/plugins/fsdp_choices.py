@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from accelerate.base import (
-    FALSE_WORDS,
     FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
-    TRUE_WORDS,
     ConfigurationError,
-    wrong_value,
 )
+from accelerate.plugins.checks import one_of, read_flag
 
 if TYPE_CHECKING:
     import torch
@@ -73,20 +70,10 @@ LOW_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp3
 themselves."""
 
 
-def read_flag(name: str, value: Any) -> bool:
-    """Return a truth value that may be written as a word.
-
-    Args:
-        name: what the value is called where the user gave it.
-        value: a bool, or a word such as "true".
-
-    Raises:
-        ConfigurationError: it is neither a yes nor a no.
-    """
-    word = str(value).strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
-    return word in TRUE_WORDS
+def flag_of(plugin: Any, name: str, found: Mapping[str, Any]) -> bool:
+    """Return the truth value of a field: as given, else as the environment says, else no."""
+    given = getattr(plugin, name)
+    return read_flag(name, found.get(name, False) if given is None else given)
 
 
 def read_strategy(name: str, value: Any) -> ShardingStrategy:
@@ -102,7 +89,7 @@ def read_strategy(name: str, value: Any) -> ShardingStrategy:
     text = str(value).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
         text = FSDP_SHARDING_STRATEGY[int(text) - 1]
-    _known(name, value, text, FSDP_SHARDING_STRATEGY)
+    one_of(name, text, FSDP_SHARDING_STRATEGY, value, KeyError)
     return ShardingStrategy["_HYBRID_SHARD_ZERO2" if text == "HYBRID_SHARD_ZERO2" else text]
 
 
@@ -117,7 +104,7 @@ def read_prefetch(value: Any) -> BackwardPrefetch | None:
     if value is None or isinstance(value, BackwardPrefetch):
         return value
     text = str(value).upper()
-    _known("backward_prefetch", value, text, FSDP_BACKWARD_PREFETCH)
+    one_of("backward_prefetch", text, FSDP_BACKWARD_PREFETCH, value, KeyError)
     return None if text == "NO_PREFETCH" else BackwardPrefetch[text]
 
 
@@ -132,7 +119,7 @@ def read_state_dict_type(value: Any) -> StateDictType:
     if isinstance(value, StateDictType):
         return value
     text = str(value).upper()
-    _known("state_dict_type", value, text, FSDP_STATE_DICT_TYPE)
+    one_of("state_dict_type", text, FSDP_STATE_DICT_TYPE, value, KeyError)
     return StateDictType[text]
 
 
@@ -153,76 +140,6 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     return None, None
 
 
-def offload_of(version: int, value: Any) -> Any:
-    """Return where FSDP keeps parameters between uses.
-
-    Args:
-        version: of FSDP.
-        value: whether they are on the CPU, or torch's own object.
-
-    Raises:
-        ConfigurationError: it is the object of the other version, or none.
-    """
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
-
-    kind = CPUOffload if version == 1 else OffloadPolicy
-    if isinstance(value, (CPUOffload, OffloadPolicy)):
-        if not isinstance(value, kind):
-            raise wrong_value(
-                "cpu_offload",
-                value,
-                f"fsdp_version={version} takes torch.distributed.fsdp.{kind.__name__}",
-                "Give True or False, which fit both versions",
-            )
-        return value
-    offloads = read_flag("cpu_offload", value)
-    if version == 1:
-        return CPUOffload(offload_params=offloads)
-    return CPUOffloadPolicy() if offloads else OffloadPolicy()
-
-
-def policy_class(version: int) -> type[Any]:
-    """Return torch's class of mixed precision policies for a version of FSDP."""
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-    return MixedPrecision if version == 1 else MixedPrecisionPolicy
-
-
-def policy_of_dtype(version: int, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-    """Return the policy that computes, reduces and returns in one dtype.
-
-    Args:
-        version: of FSDP.
-        dtype: of parameters, gradients on the wire and (version 2) outputs of units.
-        buffer_dtype: of buffers (version 1; version 2 leaves them alone).
-    """
-    last = {"buffer_dtype": buffer_dtype} if version == 1 else {"output_dtype": dtype}
-    return policy_class(version)(param_dtype=dtype, reduce_dtype=dtype, **last)
-
-
-def policy_of_mapping(version: int, value: dict[str, Any]) -> Any:
-    """Return the policy with these fields.
-
-    Args:
-        version: of FSDP.
-        value: field name -> dtype, as torch's object or its name.
-
-    Raises:
-        ConfigurationError: the policy of this version has no such field, or that is no dtype.
-    """
-    kind = policy_class(version)
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    strange = [name for name in value if name not in known]
-    if strange:
-        raise wrong_value(
-            "mixed_precision_policy",
-            value,
-            f"{kind.__name__} of fsdp_version={version} has no {', '.join(strange)}",
-            f"Use some of {', '.join(known)}",
-        )
-    return kind(**{name: _dtype(name, entry) for name, entry in value.items()})
-
-
 def read_dtype(value: Any) -> torch.dtype:
     """Return the dtype of a number format.
 
@@ -237,11 +154,20 @@ def read_dtype(value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     text = str(getattr(value, "value", value)).lower()
-    _known("mixed_precision", value, text, LOW_PRECISIONS)
+    one_of("mixed_precision", text, LOW_PRECISIONS, value, KeyError)
     return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
 
 
-def _dtype(name: str, value: Any) -> Any:
+def dtype_of_field(name: str, value: Any) -> Any:
+    """Return the value of a policy's field: a dtype where its name says so, anything else as it is.
+
+    Args:
+        name: of the field.
+        value: a dtype, or the name of one or of a number format.
+
+    Raises:
+        ConfigurationError: there is no such dtype.
+    """
     import torch
 
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
@@ -250,17 +176,6 @@ def _dtype(name: str, value: Any) -> Any:
     return found if isinstance(found, torch.dtype) else read_dtype(value)
 
 
-def _known(name: str, value: Any, text: str, choices: Iterable[str]) -> None:
-    if text not in choices:
-        listed = ", ".join(choices)
-        raise wrong_value(name, value, "it is not a known choice", f"Choose one of {listed}", KeyError)
-
-
 def refuse(problem: str, fix: str) -> ConfigurationError:
-    """Return the error for values that do not go together; the caller raises it.
-
-    Args:
-        problem: which values, and why.
-        fix: what to do instead.
-    """
+    """Return the error for values that do not go together; the caller raises it."""
     return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")

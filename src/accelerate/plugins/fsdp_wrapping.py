@@ -68,33 +68,34 @@ def bind_policy(
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     if policy is transformer_auto_wrap_policy:
-        return partial(policy, transformer_layer_cls=layer_classes(model, layers))
+        names = layers or getattr(model, "_no_split_modules", None) or ()
+        argument = "transformer_cls_names_to_wrap" if layers else ""
+        return partial(policy, transformer_layer_cls=set(find_classes(model, names, argument)))
     if policy is size_based_auto_wrap_policy:
         return partial(policy, min_num_params=min_params) if min_params else None
     return policy
 
 
-def layer_classes(model: nn.Module, layers: Iterable[str] | None) -> set[type[nn.Module]]:
-    """Return the classes of a model's layers.
+def find_classes(model: nn.Module, names: Iterable[str], argument: str = "") -> list[type[nn.Module]]:
+    """Return the classes of these names among the modules of a model.
 
     Args:
         model: a model.
-        layers: their names, which must be there; None takes those of the model's `_no_split_modules` that
-            are.
+        names: of the classes.
+        argument: which one names them, so that all must be there; without, only those that are.
 
     Raises:
-        ConfigurationError: the model has no layer of a given name.
+        ConfigurationError: the model has no module of a class that must be there.
     """
-    names = list(layers or getattr(model, "_no_split_modules", None) or ())
     classes = {name: get_module_class_from_name(model, name) for name in names}
-    missing = [name for name, found in classes.items() if found is None]
-    if layers and missing:
+    missing = [name for name, kind in classes.items() if kind is None]
+    if argument and missing:
         known = sorted({type(inner).__name__ for inner in model.modules() if any(inner.children())})
         raise ConfigurationError(
-            f"transformer_cls_names_to_wrap names {', '.join(missing)}, and {type(model).__name__} has no "
-            f"module of that class. Name some of {', '.join(known)}."
+            f"{argument} names {', '.join(missing)}, and {type(model).__name__} has no module of that class. "
+            f"Name some of {', '.join(known)}."
         )
-    return {found for found in classes.values() if found is not None}
+    return [kind for kind in classes.values() if kind is not None]
 
 
 def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:

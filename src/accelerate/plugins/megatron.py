@@ -403,9 +403,6 @@ class MegatronLMPlugin:
 def optimizer_kind(optimizer: Any) -> str:
     """Return Megatron-LM's name for the kind of a torch optimizer.
 
-    Args:
-        optimizer: any optimizer.
-
     Raises:
         ConfigurationError: Megatron-LM has no such optimizer.
     """

@@ -55,11 +55,7 @@ _TOGETHER: tuple[tuple[str, str], ...] = (
 
 
 def read_backend(value: Any) -> Any:
-    """Return the name of an attention kernel; a yes leaves the choice to Megatron-LM.
-
-    Args:
-        value: a name, a truth value, or None.
-    """
+    """Return the name of an attention kernel; a yes leaves the choice to Megatron-LM."""
     words: dict[Any, str | None] = {True: "auto", "true": "auto", False: None, "false": None}
     key = value.lower() if isinstance(value, str) else value
     return words.get(key, key)
@@ -76,12 +72,7 @@ def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
 
 
 def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
-    """Return how the number of processes does not fit the degrees of parallelism.
-
-    Args:
-        plugin: checked.
-        processes: how many there are.
-    """
+    """Return how the number of processes does not fit the degrees of parallelism."""
     tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
     problems = []
     if processes % (tp * pp * cp):

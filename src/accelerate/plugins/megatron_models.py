@@ -289,7 +289,7 @@ def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
 
 
 def _positions(plugin: MegatronLMPlugin, own: str) -> str:
-    """Return how positions are told: as the plugin says, otherwise as the model has it."""
+    """Return how positions are encoded: as the plugin says, otherwise as the model has it."""
     chosen = plugin.use_rotary_position_embeddings
     if chosen is None:
         return own

@@ -141,7 +141,8 @@ class AcceleratorState(RunState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP's second version."""
-        return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
+        plugin = self.__dict__.get("fsdp_plugin")
+        return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,53 +17,14 @@ from accelerate.compilation import compiler_for
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
-from accelerate.precision import (
-    RECIPES,
-    ConvertLayers,
-    Precision,
-    PrecisionRequest,
-    convert_model_to_fp8_ao,
-    resolve_precision,
-)
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared, stands_for
-from accelerate.strategies.fsdp import fsdp2_switch_optimizer_parameters, names_by_group
-from accelerate.strategies.moved import Moved
-from accelerate.strategies.ownership import find_orphans, find_strangers
+from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
+from accelerate.strategies.axes import resolve_sequence_axis
+from accelerate.strategies.bundle import Bundle, Kind, find_orphans, find_strangers, is_prepared, stands_for
+from accelerate.strategies.fsdp import names_by_group
 from accelerate.strategies.request import Context
 from accelerate.unwrapping import extract_model_from_parallel
 
 logger = get_logger(__name__)
-
-
-class Preparer(Protocol):
-    """Prepares one object at a time and remembers it; `Accelerator` is one.
-
-    Strategies call these methods of the accelerator instead of their own, so a client that replaces one of
-    them on the accelerator takes effect.
-    """
-
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module: ...
-    def prepare_optimizer(
-        self, optimizer: Any, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer: ...
-    def prepare_scheduler(self, scheduler: Any) -> Any: ...
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any: ...
-
-
-class Prepared:
-    """Everything a run has prepared so far, by kind, in the order of preparation."""
-
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[Any] = []
-        self.loaders: list[DataLoader[Any]] = []
-        self.custom: list[Any] = []
-
-    def clear(self) -> None:
-        """Forget all objects; the lists stay the same objects."""
-        for objects in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
-            objects.clear()
 
 
 class Strategy:
@@ -80,14 +41,11 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     """The label users see; `None` leaves the one of the hardware."""
 
-    shard: Callable[[nn.Module], nn.Module] | None = None
-    """Shards a model in place, where the method does; the accelerator replaces it by its public function."""
-
-    convert_layers: ConvertLayers = staticmethod(convert_model_to_fp8_ao)
-    """Lets layers compute in torchao's float8; the accelerator replaces it by its public function."""
-
     saves_shards: bool = False
     """Whether each process saves its own part of models and optimizers."""
+
+    holds_whole_models: bool = True
+    """Whether each process holds all parameters of a prepared model."""
 
     replicas: int = 1
     """Number of processes whose gradients the backward pass averages."""
@@ -103,9 +61,8 @@ class Strategy:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.waiting: Sequence[Any] = ()
-        self.earlier: Sequence[Any] = ()
-        self.moved = Moved()
+        self.session = context.session
+        self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
         """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""
@@ -131,13 +88,13 @@ class Strategy:
                 [handler for handler in request.handlers if isinstance(handler, RECIPES)],
                 request.fp8_library,
                 self.gathers_shards,
-                lambda *given: self.convert_layers(*given),
+                lambda *given: self.session.functions().convert_model_to_fp8_ao(*given),
             )
         )
 
     @property
     def engine_wrapped(self) -> Any:
-        """The engine that holds model and optimizer, where one does; None elsewhere."""
+        """The engine that holds model and optimizer; None without one."""
         return None
 
     @property
@@ -147,12 +104,11 @@ class Strategy:
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work and warn about what looks like a mistake, before anything is changed.
 
         Args:
             bundle: objects of this call.
-            prepared: objects of earlier calls.
 
         Raises:
             PreparationError: with the objects at fault and the fix.
@@ -160,8 +116,8 @@ class Strategy:
         refuse_stand_ins(bundle.objects)
         new_models = [model for model in bundle.models if not is_prepared(model)]
         new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
-        self._catch_up(new_optimizers)
-        self.earlier = tuple(prepared.optimizers)
+        prepared = self.session.prepared
+        self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
         for optimizer in new_optimizers:
@@ -195,20 +151,17 @@ class Strategy:
                 f"does not make its batches larger: it only divides losses by {steps}."
             )
 
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+    def prepare(self, bundle: Bundle) -> Bundle:
         """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers.
 
         Args:
             bundle: objects of this call, checked.
-            preparer: does the work for one object.
         """
+        preparer = self.session.preparer
         self._initialize(bundle)
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        self.waiting = [*self.earlier, *bundle.optimizers]
-        try:
+        with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             bundle.replace(Kind.MODEL, preparer.prepare_model)
-        finally:
-            self.waiting = self.earlier = ()
         bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
         bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
         return bundle
@@ -228,7 +181,7 @@ class Strategy:
         if place:
             model = model.to(self.context.device)
         model = self.convert(model)
-        return self.compile(model) if evaluation else self.wrap(model, self.compile)
+        return self.compile(model) if evaluation else self.wrap(model)
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return `model` in the number format; optimizers step the parameters that new layers have.
@@ -238,17 +191,11 @@ class Strategy:
         """
         before = dict(model.named_parameters())
         converted = self.precision.convert(model)
-        for name, parameter in converted.named_parameters():
-            if before.get(name, parameter) is not parameter:
-                self.moved[before[name]] = parameter
-        self._catch_up(self.waiting)
+        self.session.replace(
+            (before[name], new) for name, new in converted.named_parameters() if name in before
+        )
+        self.session.remap(self.session.waiting)
         return converted
-
-    def _catch_up(self, optimizers: Iterable[Any]) -> None:
-        """Let optimizers step the parameters that have taken the places of those they were built on."""
-        for optimizer in optimizers:
-            if len(self.moved):
-                fsdp2_switch_optimizer_parameters(getattr(optimizer, "optimizer", optimizer), self.moved)
 
     def _initialize(self, bundle: Bundle) -> None:
         """Let the number format change models and optimizers together."""
@@ -259,14 +206,9 @@ class Strategy:
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Return `model` in the wrapper of this method.
-
-        Args:
-            model: a placed module.
-            compile: compiles a module as the run asks; the strategy decides when.
-        """
-        return compile(model)
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model`, which is placed, in the wrapper of this method, and compiled."""
+        return self.compile(model)
 
     def compile(self, model: nn.Module) -> nn.Module:
         """Return `model` compiled as the run asks; the very object when it does not."""
@@ -309,10 +251,6 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
-        """Return a loader that gives this process its part of sequences; the very one where it has all."""
-        return loader
 
     # Save and end
 
@@ -396,15 +334,11 @@ class Strategy:
         return state
 
     def release(self) -> None:
-        """Let go of what the method holds beyond the prepared objects."""
+        """Release what the method holds beyond the prepared objects."""
 
 
 def refuse_stand_ins(objects: Iterable[Any]) -> None:
-    """Raise for what stands for an object that only an engine builds.
-
-    Args:
-        objects: given to `prepare`.
-    """
+    """Raise for stand-ins of objects that only an engine builds."""
     stand_ins = [type(obj) for obj in objects if stands_for(obj) is not None]
     if not stand_ins:
         return
@@ -430,7 +364,7 @@ def refuse_split_model(model: nn.Module, reason: str) -> None:
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1:
         raise PreparationError(
-            f"{type(model).__name__} lies on several devices ({', '.join(sorted(devices))}) by its device "
+            f"{type(model).__name__} is on several devices ({', '.join(sorted(devices))}) by its device "
             f"map, {reason}. Load it without device_map='auto' (or with a map of one device for each "
             "process), or launch one process."
         )

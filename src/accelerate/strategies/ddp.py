@@ -1,24 +1,122 @@
 """Data parallelism by torch's DistributedDataParallel.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+
+The order of gradients in its buckets decides how sums over three and more processes are rounded. The first
+backward pass of a process has other buckets than all later ones, so a resumed run is given the later order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base import wrong_value
 from accelerate.plugins import DistributedDataParallelKwargs
+from accelerate.state import services
 from accelerate.strategies.base import Strategy, refuse_split_model
-from accelerate.strategies.buckets import adopt_order, order_of
-from accelerate.strategies.exchange import exchanging
 from accelerate.strategies.request import Context
+
+# What torch calls the order of this pass, and of the next one.
+_NOW, _NEXT = "rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"
+
+
+class _Replayed(WeakKeyDictionary[DistributedDataParallel, list[int]]):
+    """The orders that replicas of this process have adopted."""
+
+
+def order_of(replica: DistributedDataParallel) -> list[int]:
+    """Return the places of parameters in the buckets, as they are or will be in the next pass.
+
+    Returns:
+        Indices of parameters that are trained; empty before the first backward pass, and where buckets do not
+        change.
+    """
+    if not _changes(replica):
+        return []
+    return _noted_order(replica) or services.of_process(_Replayed).get(replica, [])
+
+
+def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
+    """Let the next pass have buckets in an order that `order_of` returned; called on all ranks.
+
+    Each gradient arrives once, as zero, in that order: this is what DistributedDataParallel learns it from.
+    Gradients that are there stay.
+
+    Args:
+        replica: one that has trained already keeps its own.
+        order: of a replica of the same model; any other is left alone.
+    """
+    parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
+    fits = sorted(order) == list(range(len(parameters)))
+    if not order or not fits or not _changes(replica) or order_of(replica) or _has_hooks(parameters):
+        return
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    replica.reducer.prepare_for_backward([])
+    for index in order:
+        torch.autograd.backward(parameters[index], torch.zeros_like(parameters[index]))
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        parameter.grad = gradient
+    services.of_process(_Replayed)[replica] = list(order)
+
+
+def _changes(replica: DistributedDataParallel) -> bool:
+    """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
+    has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
+    fixed = replica.find_unused_parameters or replica.static_graph
+    return not (fixed or has_sparse or replica._comm_hooks)
+
+
+def _noted_order(replica: DistributedDataParallel) -> list[int]:
+    """The order that torch records: before a pass, and after the first one when asked to."""
+    notes: Any = replica.logger
+    for record in (lambda: None, notes.set_runtime_stats_and_log):
+        record()
+        facts: dict[str, Any] = replica._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        if noted := facts.get(_NOW) or facts.get(_NEXT):
+            return [int(index) for index in re.findall(r"\d+", noted)]
+    return []
+
+
+def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a gradient that arrives does something, such as a step of an optimizer."""
+    return any(
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or getattr(parameter, "_backward_hooks", None)
+        for parameter in parameters
+    )
+
+
+@contextmanager
+def exchanging(model: nn.Module) -> Iterator[None]:
+    """Let sharded units exchange gradients inside the block although the forwards ran under `no_sync`.
+
+    Args:
+        model: a prepared module; one without units is left as it is.
+    """
+    modules: list[Any] = list(model.modules())
+    wrappers = [(unit, unit._sync_gradients) for unit in modules if hasattr(unit, "_sync_gradients")]
+    in_place = [unit for unit in modules if hasattr(unit, "set_requires_gradient_sync")]
+    for unit, _ in wrappers:
+        unit._sync_gradients = True
+    for unit in in_place:
+        unit.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for unit, kept in wrappers:
+            unit._sync_gradients = kept
+        for unit in in_place:
+            unit.set_requires_gradient_sync(False, recurse=False)
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
@@ -58,14 +156,14 @@ class DataParallel(Strategy):
         super().check_model(model)
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Return the replica, compiled around DistributedDataParallel so that its buckets shape the graph."""
         if not any(p.requires_grad for p in model.parameters()):
-            return compile(model)
+            return self.compile(model)
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         replica = DistributedDataParallel(model, **self._device_arguments(), **handler.to_kwargs())
         handler.register_comm_hook(replica)
-        return compile(replica)
+        return self.compile(replica)
 
     def _device_arguments(self) -> dict[str, Any]:
         device = self.context.device

@@ -26,6 +26,7 @@ from accelerate.plugins import (
 )
 from accelerate.scheduler import StepPolicy
 from accelerate.state import GradientState, Topology
+from accelerate.strategies.session import PrepareSession
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,6 @@ class RunRequest:
     handlers: tuple[KwargsHandler, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def shares_sequences(self) -> bool:
-        """Whether several processes have one sequence together."""
-        return self.parallelism is not None and self.parallelism.cp_enabled
-
 
 @dataclass(frozen=True)
 class Context:
@@ -98,6 +94,7 @@ class Context:
         request: what the run asks for; its number format is resolved.
         mixed_precision: name of the number format in force.
         gradients: whether this round synchronises.
+        session: what the `prepare` calls of the run share.
         mesh: the device mesh, `None` for plain data parallelism.
     """
 
@@ -107,4 +104,5 @@ class Context:
     request: RunRequest
     mixed_precision: str
     gradients: GradientState
+    session: PrepareSession
     mesh: Any = None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import FullyShardedDataParallelPlugin
+from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.request import RunRequest
-from accelerate.strategies.single import SingleProcess
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
@@ -38,9 +37,9 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:
-        return SingleProcess
+        return Strategy
     if request.fsdp is not None:
-        return _sharded(request.fsdp.fsdp_version)
+        return _sharded(request.fsdp)
     if request.parallelism is not None and request.parallelism.tp_enabled:
         return _sharing_layers(request.parallelism)
     return DataParallel
@@ -48,7 +47,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
 
 def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
     """Return the class for tensor parallelism; torch's part of it takes a second to import."""
-    from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
+    from accelerate.strategies.tensor_parallel import CopiedTensorParallel, TensorParallel
 
     return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
 
@@ -93,18 +92,15 @@ def _on_xla(request: RunRequest) -> type[Strategy]:
         )
     if request.fsdp is None:
         return XlaReplicas
-    return XlaFullySharded if request.fsdp.fsdp_version == 1 else XlaFullyShard
+    return XlaFullyShard if version_of(request.fsdp).is_spmd_on_xla else XlaFullySharded
 
 
-def _sharded(version: int) -> type[Strategy]:
+def _sharded(plugin: FullyShardedDataParallelPlugin) -> type[Strategy]:
     """Return the class for a version of FSDP; torch's part of it takes a second to import."""
-    if version == 1:
-        from accelerate.strategies.fsdp import FullySharded
+    from accelerate.strategies import fsdp
 
-        return FullySharded
-    from accelerate.strategies.fsdp import FullyShard
-
-    return FullyShard
+    kind: type[Strategy] = getattr(fsdp, {1: "FullySharded", 2: "FullyShard"}[plugin.fsdp_version])
+    return kind
 
 
 def _check_megatron(request: RunRequest, hardware: str) -> None:
@@ -145,7 +141,7 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
             "Set dp_shard_size to the number of processes that share a copy of the model, or leave "
             "fsdp_plugin out",
         )
-    elif plugin.fsdp_version == 1:
+    elif not version_of(plugin).takes_any_mesh:
         _check_mesh_of_one(mesh, plugin.sharding_strategy.name)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accelerate import DeepSpeedPlugin
-from accelerate.accelerator import Arguments, build_request, refuse_other_methods
+from accelerate.accelerator import Arguments, build_request
 from accelerate.base import ConfigurationError, DynamoBackend, PrecisionType, RNGType
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import (
@@ -154,15 +154,16 @@ def test_other_arguments() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "named"),
     [
-        ({"torch_tp_plugin": object()}, {}, "torch_tp_plugin asks for tensor parallelism"),
+        ({"torch_tp_plugin": object()}, {}, "torch_tp_plugin"),
+        ({}, {"ACCELERATE_USE_TP": "true"}, "ACCELERATE_USE_TP"),
     ],
 )
-def test_other_methods_are_refused_and_not_ignored(
+def test_the_older_plugin_is_refused_and_not_ignored(
     given: dict[str, Any], environ: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        refuse_other_methods(given, environ)
-    refuse_other_methods({"megatron_lm_plugin": None}, {"ACCELERATE_USE_MEGATRON_LM": "false"})
+    with pytest.raises(ConfigurationError, match=f"{named} asks for tensor parallelism"):
+        build_request(Arguments(**given), environ)
+    assert build_request(Arguments(), {"ACCELERATE_USE_TP": "false"}).parallelism is None
 
 
 def test_deepspeed_comes_from_arguments_or_the_environment() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.accelerator import checkpoint_items
 from accelerate.base import CheckpointError
-from accelerate.strategies import SingleProcess
+from accelerate.strategies import Strategy
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -83,4 +83,4 @@ def test_one_process_saves_and_loads_shards(
 
 
 def test_strategy_of_one_process_is_the_one_meant() -> None:
-    assert SingleProcess.saves_shards is False
+    assert Strategy.saves_shards is False

@@ -35,7 +35,7 @@ def test_names_are_split(names, found):
     assert choices.split_names(names) == found
 
 
-def test_keys_that_look_misspelt_are_told():
+def test_misspelt_keys_are_named():
     with pytest.warns(UserWarning, match="'gradient_cliping', which may mean 'gradient_clipping'"):
-        choices.tell_typos({"gradient_cliping": 1.0, "zero_optimization": {}})
-    choices.tell_typos({"steps_per_print": 1, "zero_allow_untested_optimizer": True, "amp": {}})
+        choices.warn_of_typos({"gradient_cliping": 1.0, "zero_optimization": {}})
+    choices.warn_of_typos({"steps_per_print": 1, "zero_allow_untested_optimizer": True, "amp": {}})

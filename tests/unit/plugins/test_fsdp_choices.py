@@ -15,17 +15,17 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.base import ConfigurationError, constants
-from accelerate.plugins import fsdp_choices as choices
+from accelerate.plugins import VERSIONS, fsdp_choices as choices, read_flag
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
 def test_flags(value: Any, expected: bool) -> None:
-    assert choices.read_flag("name", value) is expected
+    assert read_flag("name", value) is expected
 
 
 def test_a_flag_that_is_none() -> None:
     with pytest.raises(ConfigurationError, match="name='maybe'"):
-        choices.read_flag("name", "maybe")
+        read_flag("name", "maybe")
 
 
 def test_objects_of_torch_come_back() -> None:
@@ -52,11 +52,11 @@ def test_fp8_layers_leave_bfloat16_over() -> None:
 
 def test_fields_of_policies() -> None:
     fields = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    assert choices.policy_of_mapping(2, fields) == MixedPrecisionPolicy(
+    assert VERSIONS[2].policy_of_mapping(fields) == MixedPrecisionPolicy(
         torch.bfloat16, torch.float32, None, cast_forward_inputs=False
     )
-    assert choices.policy_of_mapping(1, {"param_dtype": "bf16"}) == MixedPrecision(torch.bfloat16)
-    assert choices.policy_of_dtype(1, torch.float16, torch.float32) == MixedPrecision(
+    assert VERSIONS[1].policy_of_mapping({"param_dtype": "bf16"}) == MixedPrecision(torch.bfloat16)
+    assert VERSIONS[1].policy_of_dtype(torch.float16, torch.float32) == MixedPrecision(
         torch.float16, torch.float16, torch.float32
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.base import ConfigurationError, PreparationError
 from accelerate.plugins import TERecipeKwargs
 from accelerate.precision import TransformerEnginePrecision, transformer_engine as precision
-from accelerate.strategies import SingleProcess
+from accelerate.strategies import Strategy
 
 
 class Linear(nn.Linear):
@@ -151,7 +151,7 @@ def test_optimizers_follow_the_new_parameters() -> None:
 
     accelerator = Accelerator(cpu=True)
     strategy = accelerator._runtime.strategy
-    assert isinstance(strategy, SingleProcess)
+    assert isinstance(strategy, Strategy)
     strategy.precision = TransformerEnginePrecision("cuda", TERecipeKwargs())
     model = build()
     first, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))

@@ -10,8 +10,14 @@ from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from accelerate.base import ConfigurationError
 from accelerate.plugins import MegatronLMPlugin
 from accelerate.state import Topology
-from accelerate.strategies import DataParallel, RunRequest, SingleProcess, resolve_strategy
-from accelerate.strategies.axes import CopiedTensorParallel, TensorParallel
+from accelerate.strategies import (
+    CopiedTensorParallel,
+    DataParallel,
+    RunRequest,
+    Strategy,
+    TensorParallel,
+    resolve_strategy,
+)
 from accelerate.strategies.deepspeed import DeepSpeed
 from accelerate.strategies.fsdp import FullyShard, FullySharded
 from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
@@ -31,9 +37,9 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
 @pytest.mark.parametrize(
     ("asked", "size", "expected"),
     [
-        (request(), 1, SingleProcess),
+        (request(), 1, Strategy),
         (request(), 2, DataParallel),
-        (request(2), 1, SingleProcess),
+        (request(2), 1, Strategy),
         (request(1), 2, FullySharded),
         (request(2), 2, FullyShard),
         (request(2, {"dp_shard_size": 2}), 2, FullyShard),

@@ -1,12 +1,9 @@
-from accelerate.strategies.axes.context import (
-    ContextParallel as ContextParallel,
-    drop_masks as drop_masks,
-    not_prepared as not_prepared,
-    whole_sequences as whole_sequences,
+from accelerate.strategies.axes.base import Axis as Axis
+from accelerate.strategies.axes.context import ContextAxis as ContextAxis
+from accelerate.strategies.axes.resolve import resolve_sequence_axis as resolve_sequence_axis
+from accelerate.strategies.axes.sequence import (
+    SequenceAxis as SequenceAxis,
+    check_attention as check_attention,
+    loader_class as loader_class,
 )
-from accelerate.strategies.axes.layers import split_layers as split_layers
-from accelerate.strategies.axes.plans import plan_of as plan_of
-from accelerate.strategies.axes.tensor import (
-    CopiedTensorParallel as CopiedTensorParallel,
-    TensorParallel as TensorParallel,
-)
+from accelerate.strategies.axes.tensor import TensorAxis as TensorAxis, plan_of as plan_of

@@ -5,100 +5,108 @@ Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.overrides import TorchFunctionMode
 
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.logging import get_logger
+from accelerate.strategies.axes.base import Axis
 
 logger = get_logger(__name__)
 
+
 _ATTENTION = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional offers outside of contexts
 CALL = "accelerator.maybe_context_parallel"
-AXIS = "cp"
 PARTS = 2
-"""Pieces of a sequence on each process, one from either end: later positions attend to more, so that all
-processes have as much to do."""
+"""Pieces of a sequence on each rank, one from either end: later positions attend to more, so this balances
+the work."""
 
 
-class ContextParallel:
-    """Splits sequences over the processes of an axis, and lets attention reach over all of them.
+class ContextAxis(Axis):
+    """Splits sequences over the ranks of an axis, and lets attention reach over all of them.
 
     Args:
         mesh: the mesh of the run, with the axis.
-        strategy: how keys and values travel: "allgather" or "alltoall".
+        handler: says in `cp_comm_strategy` how keys and values travel: "allgather" or "alltoall".
     """
 
-    def __init__(self, mesh: Any, strategy: str) -> None:
-        self.mesh = mesh[AXIS]
-        self.strategy = strategy
+    splits_buffers = True
 
-    def __call__(
+    def __init__(self, mesh: Any, handler: Any) -> None:
+        self._mesh = mesh
+        self._handler = handler
+        self._is_prepared = False
+
+    def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
+        """Let attention of transformers' models be causal without a mask, which would be that of whole
+        sequences: modules whose names end with `self_attn` get a hook."""
+        self._is_prepared = True
+        for model in models:
+            for name, module in model.named_modules():
+                if name.endswith("self_attn"):
+                    module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+
+    def batch(
         self,
         buffers: Sequence[Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context in which each process holds its part of the sequences; called on all ranks.
-
-        Forward and backward both belong inside it.
-
-        Args:
-            buffers: tensors with a sequence dimension, equal on all processes of the axis; split in place.
-            buffer_seq_dims: the sequence dimension of each.
-            no_restore_buffers: those that need not be whole again afterwards.
-
-        Raises:
-            ConfigurationError: dimensions and buffers do not go together, or a sequence cannot be split.
-        """
+        """Return torch's context, in which attention reaches over all ranks of the axis."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
+        if not self._is_prepared:
+            raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
         given, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
-        self._check(given, dims)
-        if self.mesh.device_type == "cpu":
-            from accelerate.strategies.axes.attention_on_cpu import teach_context_parallel
+        mesh = self._mesh["cp"]
+        _check_buffers(given, dims, mesh.size())
+        if mesh.device_type == "cpu":
+            from accelerate.strategies.axes.context import register_cpu_kernels
 
-            teach_context_parallel()
-        set_rotate_method(self.strategy)
+            register_cpu_kernels()
+        set_rotate_method(self._handler.cp_comm_strategy)
         split = context_parallel(
-            self.mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
+            mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _together(split, _AnyAttention(DTensor))
+        return _within(split, _AnyAttention(DTensor))
 
-    def _check(self, buffers: list[Tensor], dims: list[int]) -> None:
-        if not buffers:
-            raise ConfigurationError(
-                f"{CALL} got no buffers, so no sequence would be split. Pass the tensors of the batch that "
-                "have a sequence dimension, and in buffer_seq_dims the dimension of each."
-            )
-        if len(buffers) != len(dims):
+
+def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
+    if not buffers:
+        raise ConfigurationError(
+            f"{CALL} got no buffers, so no sequence would be split. Pass the tensors of the batch that have "
+            "a sequence dimension, and in buffer_seq_dims the dimension of each."
+        )
+    if len(buffers) != len(dims):
+        raise wrong_value(
+            "buffer_seq_dims",
+            dims,
+            f"it has {len(dims)} entries for {len(buffers)} buffers",
+            "Give the sequence dimension of each buffer",
+        )
+    pieces = PARTS * size
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if not -buffer.ndim <= dim < buffer.ndim:
             raise wrong_value(
-                "buffer_seq_dims",
-                dims,
-                f"it has {len(dims)} entries for {len(buffers)} buffers",
-                "Give the sequence dimension of each buffer",
+                "buffer_seq_dims", dim, f"a buffer has shape {list(buffer.shape)}", "Name one of its dims"
             )
-        whole = PARTS * self.mesh.size()
-        for buffer, dim in zip(buffers, dims, strict=True):
-            if not -buffer.ndim <= dim < buffer.ndim:
-                raise wrong_value(
-                    "buffer_seq_dims", dim, f"a buffer has shape {list(buffer.shape)}", "Name one of its dims"
-                )
-            if buffer.shape[dim] % whole:
-                raise wrong_value(
-                    "buffers",
-                    list(buffer.shape),
-                    f"a sequence of {buffer.shape[dim]} is not cut evenly in {whole} pieces, {PARTS} for "
-                    f"each of the {self.mesh.size()} processes that share it",
-                    f"Pad sequences to a multiple of {whole}",
-                )
+        if buffer.shape[dim] % pieces:
+            raise wrong_value(
+                "buffers",
+                list(buffer.shape),
+                f"a sequence of {buffer.shape[dim]} is not cut evenly in {pieces} pieces, {PARTS} for each "
+                f"of the {size} processes that share it",
+                f"Pad sequences to a multiple of {pieces}",
+            )
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -134,7 +142,7 @@ class _AnyAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _together(split: AbstractContextManager[Any], attention: _AnyAttention) -> Iterator[None]:
+def _within(split: AbstractContextManager[Any], attention: _AnyAttention) -> Iterator[None]:
     with split, attention:
         yield
     if not attention.calls:
@@ -143,32 +151,6 @@ def _together(split: AbstractContextManager[Any], attention: _AnyAttention) -> I
             "its own part of the sequences only. Choose attention by that function; for transformers' models "
             "that is attn_implementation='sdpa'."
         )
-
-
-def whole_sequences(**given: Any) -> AbstractContextManager[Any]:
-    """Return a context that does nothing: no process shares sequences."""
-    return nullcontext()
-
-
-def not_prepared(**given: Any) -> AbstractContextManager[Any]:
-    """Refuse to split sequences for a model that does not expect it.
-
-    Raises:
-        StateError: always.
-    """
-    raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
-
-
-def drop_masks(model: nn.Module) -> None:
-    """Let the attention of transformers' models be causal without a mask, which would be that of whole
-    sequences.
-
-    Args:
-        model: its modules whose names end with `self_attn` get a hook; others are left alone.
-    """
-    for name, module in model.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
 
 def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -180,3 +162,75 @@ def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     if "attention_mask" in kwargs:
         kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
     return args, kwargs
+
+
+_SEQUENCE_DIM = 2
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def register_cpu_kernels() -> None:
+    """Enter the CPU's kernels in torch's table.
+
+    Raises:
+        ConfigurationError: this torch keeps no such table.
+    """
+    table = getattr(ring, "custom_ops", None)
+    if table is None:
+        raise ConfigurationError(
+            f"Context parallelism on the CPU was built for torch 2.13, and torch {torch.__version__} has no "
+            "place for it. Install torch 2.13, use accelerators, or leave cp_size at 1."
+        )
+    table.setdefault(_FORWARD.default, _attend)
+    table.setdefault(_BACKWARD.default, _attend_backward)
+
+
+def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """`(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None)`."""
+    query, key, value, *rest = args
+    options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
+    options.pop("attn_mask", None)
+    mesh = query.device_mesh
+    results = ring._templated_ring_attention(
+        mesh.get_group(),
+        _SEQUENCE_DIM,
+        _FORWARD,
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        is_causal=options.pop("is_causal", False),
+        **options,
+    )
+    return _shared(results[:2], mesh)
+
+
+def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """`(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale)`."""
+    gradient, query, key, value, output, sums, dropout, is_causal = args[:8]
+    mesh = query.device_mesh
+    results = ring._templated_ring_attention_backward(
+        mesh.get_group(),
+        _SEQUENCE_DIM,
+        _BACKWARD.default,
+        grad_out=_local(gradient),
+        grad_out_name="grad_out",
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        out=_local(output),
+        logsumexp=_local(sums),
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=kwargs.get("scale"),
+    )
+    return _shared(results[:3], mesh)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shared(tensors: Any, mesh: Any) -> tuple[DTensor, ...]:
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(_SEQUENCE_DIM)], run_check=False) for tensor in tensors
+    )

@@ -1,63 +1,151 @@
-"""Tensor parallelism without FSDP: processes share each layer; groups of them may hold copies."""
+"""Tensor parallelism: ranks along one axis share the layers of a model, by its plan.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from accelerate.strategies.axes.layers import AXIS, split_layers
-from accelerate.strategies.fsdp import (
-    DistributedTensors,
-    keeping_gradients,
-    named_parameters,
-    split_by_dtype,
-    units_of,
-)
+from accelerate.base import PreparationError, listed
+from accelerate.logging import get_logger
+from accelerate.strategies.axes.base import Axis
+from accelerate.weights import find_tied_parameters, retie_parameters
 
+logger = get_logger(__name__)
 
-class TensorParallel(DistributedTensors):
-    """All processes share each layer, and each batch."""
-
-    distributed_type = None  # the label is that of the hardware
-
-    def split(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with parameters of the layers in its plan spread over all ranks."""
-        model = model.to(self.context.device)
-        return self.follow(model, lambda: split_layers(model, self.context.mesh), named_parameters)
+AXIS = "tp"
+WHOLE = "replicate"
+"""The style of modules that each rank has whole."""
+CUT_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
+"""Styles that cut the first dimension of a weight: modules of these may share one."""
 
 
-class CopiedTensorParallel(TensorParallel):
-    """Groups of processes share each layer; the backward pass averages gradients over the groups."""
-
-    def split(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with parameters spread over each group and copied to all."""
-        model = model.to(self.context.device)
-        return self.follow(model, lambda: self._copy(model), named_parameters)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass averages nothing."""
-        return keeping_gradients(units_of(model))
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        """Let FSDP 2 average: to shard over one process is to hold a copy."""
-        mesh = copying_mesh(self.context.mesh)
-        units = split_by_dtype(model, [], set())
-        split_layers(model, mesh)
-        for unit in (*units, model):
-            fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
-        return model
-
-
-def copying_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of all copies, an axis of one process, and the axis that shares layers.
+class TensorAxis(Axis):
+    """Splits layers over the ranks of an axis.
 
     Args:
-        mesh: of the run, whose last axis shares layers; on all ranks.
+        mesh: the mesh of the run; None, or one without the axis, leaves models as they are.
     """
-    shared = mesh[AXIS].size()
-    shape = (mesh.size() // shared, 1, shared)
-    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", AXIS))
+
+    def __init__(self, mesh: Any) -> None:
+        has_axis = mesh is not None and AXIS in mesh.mesh_dim_names
+        self._mesh = mesh[AXIS] if has_axis else None
+
+    def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
+        """Split the layers in the plan of each model; models that are split already stay as they are.
+
+        Raises:
+            PreparationError: a model has no plan that fits.
+        """
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        if self._mesh is None:
+            return
+        for model in models:
+            if any(isinstance(p, DTensor) for p in model.parameters()):
+                continue
+            tied = find_tied_parameters(model)
+            parallelize_module(model, self._mesh, plan_of(model))
+            retie_parameters(model, tied)
+
+
+def _styles() -> dict[str, Callable[[], Any]]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    return {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "sequence_parallel": SequenceParallel,
+        # of heads [batch, sequence, heads, features], each rank having its heads
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+
+
+def plan_of(model: nn.Module) -> dict[str, Any]:
+    """Return which modules of a model are shared, and how.
+
+    Args:
+        model: has a `tp_plan`: patterns of module names, in which `*` stands for one part, and for each a
+            style: "colwise", "rowwise" or a variant of them, or one of torch's.
+
+    Returns:
+        Module name -> torch's style. Modules that share a parameter with one outside of the plan are left
+        out: they are whole on each rank, which gives the same results.
+
+    Raises:
+        PreparationError: there is no plan, a style is unknown, or no module matches.
+    """
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind = type(model).__name__
+    if plan and not isinstance(plan, Mapping):
+        raise PreparationError(
+            f"The tp_plan of {kind} is a {type(plan).__name__}: write patterns of module names with a style "
+            "for each, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
+        )
+    if not plan:
+        raise PreparationError(
+            f"{kind} does not say how its layers are shared between processes. Give it a plan before "
+            "`prepare`, such as model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or "
+            "set tp_size=1."
+        )
+    names = [name for name, _ in model.named_modules()]
+    matched = {
+        name: style
+        for pattern, style in plan.items()
+        if style != WHOLE
+        for name in names
+        if _matches(name, pattern)
+    }
+    if not matched:
+        raise PreparationError(
+            f"The tp_plan of {kind} fits none of its modules: {listed(list(plan))}. Write patterns of their "
+            f"names, such as {listed([name for name in names if name][:3])}."
+        )
+    tied = _tied_outside(model, matched)
+    if tied:
+        logger.info(f"{listed(tied)} share parameters with modules outside of the tp_plan and stay whole.")
+    return {name: _style(kind, name, style) for name, style in matched.items() if name not in tied}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _style(kind: str, name: str, style: Any) -> Any:
+    if not isinstance(style, str):
+        return style
+    styles = _styles()
+    if style not in styles:
+        raise PreparationError(
+            f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are {', '.join(styles)}. "
+            "Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
+        )
+    return styles[style]()
+
+
+def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
+    """Return the matched modules that share a parameter with a module that is not."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    torn = [  # all owners of a tied parameter have to be cut in the same way: along their rows
+        names
+        for names in owners.values()
+        if len(names) > 1 and any(matched.get(name) not in CUT_IN_ROWS for name in names)
+    ]
+    return [name for name in matched if any(name in names for names in torn)]

@@ -1,12 +1,14 @@
-from accelerate.strategies.deepspeed.checking import problems_of as problems_of
-from accelerate.strategies.deepspeed.checkpoints import EnginePart as EnginePart, leave as leave
-from accelerate.strategies.deepspeed.dummies import DummyOptim as DummyOptim, DummyScheduler as DummyScheduler
-from accelerate.strategies.deepspeed.losses import leaves_of as leaves_of
-from accelerate.strategies.deepspeed.optimizers import (
+from accelerate.strategies.deepspeed.building import (
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
-from accelerate.strategies.deepspeed.states import copy_tied as copy_tied, gathered as gathered
-from accelerate.strategies.deepspeed.strategy import DeepSpeed as DeepSpeed
+from accelerate.strategies.deepspeed.checking import problems_of as problems_of
+from accelerate.strategies.deepspeed.checkpoints import (
+    EnginePart as EnginePart,
+    copy_tied as copy_tied,
+    gathered as gathered,
+    leave as leave,
+)
+from accelerate.strategies.deepspeed.strategy import DeepSpeed as DeepSpeed, leaves_of as leaves_of
 from accelerate.strategies.deepspeed.values import (
     Given as Given,
     batch_sizes_of as batch_sizes_of,
@@ -16,4 +18,6 @@ from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
 )

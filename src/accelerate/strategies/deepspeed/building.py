@@ -5,6 +5,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from typing import Any
@@ -19,16 +20,16 @@ from accelerate.nested import recursively_apply
 from accelerate.plugins import TorchDynamoPlugin
 from accelerate.settings import AUTO, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
-from accelerate.strategies.deepspeed.abilities import check_abilities, computes_in_fp8
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from accelerate.strategies.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accelerate.strategies.deepspeed.checking import check_abilities, computes_in_fp8
 from accelerate.strategies.deepspeed.values import MICRO, TOTAL, Given, filling_of
+from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accelerate.strategies.request import Context
 
 logger = get_logger(__name__)
 
+
 KIND_VARIABLE = "DS_ACCELERATOR"
-"""The variable by which DeepSpeed is told the kind of hardware; it looks for one otherwise."""
+"""The variable that names the kind of hardware for DeepSpeed; without it, DeepSpeed detects one."""
 
 HPU_VARIABLE = "DEEPSPEED_USE_HPU"
 
@@ -77,7 +78,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
         The configuration.
 
     Raises:
-        ConfigurationError: values differ, or are "auto" and told nowhere; with all of them.
+        ConfigurationError: values differ, or are "auto" and given nowhere; with all of them.
     """
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
@@ -189,14 +190,7 @@ def _is_float32(value: Any) -> bool:
 
 
 def run_only(model: nn.Module, device: torch.device, place: bool, config: dict[str, Any]) -> nn.Module:
-    """Return a model as an engine would compute it, without an engine: it is not trained.
-
-    Args:
-        model: the user's module.
-        device: of this process.
-        place: whether it is moved there.
-        config: names the number format.
-    """
+    """Return a model as an engine would compute it, without an engine: it is not trained."""
     if place:
         model = model.to(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -232,3 +226,55 @@ def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
     noted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = noted_step  # type: ignore[method-assign]
+
+
+_COMMON = ("lr", "betas", "eps", "weight_decay")
+
+
+def _adam(optimizer: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(
+        optimizer.defaults.get("decoupled_weight_decay", False)
+    )
+    return _built(DeepSpeedCPUAdam, optimizer, (*_COMMON, "amsgrad"), adamw_mode=decoupled)
+
+
+def _adagrad(optimizer: Any) -> Any:
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+    return _built(DeepSpeedCPUAdagrad, optimizer, ("lr", "eps", "weight_decay"))
+
+
+def _lion(optimizer: Any) -> Any:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return _built(DeepSpeedCPULion, optimizer, ("lr", "betas", "weight_decay"))
+
+
+TWINS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (lambda optimizer: type(optimizer) in (torch.optim.Adam, torch.optim.AdamW), _adam),
+    (lambda optimizer: type(optimizer).__name__ in ("AdamW", "AdamW8bit", "Adam8bit"), _adam),
+    (lambda optimizer: type(optimizer).__name__ == "Adagrad", _adagrad),
+    (lambda optimizer: type(optimizer).__name__ in ("Lion", "Lion8bit"), _lion),
+)
+"""Which optimizers have a twin, and what builds it."""
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+    """Return DeepSpeed's optimizer for states on the CPU; the very object where it has none of that kind.
+
+    Args:
+        optimizer: fresh, not stepped yet. Its groups become those of the new one, so that schedulers which
+            hold them keep setting its learning rates.
+    """
+    if type(optimizer).__module__.startswith("deepspeed."):
+        return optimizer
+    return next((build(optimizer) for fits, build in TWINS if fits(optimizer)), optimizer)
+
+
+def _built(kind: Any, optimizer: Any, names: tuple[str, ...], **more: Any) -> Any:
+    known = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    if known.pop("amsgrad", False):
+        more["amsgrad"] = True
+    return kind(optimizer.param_groups, **known, **more)

@@ -1,19 +1,24 @@
-"""An engine as one part of a checkpoint: DeepSpeed writes its files, which are sealed like all others."""
+"""Save and load engines: as parts of a checkpoint in DeepSpeed's own files, or as whole weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import MODEL_NAME, CheckpointError
+import torch
+from torch import nn
+
+from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError
 from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
 from accelerate.state import Topology
 
 logger = get_logger(__name__)
+
 
 SHARDS = "*zero_pp_rank_*_optim_states.pt"
 """Files of optimizer states: one for each process that shares them."""
@@ -23,7 +28,7 @@ UNIVERSAL = "_universal"
 
 
 def leave(content: Any, path: Path) -> None:
-    """Write nothing: the file lies there already."""
+    """Write nothing: the file exists already."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +137,70 @@ class EnginePart:
             if path is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
         options.confirm()
+
+
+GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def whole_state(engine: Any) -> dict[str, Any]:
+    """Return the whole state of an engine's model on the CPU; called on all ranks.
+
+    Args:
+        engine: its shards come together on the main process; other processes get nothing then.
+
+    Raises:
+        ConfigurationError: they may not, by DeepSpeed's configuration.
+    """
+    if engine.zero_optimization_partition_weights():
+        if not engine.zero_gather_16bit_weights_on_model_save():
+            raise ConfigurationError(
+                "The model is sharded (ZeRO stage 3), and DeepSpeed's configuration does not let it "
+                f"be gathered. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save "
+                "shards by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
+            )
+        return dict(engine._zero3_consolidated_16bit_state_dict() or {})
+    if getattr(engine, "autotp_size", int)() > 1:
+        return dict(engine._consolidated_16bit_state_dict() or {})
+    return copy_tied(engine.module.state_dict())
+
+
+def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with each tensor copied to the CPU; names of one tensor keep sharing one.
+
+    An engine lays parameters side by side in one buffer, of which each would otherwise take the whole.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy_of(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in copies or not tensor.numel():
+            copies[place] = tensor.detach().to("cpu", copy=True)
+        return copies[place]
+
+    return {name: copy_of(tensor) for name, tensor in state.items()}
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Have whole parameters on each rank inside the block, where forwards need no other rank.
+
+    Args:
+        model: an engine of ZeRO stage 3; any other is left as it is.
+    """
+    shards = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    if not shards:
+        yield
+        return
+    import deepspeed
+
+    keeper: Any = getattr(model.optimizer, "parameter_offload", model.optimizer)
+    with deepspeed.zero.GatheredParameters(shards):
+        for shard in shards:
+            shard.ds_active_sub_modules.clear()  # type: ignore[attr-defined]  # DeepSpeed's
+        keeper._remove_module_hooks()
+        try:
+            yield
+        finally:
+            keeper.setup_zero_stage3_hooks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,32 +17,48 @@ from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Prepared, Preparer, Strategy, refuse_split_model
+from accelerate.strategies.base import Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.abilities import computes_in_fp8
-from accelerate.strategies.deepspeed.checking import problems_of
-from accelerate.strategies.deepspeed.checkpoints import EnginePart
-from accelerate.strategies.deepspeed.dummies import DummyScheduler
-from accelerate.strategies.deepspeed.losses import leaves_of
-from accelerate.strategies.deepspeed.sequences import sequences_of
-from accelerate.strategies.deepspeed.states import gathered, whole_state
-from accelerate.strategies.deepspeed.values import STEPS, Given, batch_sizes_of
+from accelerate.strategies.deepspeed.checking import computes_in_fp8, problems_of
+from accelerate.strategies.deepspeed.checkpoints import EnginePart, gathered, whole_state
+from accelerate.strategies.deepspeed.values import MICRO, STEPS, Given, batch_sizes_of
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    DummyScheduler,
 )
 from accelerate.strategies.request import Context
 
 
-class PendingModel:
-    """What belongs to the model that is prepared now."""
+def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one will do."""
+    if loss.grad_fn is None:
+        yield loss
+        return
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
-    def __init__(self, optimizer: Any, scheduler: Any, batch_sizes: Sequence[int]) -> None:
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.batch_sizes = batch_sizes
+
+@dataclass
+class EngineBuild:
+    """What the engine that is prepared now is built from, and its optimizer and scheduler."""
+
+    optimizer: Any = None
+    scheduler: Any = None
+    batch_sizes: Sequence[int] = ()
+    built_optimizer: Any = None
+    built_scheduler: Any = None
+    wrapper: DeepSpeedOptimizerWrapper | None = None
 
 
 class DeepSpeed(Strategy):
@@ -53,17 +70,14 @@ class DeepSpeed(Strategy):
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
 
     holds_gradients = False
+    holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.sequences = sequences_of(context.request.parallelism)
         self.replicas = context.topology.size // self.sequences.size
         self.known_sizes: list[int] = []
-        self._for_model = PendingModel(None, None, ())
-        self._built: Any = None
-        self._rate: Any = None
-        self._optimizer: DeepSpeedOptimizerWrapper | None = None
+        self.build = EngineBuild()
         self.backward = self._backward
         building.begin(context)
 
@@ -91,7 +105,7 @@ class DeepSpeed(Strategy):
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""
         new = [obj for obj in bundle.objects if not is_prepared(obj)]
         fresh = Bundle(new)
@@ -108,23 +122,28 @@ class DeepSpeed(Strategy):
         """Refuse models that a device map has split."""
         refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
 
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+    def prepare(self, bundle: Bundle) -> Bundle:
         """Prepare loaders, then build the engine from model, optimizer and scheduler together."""
+        preparer = self.session.preparer
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
-        optimizers = [each for each in bundle.optimizers if not is_prepared(each)]
-        schedulers = [each for each in bundle.of(Kind.SCHEDULER) if isinstance(each, DummyScheduler)]
-        self._for_model = PendingModel(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
+        optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        schedulers = [
+            scheduler for scheduler in bundle.of(Kind.SCHEDULER) if isinstance(scheduler, DummyScheduler)
+        ]
+        self.build = EngineBuild(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
-            bundle.replace(Kind.SCHEDULER, lambda each, _: preparer.prepare_scheduler(self._stepped(each)))
+            bundle.replace(
+                Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(self._stepped(scheduler))
+            )
         finally:
-            self._for_model = PendingModel(None, None, ())
-            self._built = self._rate = self._optimizer = None
+            self.build = EngineBuild()
             self.known_sizes += sizes
         if self.sequences.size > 1 and bundle.models:
-            bundle.replace(Kind.LOADER, lambda each, _: self.share_sequences(each, bundle.models[0]))
+            model = bundle.models[0]
+            bundle.replace(Kind.LOADER, lambda loader, _: self.sequences.transform_loader(loader, model))
         return bundle
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
@@ -134,12 +153,12 @@ class DeepSpeed(Strategy):
         """
         if evaluation:
             return super().prepare_model(model, place=place, evaluation=True)
-        plugin, waiting = self.plugin, self._for_model
-        if waiting.optimizer is None and plugin.zero_stage != 3:
+        plugin = self.plugin
+        if self.build.optimizer is None and not plugin.hf_ds_config.is_zero3():
             return self.compile(building.run_only(model, self.context.device, place, plugin.deepspeed_config))
         self._adopt_accumulation()
-        config = building.complete(plugin, self._given(model, waiting))
-        return self._build(model, waiting, config)
+        config = building.complete(plugin, self._given(model))
+        return self._build(model, config)
 
     def _adopt_accumulation(self) -> None:
         """Accumulate as the configuration says where the user does not: a client may have filled it late."""
@@ -149,16 +168,16 @@ class DeepSpeed(Strategy):
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
 
-    def _given(self, model: nn.Module, waiting: PendingModel) -> Given:
+    def _given(self, model: nn.Module) -> Given:
         request = self.context.request
         by_process = (
             request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
         )
         return Given(
             model=model,
-            optimizer=waiting.optimizer,
-            scheduler=waiting.scheduler,
-            batch_sizes=waiting.batch_sizes,
+            optimizer=self.build.optimizer,
+            scheduler=self.build.scheduler,
+            batch_sizes=self.build.batch_sizes,
             known_sizes=self.known_sizes,
             smallest=self.plugin.is_train_batch_min,
             accumulation=self.context.gradients.num_steps,
@@ -166,49 +185,46 @@ class DeepSpeed(Strategy):
             pace=self.context.topology.size if by_process else 1,
         )
 
-    def _build(self, model: nn.Module, waiting: PendingModel, config: dict[str, Any]) -> nn.Module:
-        trains = waiting.optimizer is not None
-        optimizer = waiting.optimizer
-        self.waiting = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
-        model = self.convert(model)
+    def _build(self, model: nn.Module, config: dict[str, Any]) -> nn.Module:
+        optimizer = self.build.optimizer
+        is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
+        with self.session.following([optimizer] if is_of_torch else []):
+            model = self.convert(model)
         self.plugin.set_moe_leaf_modules(model)
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
-        mpu = self.sequences.join(model, config)
+        self.sequences.transform([model], config.get(MICRO, 1))
         engine, built, rate = building.build_engine(
-            model, optimizer, waiting.scheduler, deepcopy(config), mpu
+            model, optimizer, self.build.scheduler, deepcopy(config), self.sequences.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
-        if trains:
+        if optimizer is not None:
             wrapped = DeepSpeedEngineWrapper(engine)
             engine.register_forward_pre_hook(lambda *_: wrapped.finish_step())
             self.engines.append(wrapped)
-        self._built, self._rate = built, rate
+        self.build.built_optimizer, self.build.built_scheduler = built, rate
         return engine  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Any, *, place: bool) -> AcceleratedOptimizer:
         """Return the optimizer of the engine that was just built from `optimizer`."""
-        if self._built is None:
+        if self.build.built_optimizer is None:
             raise PreparationError(
                 f"{type(optimizer).__name__} was prepared without its model, and an engine is built from "
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
-        self._optimizer = DeepSpeedOptimizerWrapper(self._built)
-        self._optimizer.take_step = self.engines[-1].finish_step
-        return self._optimizer
+        self.build.wrapper = DeepSpeedOptimizerWrapper(self.build.built_optimizer)
+        self.build.wrapper.take_step = self.engines[-1].finish_step
+        return self.build.wrapper
 
     def _stepped(self, scheduler: Any) -> Any:
         """Return a scheduler as the engine has it: stepped by the engine, or setting the engine's rates."""
         if isinstance(scheduler, DummyScheduler):
-            return DeepSpeedSchedulerWrapper(self._rate, [self._optimizer] if self._optimizer else [])
-        inner = building.innermost(self._built)
-        if inner is not None and getattr(scheduler, "optimizer", None) is self._for_model.optimizer:
+            wrapper = self.build.wrapper
+            return DeepSpeedSchedulerWrapper(self.build.built_scheduler, [wrapper] if wrapper else [])
+        inner = building.innermost(self.build.built_optimizer)
+        if inner is not None and getattr(scheduler, "optimizer", None) is self.build.optimizer:
             building.point_scheduler(scheduler, inner)
         return scheduler
-
-    def share_sequences(self, loader: Any, model: nn.Module) -> Any:
-        """Return a loader that gives this process its part of each sequence."""
-        return self.sequences.share(loader, model)
 
     # Step
 

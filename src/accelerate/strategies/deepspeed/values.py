@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.plugins import Filling
 from accelerate.settings import AUTO
-from accelerate.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
@@ -52,12 +52,7 @@ class Given:
 
 
 def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
-    """Return the values for a configuration.
-
-    Args:
-        given: what is known.
-        config: as the user wrote it.
-    """
+    """Return the values for a configuration."""
     values: dict[str, Any] = {STEPS: given.accumulation}
     sources = {STEPS: "Accelerator(gradient_accumulation_steps)"}
     usual: dict[str, Any] = {"gradient_clipping": 0.0, **_sizes_of_buckets(given.model)}
@@ -101,15 +96,15 @@ def _number(value: Any, otherwise: Any) -> Any:
 def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, DummyOptim):
         return {}
-    told = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+    values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
     # None: what nobody says is left to the optimizer
-    return {f"optimizer.params.{name}": told.get(name) for name in ("betas", "eps", "momentum", *told)}
+    return {f"optimizer.params.{name}": values.get(name) for name in ("betas", "eps", "momentum", *values)}
 
 
 def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
     if not isinstance(scheduler, DummyScheduler):
         return {}
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "warmup_min_lr": 0,
         "warmup_max_lr": _rate_of(optimizer),
         # DeepSpeed refuses a warm-up of no steps
@@ -117,8 +112,8 @@ def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
         **scheduler.kwargs,
     }
     if scheduler.total_num_steps is not None:
-        told["total_num_steps"] = math.ceil(scheduler.total_num_steps / pace)
-    return {f"scheduler.params.{name}": value for name, value in told.items()}
+        values["total_num_steps"] = math.ceil(scheduler.total_num_steps / pace)
+    return {f"scheduler.params.{name}": value for name, value in values.items()}
 
 
 def _rate_of(optimizer: Any) -> Any:
@@ -150,11 +145,7 @@ def _width_of(config: Any) -> int | None:
 
 
 def batch_sizes_of(loaders: Iterable[Any]) -> list[int]:
-    """Return how many samples one process gets in a batch, for each prepared loader that knows.
-
-    Args:
-        loaders: prepared.
-    """
+    """Return how many samples one process gets in a batch, for each prepared loader that knows."""
     found = (_batch_size_of(loader) for loader in loaders)
     return [size for size in found if size is not None]
 

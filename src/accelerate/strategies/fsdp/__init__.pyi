@@ -7,7 +7,6 @@ from accelerate.strategies.fsdp.checkpoint import (
 from accelerate.strategies.fsdp.clipping import (
     clip_values as clip_values,
     groups_of as groups_of,
-    listed as listed,
     local_parts as local_parts,
     measure as measure,
     scale_down as scale_down,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -23,16 +22,6 @@ AUTOCAST = ("fp16", "bf16")
 IN_SHARDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 
 
-@dataclass(frozen=True)
-class ShardingFacts:
-    """What sharding needs to know of a run."""
-
-    state: AcceleratorState
-    device: torch.device
-    mixed_precision: str
-    torch_device_mesh: Any
-
-
 class Sharded(Strategy, ABC):
     """Each process keeps a part of every parameter, of its gradient and of the optimizer's state.
 
@@ -41,6 +30,8 @@ class Sharded(Strategy, ABC):
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
+
+    holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -54,12 +45,6 @@ class Sharded(Strategy, ABC):
     def plugin(self) -> Any:
         """The user's plugin: a live object, read when a model is prepared; None without FSDP."""
         return getattr(AcceleratorState(), "fsdp_plugin", None)
-
-    @property
-    def facts(self) -> ShardingFacts:
-        """What sharding needs to know of this run."""
-        context = self.context
-        return ShardingFacts(AcceleratorState(), context.device, context.mixed_precision, context.mesh)
 
     @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
@@ -76,13 +61,13 @@ class Sharded(Strategy, ABC):
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
         if evaluation:
             return super().prepare_model(model, place=place, evaluation=True)
-        return self.wrap(self.convert(model), self.compile)
+        return self.wrap(self.convert(model))
 
-    def wrap(self, model: nn.Module, compile: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
         if self.context.request.dynamo.use_regional_compilation:
-            return self.split(compile(model))
-        return compile(self.split(model))
+            return self.split(self.compile(model))
+        return self.compile(self.split(model))
 
     @abstractmethod
     def split(self, model: nn.Module) -> nn.Module:
@@ -101,14 +86,13 @@ class Sharded(Strategy, ABC):
             shard: shards it.
             named: gives the new parameters by the names they had.
         """
-        remapper = ParameterRemapper(model, self.waiting)
+        remapper = ParameterRemapper(model, self.session.waiting)
         remapper.let_go()
         sharded = shard()
         parameters = named(sharded)
         remapper.rejoin(parameters)
         self.places.update(remapper.names_by_group())
-        for old, new in remapper.moved(parameters):
-            self.moved[old] = new
+        self.session.replace(remapper.replaced(parameters))
         return sharded
 
     # Step
@@ -128,12 +112,8 @@ class Sharded(Strategy, ABC):
     # Save and end
 
     def keep_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a whole state on the first process of each machine, which writes; nothing elsewhere."""
+        """Return a whole state on the first process of each machine, which writes; an empty one on others."""
         return state if self.context.topology.local_rank == 0 else {}
-
-    def release(self) -> None:
-        """Forget which parameters took whose places."""
-        self.moved.clear()
 
 
 def refuse_unit(model: nn.Module, problem: str, fix: str) -> PreparationError:

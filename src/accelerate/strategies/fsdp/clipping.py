@@ -9,17 +9,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accelerate.base import wrong_value
+from accelerate.strategies.bundle import as_list
 
 Groups = tuple[dist.ProcessGroup, ...]
 """The groups of ranks over which a parameter is spread; none for one that is whole on each rank."""
 
 
-def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one parameter or many as a list."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def settle(parameters: Iterable[torch.Tensor]) -> None:
+def align_placements(parameters: Iterable[torch.Tensor]) -> None:
     """Let gradients be spread as their parameters are, in place; called on all ranks.
 
     The backward pass leaves some whole on each rank, or as one summand on each.
@@ -35,7 +31,7 @@ def settle(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def local_parts(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what lies on this rank of the gradients that there are; writing to it changes them."""
+    """Return the local shards of the gradients that exist; writing to them changes the gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
@@ -71,7 +67,7 @@ def measure(
     """
     if norm_type <= 0:
         raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
-    settle(parameters)
+    align_placements(parameters)
     # A rank without gradients must come to the same collectives as the others: parameters make the kinds.
     kinds: dict[tuple[str, ...], tuple[Groups, list[torch.Tensor]]] = {}
     for parameter in parameters:
@@ -84,8 +80,8 @@ def measure(
     ]
     if not powers:
         return torch.zeros((), device=device)
-    together = torch.stack(powers)
-    return together.max() if norm_type == float("inf") else together.sum() ** (1.0 / norm_type)
+    stacked = torch.stack(powers)
+    return stacked.max() if norm_type == float("inf") else stacked.sum() ** (1.0 / norm_type)
 
 
 def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -97,9 +93,9 @@ def _power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devi
 
 
 def _over_groups(power: torch.Tensor, norm_type: float, groups: Groups) -> torch.Tensor:
-    how = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
     for group in groups:
-        dist.all_reduce(power, op=how, group=group)
+        dist.all_reduce(power, op=operation, group=group)
     return power
 
 
@@ -107,17 +103,17 @@ def _over_groups(power: torch.Tensor, norm_type: float, groups: Groups) -> torch
 def scale_down(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that a norm they have together is at most `max_norm`, in place."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_place: dict[torch.device, list[torch.Tensor]] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for part in local_parts(parameters):
-        by_place.setdefault(part.device, []).append(part)
-    for device, parts in by_place.items():
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
         torch._foreach_mul_(parts, factor.to(device))
 
 
 @torch.no_grad()
 def clip_values(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    parameters = listed(parameters)
-    settle(parameters)
+    parameters = as_list(parameters)
+    align_placements(parameters)
     for part in local_parts(parameters):
         part.clamp_(-clip_value, clip_value)

@@ -55,9 +55,9 @@ def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[lis
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [named_parameters(model) for model in models]
-    several = sum(any(id(p) in stepped for p in each.values()) for each in named) > 1
-    for index, each in enumerate(named):
-        for name, parameter in each.items():
+    several = sum(any(id(p) in stepped for p in parameters.values()) for parameters in named) > 1
+    for index, parameters in enumerate(named):
+        for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(f"model_{index}.{name}" if several else name)
     if strange := len(stepped - set(names)):
         raise ConfigurationError(
@@ -228,11 +228,11 @@ class ParameterRemapper:
             if all(isinstance(place, str) for group in groups for place in group)
         }
 
-    def moved(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """Iterate over those old parameters that somebody still holds, with the new ones."""
+    def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """Iterate over those old parameters that are still in use, with the new ones."""
         for old, name in list(self._old.items()):  # type: ignore[no-untyped-call]
             new = parameters.get(name)
-            if new is not None and new is not old:
+            if new is not None:
                 yield old, new
 
 

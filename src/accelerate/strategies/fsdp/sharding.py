@@ -59,7 +59,7 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes import split_layers
+    from accelerate.strategies.axes import TensorAxis
 
     if issubclass(type(model), FSDPModule):  # the class that torch gave it
         return model
@@ -78,7 +78,7 @@ def fsdp2_prepare_model(accelerator: ShardingRun, model: Model) -> Model:
     units = split_by_dtype(model, [*exact, *chosen], ignored)
     kept = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if streams else None
-    split_layers(model, accelerator.torch_device_mesh)
+    TensorAxis(accelerator.torch_device_mesh).transform([model])
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
@@ -227,7 +227,7 @@ def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = Fals
 
 
 def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module that recomputes the wrapper that stands in its place."""
+    """Return for each module that recomputes its outermost wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     found: dict[nn.Module, nn.Module] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accelerate.strategies.bundle import as_list
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded
 
@@ -20,7 +21,7 @@ class DistributedTensors(Sharded):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients by their norm over all ranks; return it as a plain tensor."""
-        parameters = clipping.listed(parameters)
+        parameters = as_list(parameters)
         norm = clipping.measure(parameters, norm_type, self.context.device)
         clipping.scale_down(parameters, norm, max_norm)
         return norm
@@ -28,7 +29,10 @@ class DistributedTensors(Sharded):
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         """Return what saves and loads the optimizers with whole tensors."""
         keep = self.context.topology.local_rank == 0
-        return [WholeOptimizer(each, gather_state(each, keep) if gather else None) for each in optimizers]
+        return [
+            WholeOptimizer(optimizer, gather_state(optimizer, keep) if gather else None)
+            for optimizer in optimizers
+        ]
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]

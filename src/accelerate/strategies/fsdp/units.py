@@ -87,7 +87,7 @@ def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Mod
         if wanted & set(name.split(".")) and not inside and next(module.parameters(), None) is not None:
             found[name] = module
     tied, borders = _tied_places(model), set(units)
-    torn = [name for name, each in found.items() if _tears(each, tied) or borders & set(each.modules())]
+    torn = [name for name, module in found.items() if _tears(module, tied) or borders & set(module.modules())]
     if torn:
         raise PreparationError(
             f"{type(model).__name__} keeps {listed(torn)} in float32, which hold units or share parameters "
@@ -99,13 +99,7 @@ def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Mod
 def holdings(
     model: nn.Module, units: Iterable[nn.Module], ignored: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Holding]]:
-    """Iterate over what each unit holds itself, the model being the last one.
-
-    Args:
-        model: the model.
-        units: the modules inside it that are units.
-        ignored: parameters that no unit holds.
-    """
+    """Iterate over what each unit holds itself, the model being the last one."""
     names = {id(module): name for name, module in model.named_modules()}
     borders = {id(unit) for unit in units} | {id(model)}
     left_out = {id(parameter) for parameter in ignored}

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.base import ConfigurationError, listed
 from accelerate.checkpointing import ShardOwner
 from accelerate.nested import recursively_apply
+from accelerate.strategies.bundle import as_list
 from accelerate.strategies.fsdp import clipping
 from accelerate.strategies.fsdp.base import Sharded, refuse_unit
 from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards, whole_shapes
@@ -174,7 +175,7 @@ class FullySharded(Sharded):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients by their norm over all ranks; return it."""
-        parameters = clipping.listed(parameters)
+        parameters = as_list(parameters)
         norm = clipping.measure(parameters, norm_type, self.context.device, self._spread)
         clipping.scale_down(parameters, norm, max_norm)
         return norm

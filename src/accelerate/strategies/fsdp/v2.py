@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -13,12 +13,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from accelerate.strategies.base import Prepared
 from accelerate.strategies.bundle import Bundle, is_prepared
 from accelerate.strategies.fsdp.parameters import named_parameters
-from accelerate.strategies.fsdp.sharding import fsdp2_prepare_model
 from accelerate.strategies.fsdp.tensors import DistributedTensors
-from accelerate.strategies.request import Context
 
 
 class FullyShard(DistributedTensors):
@@ -26,29 +23,25 @@ class FullyShard(DistributedTensors):
 
     gathers_shards = True
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.shard: Callable[[nn.Module], nn.Module] = partial(fsdp2_prepare_model, self.facts)
-
     def split(self, model: nn.Module) -> nn.Module:
         """Return the very model, with distributed tensors as parameters."""
-        return self.follow(model, lambda: self.shard(model), named_parameters)
+        session = self.session
+        shard = partial(session.functions().fsdp2_prepare_model, session.preparer, model)
+        return self.follow(model, shard, named_parameters)
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Let optimizers that were built on gathered parameters step the shards; then check as all do."""
         if any(not is_prepared(optimizer) for optimizer in bundle.optimizers):
-            for model in prepared.models:
+            for model in self.session.prepared.models:
                 self._free(model)
-        super().check(bundle, prepared)
+        super().check(bundle)
 
     def _free(self, model: nn.Module) -> None:
         """Free units that a forward has left gathered, and note which parameters stood for which."""
         gathered = named_parameters(model)
         for unit in units_of(model):
             unit.reshard()
-        for name, parameter in named_parameters(model).items():
-            if gathered[name] is not parameter:
-                self.moved[gathered[name]] = parameter
+        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:

@@ -1,14 +1,16 @@
-from accelerate.strategies.megatron.batches import Shape as Shape, iterators as iterators, share as share
 from accelerate.strategies.megatron.data import (
     MegatronBatches as MegatronBatches,
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     RankGrid as RankGrid,
+    Shape as Shape,
+    iterators as iterators,
     prepare_data_loader as prepare_data_loader,
     refuse_batch_sampler as refuse_batch_sampler,
+    share as share,
     with_batches_of as with_batches_of,
 )
-from accelerate.strategies.megatron.datasets import build_datasets as build_datasets
 from accelerate.strategies.megatron.engine import MegatronEngine as MegatronEngine
+from accelerate.strategies.megatron.families import build_datasets as build_datasets
 from accelerate.strategies.megatron.initialize import (
     finish_mpu_init as finish_mpu_init,
     model_provider_func as model_provider_func,
@@ -17,13 +19,11 @@ from accelerate.strategies.megatron.initialize import (
     prepare_scheduler as prepare_scheduler,
 )
 from accelerate.strategies.megatron.planning import plan as plan
-from accelerate.strategies.megatron.reductions import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
 from accelerate.strategies.megatron.reports import (
     Losses as Losses,
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
     combine as combine,
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     means as means,
     perplexity as perplexity,
     share_outputs as share_outputs,

@@ -1,8 +1,10 @@
-"""MegatronEngine: a model, its optimizer and its scheduler, which step together."""
+"""MegatronEngine: a model, its optimizer and its scheduler, which step together and are saved together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ import torch
 from torch import nn
 
 from accelerate.base import CheckpointError, wrong_value
+from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
 from accelerate.logging import get_logger
+from accelerate.state import Topology
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.batches import Batch, Shape, iterators, share
+from accelerate.strategies.megatron.data import Batch, Shape, iterators, share
 from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 
 logger = get_logger(__name__)
+
 
 _STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
     "bert": BertTrainStep,
@@ -268,3 +273,52 @@ def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
     given = (accelerator, args) if "accelerator" in signature(custom).parameters else (args,)
     step: AbstractTrainStep = custom(*given, **(plugin.custom_train_step_kwargs or {}))
     return step
+
+
+FOLDER = "megatron"
+"""The folder of Megatron-LM's files in a checkpoint."""
+
+
+def leave(content: Any, path: Path) -> None:
+    """Write nothing: the file exists already."""
+
+
+@dataclass(frozen=True)
+class MegatronPart:
+    """Model, optimizer and scheduler, as Megatron-LM lays them out.
+
+    Attributes:
+        engine: ours.
+        topology: who this process is.
+        folder: the checkpoint, where it is to be saved.
+    """
+
+    engine: Any
+    topology: Topology
+    folder: Path | None = None
+
+    def collect(self, leads: bool = True) -> list[Payload]:
+        """Let Megatron-LM write its files, on all ranks together; return those that this rank seals."""
+        assert self.folder is not None
+        place = self.folder / FOLDER
+        self.engine.save_checkpoint(place)
+        mine = sorted(files_under(place))[self.topology.local_rank :: self.topology.local_size]
+        return [Payload(f"{FOLDER}/{name}", None, leave) for name in mine]
+
+    def read(self, options: Load) -> Change:
+        """Return what lets Megatron-LM load its files, on all ranks together.
+
+        Raises:
+            CheckpointError: they are not there.
+        """
+        if not (options.folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
+                "saved by a run without Megatron-LM: choose another checkpoint."
+            )
+        return Change(partial(self._apply, options), f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
+
+    def _apply(self, options: Load) -> None:
+        with options.fitting(FOLDER, "engine"):
+            self.engine.load_checkpoint(options.folder / FOLDER)
+        options.confirm()

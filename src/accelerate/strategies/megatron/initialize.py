@@ -16,7 +16,7 @@ from torch import nn
 from accelerate.base import StateError
 from accelerate.logging import get_logger
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.models import build_model
+from accelerate.strategies.megatron.families import build_model
 
 logger = get_logger(__name__)
 
@@ -230,7 +230,7 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
     Args:
         accelerator: has `state.megatron_lm_plugin`.
         optimizer: Megatron-LM's.
-        scheduler: what the user gave; it has told its lengths to the plugin.
+        scheduler: what the user gave; the plugin has its lengths already.
     """
     return library.training("training").get_optimizer_param_scheduler(optimizer)
 
@@ -253,7 +253,7 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
         newer = _RENAMED.get(name)
         if newer is not None and hasattr(args, newer):
             setattr(args, newer, value)
-            unknown = [each for each in unknown if each != name]
+            unknown = [argument for argument in unknown if argument != name]
     backend = values.get("attention_backend")
     if isinstance(backend, str):
         args.attention_backend = library.core("transformer.enums").AttnBackend[backend]

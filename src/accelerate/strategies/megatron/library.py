@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_MENDS = {
+_FIXES = {
     "megatron.core": "Install it with `pip install megatron-core`",
     "megatron.training": (
         "Install megatron-core 0.17 or newer, which has it and wants Python 3.12, or clone "
@@ -18,20 +18,12 @@ _MENDS = {
 
 
 def core(name: str) -> Any:
-    """Return a module of `megatron.core`.
-
-    Args:
-        name: without that prefix.
-    """
+    """Return a module of `megatron.core`."""
     return import_module(f"megatron.core.{name}")
 
 
 def training(name: str) -> Any:
-    """Return a module of `megatron.training`.
-
-    Args:
-        name: without that prefix.
-    """
+    """Return a module of `megatron.training`."""
     return import_module(f"megatron.training.{name}")
 
 
@@ -47,7 +39,7 @@ def is_running() -> bool:
 
 def find_missing() -> list[str]:
     """Return what Megatron-LM lacks on this machine, one line each."""
-    problems = [f"{name} cannot be imported. {fix}" for name, fix in _MENDS.items() if not exists(name)]
+    problems = [f"{name} cannot be imported. {fix}" for name, fix in _FIXES.items() if not exists(name)]
     if not torch.cuda.is_available():
         problems.append(
             "Megatron-LM computes on CUDA devices, and there is none. Run it on a machine with one"
@@ -56,11 +48,7 @@ def find_missing() -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a module can be imported.
-
-    Args:
-        name: with its package.
-    """
+    """Whether a module can be imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # its parent is missing

@@ -53,11 +53,7 @@ def plan(
 
 
 def find_missing(plugin: MegatronLMPlugin) -> list[str]:
-    """Return what this machine lacks for Megatron-LM, one line each.
-
-    Args:
-        plugin: the user's.
-    """
+    """Return what this machine lacks for Megatron-LM, one line each."""
     engine, apex = library.exists("transformer_engine"), library.exists("apex")
     shares = (plugin.context_parallel_size or 1) > 1
     problems = library.find_missing()
@@ -97,12 +93,7 @@ def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
 
 
 def dummies(bundle: Bundle, kind: type) -> list[Any]:
-    """Return those objects that stand for one of Megatron-LM's.
-
-    Args:
-        bundle: objects of a call.
-        kind: the class.
-    """
+    """Return those objects that stand for one of Megatron-LM's."""
     return [obj for obj in bundle.objects if isinstance(obj, kind)]
 
 
@@ -113,16 +104,18 @@ def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list
         plugin.megatron_dataset_flag = True
     sizes = [loader.batch_size for loader in bundle.of(Kind.LOADER) if loader.batch_size is not None]
     for loader in bundle.of(Kind.LOADER):
-        problems += _told(partial(refuse_batch_sampler, loader))
-    told = plugin.dataset_args.get("micro_batch_size") if stand_ins else None
-    if told is None and not sizes and not problems:
+        problems += _message_of(partial(refuse_batch_sampler, loader))
+    micro_batch_size = plugin.dataset_args.get("micro_batch_size") if stand_ins else None
+    if micro_batch_size is None and not sizes and not problems:
         problems.append(
             "micro_batch_size: nothing says how many samples a micro-batch has. Prepare the loaders together "
             "with the model, or pass micro_batch_size to MegatronLMDummyDataLoader"
         )
-    if told is not None or sizes:
+    if micro_batch_size is not None or sizes:
         copy = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
-        size = told if told is not None else (min if plugin.is_train_batch_min else max)(sizes)
+        size = micro_batch_size
+        if size is None:
+            size = (min if plugin.is_train_batch_min else max)(sizes)
         plugin.set_training_args(int(size), max(1, processes // copy))
     return problems
 
@@ -136,7 +129,7 @@ def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     model = bundle.models[0]
     needs_batch = not (plugin.seq_length or plugin.encoder_seq_length or plugin.decoder_seq_length)
     batch = _sample(bundle.of(Kind.LOADER)) if needs_batch else None
-    problems = _told(lambda: plugin.set_network_size_args(model, batch))
+    problems = _message_of(lambda: plugin.set_network_size_args(model, batch))
     if problems:
         return problems
     network = plugin.megatron_lm_default_args
@@ -157,7 +150,7 @@ def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
         )
     else:
         optimizer = bundle.optimizers[0]
-        problems += _told(lambda: optimizer_kind(optimizer))
+        problems += _message_of(lambda: optimizer_kind(optimizer))
         if not problems:
             plugin.set_optimizer_type(optimizer)
             problems += _wrong_rates(plugin)
@@ -194,7 +187,7 @@ def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     return problems
 
 
-def _told(ask: Callable[[], Any]) -> list[str]:
+def _message_of(ask: Callable[[], Any]) -> list[str]:
     """Return what an error says, instead of raising it."""
     try:
         ask()

@@ -1,16 +1,19 @@
-"""What steps report: brought together over micro-batches, copies and stages, and logged."""
+"""What steps report: combined over micro-batches, copies and stages, and logged."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from accelerate.logging import get_logger
+from accelerate.nested import recursively_apply
 from accelerate.strategies.megatron import library
 
 logger = get_logger(__name__)
+
 
 LOGITS = "logits"
 _NUMBER = " (batches)"
@@ -86,12 +89,7 @@ class Losses:
         self.totals: dict[str, Any] = {}
 
     def add(self, totals: dict[str, Any], report: dict[str, Any]) -> None:
-        """Add a report to sums.
-
-        Args:
-            totals: sums by name; changed in place.
-            report: of one step.
-        """
+        """Add a report to sums."""
         for name, value in report.items():
             if name != LOGITS:
                 totals[name] = totals.get(name, 0.0) + value.detach()
@@ -133,12 +131,7 @@ class Losses:
                 self.writer.add_scalar(name, value, engine.iteration)
 
     def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
-        """Log the means of an evaluation, and their perplexity.
-
-        Args:
-            iteration: steps of training so far.
-            totals: sums by name.
-        """
+        """Log the means of an evaluation, and their perplexity."""
         found = means(totals)
         self._say(f"evaluation after iteration {iteration}", found)
         if self.writer is None:
@@ -150,26 +143,52 @@ class Losses:
 
     def _say(self, when: str, values: dict[str, float]) -> None:
         if values:
-            told = ", ".join(
+            text = ", ".join(
                 f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()
             )
-            logger.info(f"{when}: {told}", main_process_only=False)
+            logger.info(f"{when}: {text}", main_process_only=False)
 
 
 def means(totals: dict[str, Any]) -> dict[str, float]:
-    """Return the means of sums.
-
-    Args:
-        totals: as `Losses.add` makes them.
-    """
+    """Return the means of sums."""
     names = [name for name in totals if not name.endswith(_NUMBER)]
     return {name: float(totals[name]) / totals[name + _NUMBER] for name in names}
 
 
 def perplexity(loss: float) -> float:
-    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn.
+    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn."""
+    return math.exp(min(20.0, loss))
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the means of losses over all copies of the model; called on all ranks of a stage.
 
     Args:
-        loss: mean over tokens.
+        losses: 0-d tensors.
+
+    Returns:
+        As many values, without gradients.
     """
-    return math.exp(min(20.0, loss))
+    group = library.core("parallel_state").get_data_parallel_group(with_context_parallel=True)
+    averaged = torch.stack([loss.detach().reshape(()).float() for loss in losses])
+    torch.distributed.all_reduce(averaged, group=group)
+    return averaged / torch.distributed.get_world_size(group)
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Return the values of all copies of the model, each once, along the first dimension.
+
+    Ranks that make up one copy have the same values, and all of them get the result.
+
+    Args:
+        tensor: nested tensors; 0-d ones count as one row.
+    """
+    group = library.core("parallel_state").get_data_parallel_group()
+
+    def gather(leaf: torch.Tensor) -> torch.Tensor:
+        rows = leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach().contiguous()
+        gathered = [torch.empty_like(rows) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(gathered, rows, group=group)
+        return torch.cat(gathered)
+
+    return recursively_apply(gather, tensor, error_on_other_type=True)

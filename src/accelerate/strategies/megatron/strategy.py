@@ -18,17 +18,16 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Prepared, Preparer, Strategy
+from accelerate.strategies.base import Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import initialize as starting
-from accelerate.strategies.megatron.checkpoints import MegatronPart
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
     RankGrid,
     prepare_data_loader,
     with_batches_of,
 )
-from accelerate.strategies.megatron.engine import MegatronEngine
+from accelerate.strategies.megatron.engine import MegatronEngine, MegatronPart
 from accelerate.strategies.megatron.planning import plan
 from accelerate.strategies.megatron.wrappers import (
     MegatronLMOptimizerWrapper,
@@ -43,6 +42,8 @@ class MegatronLM(Strategy):
     """Megatron-LM builds a model like the user's, with an optimizer like the user's, and trains it."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
+
+    holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -66,7 +67,7 @@ class MegatronLM(Strategy):
 
     # Prepare
 
-    def check(self, bundle: Bundle, prepared: Prepared) -> None:
+    def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron-LM cannot train, with all problems in one message."""
         if self.engine is not None:
             self._check_later(bundle)
@@ -89,8 +90,9 @@ class MegatronLM(Strategy):
                 "everything in one call."
             )
 
-    def prepare(self, bundle: Bundle, preparer: Preparer) -> Bundle:
+    def prepare(self, bundle: Bundle) -> Bundle:
         """Start Megatron-LM and put what it has built in the places of the user's objects."""
+        preparer = self.session.preparer
         if self.engine is None:
             starting.initialize(preparer)
             self.grid = RankGrid()
@@ -176,11 +178,11 @@ class MegatronLM(Strategy):
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
     ) -> None:
-        """Refuse: the model lies in parts of Megatron-LM's own form."""
+        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Refuse: the model lies in parts of Megatron-LM's own form."""
+        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
 
     def release(self) -> None:
@@ -189,7 +191,7 @@ class MegatronLM(Strategy):
 
 
 def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
-    """Put Megatron-LM's loaders in the places of what stands for them: training, validation, test."""
+    """Replace the stand-ins of loaders by Megatron-LM's loaders: training, validation, test."""
     places = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
     if not places:
         return
@@ -200,7 +202,7 @@ def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
 
 def _in_parts(what: str, instead: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} is not to be had under Megatron-LM, whose models lie in parts on all processes. Use "
+        f"{what} is not available under Megatron-LM, whose models are sharded over all processes. Use "
         f"{instead}; Megatron-LM's own tools convert its checkpoints."
     )
 

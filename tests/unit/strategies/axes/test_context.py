@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.state import PartialState
-from accelerate.strategies.axes import drop_masks
+from accelerate.strategies.axes import ContextAxis
 
 
 class Attention(nn.Module):
@@ -27,7 +27,7 @@ class Model(nn.Module):
 def test_masks_are_dropped_where_attention_is_causal(caplog: pytest.LogCaptureFixture) -> None:
     PartialState(cpu=True)
     model, hidden, mask = Model(), torch.ones(1), torch.ones(2)
-    drop_masks(model)
+    ContextAxis(None, None).transform([model])
     assert model.self_attn(hidden, other=1) == {"other": 1}
     assert model.self_attn(hidden, attention_mask=None) == {"attention_mask": None, "is_causal": True}
     assert not caplog.records

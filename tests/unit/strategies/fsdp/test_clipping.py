@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.fsdp import clip_values, groups_of, listed, local_parts, measure, scale_down
+from accelerate.strategies import as_list
+from accelerate.strategies.fsdp import clip_values, groups_of, local_parts, measure, scale_down
 
 CPU = torch.device("cpu")
 
@@ -57,4 +58,4 @@ def test_values() -> None:
 def test_plain_tensors_are_whole() -> None:
     parameter = parameters()[0]
     assert groups_of(parameter) == ()
-    assert listed(parameter) == [parameter]
+    assert as_list(parameter) == [parameter]

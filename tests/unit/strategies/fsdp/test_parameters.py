@@ -56,12 +56,12 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
     assert optimizer.param_groups[1]["lr"] == 2.0
 
 
-def test_those_who_still_hold_old_parameters_are_told_the_new_ones() -> None:
+def test_old_parameters_in_use_have_their_new_ones() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
     trail = ParameterRemapper(model, [])
     parameters = renew(model)
-    assert [(old is weight, new is model.weight) for old, new in trail.moved(parameters)] == [(True, True)]
+    assert [(old is weight, new is model.weight) for old, new in trail.replaced(parameters)] == [(True, True)]
 
 
 def test_joined_parameters_are_stepped_once() -> None:

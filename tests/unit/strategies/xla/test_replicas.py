@@ -32,10 +32,12 @@ def strategy(context: Context) -> XlaReplicas:
 def test_optimizers_follow_and_ties_hold(strategy: XlaReplicas) -> None:
     model = Tied()
     before = [torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)]
+    session = strategy.session
     prepared = strategy.prepare_optimizer(before[0], place=False)
-    strategy.waiting = [before[1]]
+    session.prepared.optimizers.append(prepared)
     old = model.first.weight
-    assert strategy.prepare_model(model, place=True, evaluation=False) is model
+    with session.following([before[1]]):
+        assert strategy.prepare_model(model, place=True, evaluation=False) is model
     assert model.first.weight is model.second.weight
     assert model.first.weight is not old
     late = strategy.prepare_optimizer(torch.optim.SGD([old], lr=1.0), place=False)

@@ -7,7 +7,7 @@ from accelerate.strategies.megatron.steps.base import (
 from accelerate.strategies.megatron.steps.bert import BertTrainStep as BertTrainStep
 from accelerate.strategies.megatron.steps.gpt import (
     GPTTrainStep as GPTTrainStep,
+    T5TrainStep as T5TrainStep,
     begin_of_documents as begin_of_documents,
     hide_later as hide_later,
 )
-from accelerate.strategies.megatron.steps.t5 import T5TrainStep as T5TrainStep

@@ -114,7 +114,7 @@ def losses_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     """Return the loss of each token where ranks share the vocabulary.
 
     Args:
-        logits: samples x tokens x the part of the vocabulary that lies here.
+        logits: samples x tokens x the part of the vocabulary on this rank.
         labels: samples x tokens.
     """
     entropy = library.core("tensor_parallel").vocab_parallel_cross_entropy
@@ -127,7 +127,7 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
     """Return logits over the whole vocabulary, without gradients; called on all ranks that share it.
 
     Args:
-        logits: samples x tokens x the part of the vocabulary that lies here.
+        logits: samples x tokens x the part of the vocabulary on this rank.
     """
     gather = library.core("tensor_parallel").gather_from_tensor_model_parallel_region
     whole: torch.Tensor = gather(logits.detach())
@@ -135,7 +135,7 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of each sequence that lies on this process, where several share them.
+    """Return the part of each sequence for this process, where several share them.
 
     Args:
         batch: tensors by name, with the names that Megatron-LM knows.
@@ -144,7 +144,7 @@ def cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
     if torch.distributed.get_world_size(group) == 1:
         return batch
     divide = library.core("utils").get_batch_on_this_cp_rank
-    told = {"cp_group": group, "is_hybrid_cp": False}  # versions differ in what they want to be told
+    arguments = {"cp_group": group, "is_hybrid_cp": False}  # versions differ in what they take
     known = signature(divide).parameters
-    cut: dict[str, Any] = divide(batch, **{name: value for name, value in told.items() if name in known})
+    cut: dict[str, Any] = divide(batch, **{name: value for name, value in arguments.items() if name in known})
     return cut

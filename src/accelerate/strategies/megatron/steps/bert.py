@@ -24,7 +24,7 @@ class BertTrainStep(AbstractTrainStep):
     """The step of BERT: pretraining with masked tokens and pairs of sentences, or classification.
 
     Batches have `input_ids`, and may have `attention_mask`, `token_type_ids`, `labels` (-100 where a token is
-    not to be told) and `next_sentence_label`; those of Megatron-LM's datasets have `text`, `types`, `labels`,
+    not predicted) and `next_sentence_label`; those of Megatron-LM's datasets have `text`, `types`, `labels`,
     `is_random`, `loss_mask` and `padding_mask`. Classification needs a model of the user's own.
 
     Args:
@@ -59,7 +59,7 @@ class BertTrainStep(AbstractTrainStep):
 
         Args:
             accelerator: has `state.megatron_lm_plugin`.
-            pretraining_flag: whether tokens are to be told, and not classes.
+            pretraining_flag: whether tokens are predicted, and not classes.
             num_labels: number of classes; 1 for a regression.
         """
         custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
@@ -73,7 +73,7 @@ class BertTrainStep(AbstractTrainStep):
         """Return the function that runs the model.
 
         Args:
-            pretraining_flag: whether tokens are to be told, and not classes.
+            pretraining_flag: whether tokens are predicted, and not classes.
             bert_binary_head: whether the model tells if one sentence follows the other.
         """
 

@@ -10,7 +10,13 @@ import torch
 
 from accelerate.base import PreparationError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.deepspeed import sequences
+from accelerate.strategies.axes import (
+    Axis,
+    SequenceAxis,
+    check_attention,
+    loader_class,
+    resolve_sequence_axis,
+)
 
 
 def model(**config):
@@ -18,11 +24,13 @@ def model(**config):
 
 
 def test_without_an_axis_sequences_are_whole():
-    whole = sequences.sequences_of(None)
-    assert whole.size == 1
-    assert whole.join(None, {}) is None
-    assert whole.share("loader", None) == "loader"
-    assert sequences.sequences_of(ParallelismConfig()).size == 1
+    for config in (None, ParallelismConfig()):
+        axis = resolve_sequence_axis(config, None)
+        assert type(axis) is Axis
+        assert (axis.size, axis.groups, axis.splits_buffers) == (1, None, False)
+        assert axis.transform_loader("loader", None) == "loader"
+        with axis.batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -35,11 +43,11 @@ def test_without_an_axis_sequences_are_whole():
 )
 def test_attention_that_cannot_be_shared_is_refused(given, reason):
     with pytest.raises(PreparationError, match=reason):
-        sequences.check_attention(given, 2, "sdpa")
+        check_attention(given, 2, "sdpa")
 
 
 def test_attention_that_can_be_shared():
-    sequences.check_attention(model(_attn_implementation="sdpa", num_attention_heads=4), 2, "sdpa")
+    check_attention(model(_attn_implementation="sdpa", num_attention_heads=4), 2, "sdpa")
 
 
 @pytest.fixture
@@ -83,9 +91,9 @@ def deepspeed(monkeypatch):
     for each in ("deepspeed", "deepspeed.runtime", name):
         monkeypatch.setitem(sys.modules, each, ModuleType(each))
     monkeypatch.setitem(sys.modules, f"{name}.ulysses_sp", module)
-    sequences.loader_class.cache_clear()
+    loader_class.cache_clear()
     yield asked
-    sequences.loader_class.cache_clear()
+    loader_class.cache_clear()
 
 
 class Loader:
@@ -100,12 +108,13 @@ class Loader:
 
 
 def test_attention_is_registered_and_loaders_are_divided(deepspeed):
-    shared = sequences.sequences_of(ParallelismConfig(sp_size=2, dp_shard_size=1))
+    shared = resolve_sequence_axis(ParallelismConfig(sp_size=2, dp_shard_size=1), None)
+    assert isinstance(shared, SequenceAxis)
     given = model(_attn_implementation="sdpa", num_attention_heads=4)
     with pytest.raises(PreparationError, match="prepare the model first"):
-        shared.share(Loader(), given)
-    groups = shared.join(given, {"train_micro_batch_size_per_gpu": 3})
-    assert groups.get_sequence_parallel_rank() == 1
+        shared.transform_loader(Loader(), given)
+    shared.transform([given], 3)
+    assert shared.groups.get_sequence_parallel_rank() == 1
     assert deepspeed[0] == {
         "model_name_or_path": given,
         "core_attn_implementation": "sdpa",
@@ -115,9 +124,9 @@ def test_attention_is_registered_and_loaders_are_divided(deepspeed):
         "seq_length_is_variable": True,
     }
     with pytest.raises(PreparationError, match="second model"):
-        shared.join(given, {})
+        shared.transform([given])
     loader = Loader()
-    divided = shared.share(loader, given)
+    divided = shared.transform_loader(loader, given)
     assert deepspeed[1] == {
         "sp_rank": 1,
         "sp_group": "group",

@@ -5,85 +5,66 @@ Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
-from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.bundle import mark_prepared
-from accelerate.strategies.deepspeed.values import MICRO
 
 
-class WholeSequences:
-    """Each process has whole sequences."""
-
-    size = 1
-
-    def join(self, model: Any, config: Mapping[str, Any]) -> Any:
-        """Return no groups."""
-        return None
-
-    def share(self, loader: Any, model: Any) -> Any:
-        """Return the very loader."""
-        return loader
-
-
-class SharedSequences(WholeSequences):
-    """Processes share sequences, by DeepSpeed's attention for transformers' models.
+class SequenceAxis(Axis):
+    """Splits sequences over the ranks of an axis, by DeepSpeed's attention for transformers' models.
 
     Args:
-        mesh: with an axis for it.
+        size: number of ranks.
+        handler: a `DeepSpeedSequenceParallelConfig`.
     """
 
-    def __init__(self, mesh: ParallelismConfig) -> None:
-        self.size = int(mesh.sp_size or 1)
-        self._handler: Any = mesh.sp_handler
-        self._groups: Any = None
+    def __init__(self, size: int | None, handler: Any) -> None:
+        self.size = int(size or 1)
+        self._handler = handler
 
-    def join(self, model: Any, config: Mapping[str, Any]) -> Any:
-        """Let the attention of a model reach over all processes of its group; called on all ranks.
-
-        Args:
-            model: one of transformers'.
-            config: of DeepSpeed, complete.
-
-        Returns:
-            Which processes are in which group.
+    def transform(self, models: Iterable[Any], micro_batch_size: int = 1) -> None:
+        """Let the attention of a model of transformers reach over all ranks of its group.
 
         Raises:
-            PreparationError: its attention cannot be shared.
+            PreparationError: its attention cannot be shared, or it is a second model.
         """
+        for model in models:
+            self._register(model, micro_batch_size)
+
+    def _register(self, model: Any, micro_batch_size: int) -> None:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         handler = self._handler
         check_attention(model, self.size, handler.sp_attn_implementation)
-        if self._groups is not None:
+        if self.groups is not None:
             raise PreparationError(
                 "A second model with sp_size > 1: DeepSpeed keeps one attention for all models of a process. "
                 "Prepare one model only."
             )
-        self._groups = UlyssesSPAttentionHF.register_with_transformers(
+        self.groups = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=handler.sp_attn_implementation,
             sequence_parallel_size=self.size,
-            micro_batch_size=config.get(MICRO, 1),
+            micro_batch_size=micro_batch_size,
             seq_length=handler.sp_seq_length,
             seq_length_is_variable=handler.sp_seq_length_is_variable,
         )
-        return self._groups
 
-    def share(self, loader: Any, model: Any) -> Any:
-        """Return a loader that gives each process its part of the sequences of all processes in its group.
+    def transform_loader(self, loader: Any, model: Any) -> Any:
+        """Return a loader that gives each rank its part of the sequences of all ranks in its group.
 
         Args:
             loader: prepared; gives dictionaries with input_ids, position_ids and labels.
             model: prepared, whose device batches go to.
         """
-        if self._groups is None:
+        if self.groups is None:
             raise PreparationError("Loaders share sequences after the model: prepare the model first.")
-        groups = self._groups
+        groups = self.groups
         return mark_prepared(
             loader_class()(
                 loader,
@@ -129,7 +110,7 @@ def check_attention(model: Any, size: int, attention: str) -> None:
 
 @cache
 def loader_class() -> type[Any]:
-    """Return DeepSpeed's adapter, whose batches come to the device and which tells its end to the run."""
+    """Return DeepSpeed's adapter, with batches moved to the device and the end of the loader passed on."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
     class SequenceLoader(UlyssesSPDataLoaderAdapter):  # type: ignore[misc]  # DeepSpeed is not typed
@@ -148,12 +129,3 @@ def loader_class() -> type[Any]:
             return send_to_device(batch, self.device)
 
     return SequenceLoader
-
-
-def sequences_of(mesh: ParallelismConfig | None) -> WholeSequences:
-    """Return how sequences are shared in a run.
-
-    Args:
-        mesh: of the run; None without one.
-    """
-    return SharedSequences(mesh) if mesh is not None and mesh.sp_enabled else WholeSequences()

@@ -1,0 +1,353 @@
+"""Devices behind torch_xla: replicas on each, or parameters and batches sharded over them.
+
+FSDP version 2 shards tensors in one process (SPMD), version 1 uses torch_xla's wrapper.
+
+Source: https://docs.pytorch.org/xla/master/learn/api-guide.html, .../perf/spmd_basic.html, .../perf/fsdp.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from accelerate.base import ConfigurationError, DistributedType
+from accelerate.devices import mark_step, row_axes, share_rows, use_mesh
+from accelerate.nested import iterate_tensors
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
+from accelerate.strategies.base import Strategy, refuse_split_model
+from accelerate.strategies.bundle import as_list
+from accelerate.strategies.request import Context
+from accelerate.weights import addressable, find_tied_parameters, retie_parameters
+
+
+class Exchange:
+    """Which gradients of this step are averaged over all replicas already.
+
+    Args:
+        size: number of replicas whose gradients are averaged; 1 where something else does it.
+        gradients: the state of the run, which records whether they are averaged.
+    """
+
+    def __init__(self, size: int, gradients: GradientState) -> None:
+        self.size = size
+        self.gradients = gradients
+        self._averaged: set[int] = set()
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average gradients in place, each once for each step; called on all ranks."""
+        if self.size == 1:
+            return
+        due = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
+        if due:
+            xm = import_module("torch_xla.core.xla_model")
+            xm.all_reduce("sum", [p.grad for p in due], scale=1.0 / self.size)
+            self._averaged.update(map(id, due))
+        self.gradients.is_xla_gradients_synced = True
+
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Expect new gradients of these parameters."""
+        self._averaged.difference_update(map(id, parameters))
+
+
+class XlaOptimizer(AcceleratedOptimizer):
+    """Averages gradients before it steps, and lets the device compute the step where no loader does.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        exchange: averages.
+        device_placement: whether its state is moved to the device of the run.
+        scaler: the gradient scaler of float16 training.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: Exchange,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        super().__init__(optimizer, device_placement, scaler)
+        self.exchange = exchange
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; does nothing while gradients accumulate.
+
+        Args:
+            closure: as in `AcceleratedOptimizer.step`; its gradients are averaged each time it is called.
+
+        Returns:
+            What the inner optimizer returns; `None` when the step was left out.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        if closure is None:
+            self.exchange.average(self.parameters())
+            result = super().step()
+        else:
+            result = super().step(self._averaging(closure))
+        self.exchange.forget(self.parameters())
+        if not self.gradient_state.in_dataloader:  # a loader of torch_xla marks each batch
+            mark_step()
+        return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            loss = closure()
+            self.exchange.forget(self.parameters())
+            self.exchange.average(self.parameters())
+            return loss
+
+        return averaged
+
+
+class XlaReplicas(Strategy):
+    """Each process trains a replica on its share of the data; gradients are averaged before a step.
+
+    Modules get new parameters when they are moved to an XLA device: optimizers that were built before step
+    those, and tied ones are tied again.
+    """
+
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
+
+    averages_itself: ClassVar[bool] = False
+    """Whether the backward pass gives averaged gradients already."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.replicas = context.topology.size
+        self.exchange = Exchange(1 if self.averages_itself else self.replicas, context.gradients)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse models that a device map has split, and what the number format refuses."""
+        super().check_model(model)
+        refuse_split_model(model, "and XLA devices take whole models")
+
+    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+        """Return `model` on the device, converted to the number format and compiled.
+
+        Args:
+            model: a user's module.
+            place: whether to move it to the device.
+            evaluation: leaves out what only training needs.
+        """
+        if place:
+            self.place(model)
+        return super().prepare_model(model, place=False, evaluation=evaluation)
+
+    def place(self, model: nn.Module) -> None:
+        """Bring a module to the device in place, and let optimizers follow."""
+        tied = find_tied_parameters(model)
+        before = dict(model.named_parameters())
+        model.to(self.context.device)
+        retie_parameters(model, tied)
+        self.follow((old, model.get_parameter(name)) for name, old in before.items())
+
+    def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Let optimizers step the parameters that have taken the places of others.
+
+        Args:
+            parameters: pairs of an old one and its new one.
+        """
+        self.session.replace(parameters)
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
+        """Return `optimizer` in a wrapper that averages gradients before it steps."""
+        self.session.remap([optimizer])
+        return XlaOptimizer(optimizer, self.exchange, place, self.precision.scaler)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients, averaged before, so that their joint norm is at most `max_norm`."""
+        return super().clip_grad_norm(self._averaged(parameters), max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut each element of gradients, averaged before, to the range from `-clip_value` to `clip_value`."""
+        super().clip_grad_value(self._averaged(parameters), clip_value)
+
+    def _averaged(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        listed = as_list(parameters)
+        if self.context.gradients.sync_gradients:
+            self.exchange.average(listed)
+        return listed
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state of `model`, on the CPU: XLA's tensors have no memory to write from."""
+        return dict(addressable(super().state_dict(model, unwrap=unwrap)))
+
+
+def refuse_unknown(plugin: Any) -> None:
+    """Refuse what FSDP does on GPUs only.
+
+    Raises:
+        ConfigurationError: with the fields at fault.
+    """
+    offload = plugin.cpu_offload  # torch's object of either version
+    offloads = type(offload).__name__ == "CPUOffloadPolicy" or bool(getattr(offload, "offload_params", False))
+    asked = {
+        "cpu_offload": offloads,
+        "cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
+        "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
+        "ignored_modules": plugin.ignored_modules is not None,
+    }
+    found = [name for name, is_asked in asked.items() if is_asked]
+    if found:
+        raise ConfigurationError(
+            f"fsdp_plugin has {', '.join(found)}, which FSDP cannot do on XLA devices. Leave it out there."
+        )
+
+
+def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
+    """Return the plugin's policy in the words of torch_xla; None where the whole model is one unit."""
+    plugin.set_auto_wrap_policy(model)
+    policy = plugin.auto_wrap_policy
+    if policy is None:
+        return None
+
+    def choose(module: nn.Module, recurse: bool, unwrapped_params: int, **rest: Any) -> bool:
+        return bool(policy(module=module, recurse=recurse, nonwrapped_numel=unwrapped_params))
+
+    return choose
+
+
+def find_units(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
+    """Return the units of a model, inner ones first, itself last."""
+    inner = [module for module in model.modules() if module is not model] if policy else []
+    chosen = [
+        module
+        for module in inner
+        if policy is not None
+        and policy(module=module, recurse=False, unwrapped_params=sum(p.numel() for p in module.parameters()))
+    ]
+    return [*reversed(chosen), model]
+
+
+class XlaFullyShard(XlaReplicas):
+    """One process drives all devices of its machine: parameters and batches lie in parts on them, and XLA's
+    compiler decides when parts are brought together.
+
+    The model stays the user's own object, with the names it has.
+    """
+
+    def __init__(self, context: Context) -> None:
+        refuse_unknown(context.request.fsdp)
+        self.mesh = use_mesh()
+        super().__init__(context)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the very model, with its parameters in parts on all devices."""
+        plugin = self.context.request.fsdp
+        sharding = import_module("torch_xla.distributed.spmd").xla_sharding
+        units = find_units(model, policy_of(plugin, model))
+        if plugin.activation_checkpointing:  # type: ignore[union-attr]  # chosen because of it
+            for unit in units[:-1]:
+                import_module("torch_xla.distributed.fsdp").checkpoint_module(unit)
+        for parameter in model.parameters():
+            if parameter.ndim:
+                sharding.mark_sharding(parameter, self.mesh, _along_longest(parameter))
+        for unit in units:
+            sharding.apply_backward_optimization_barrier(unit)
+            unit.register_forward_hook(self._share_output)
+        return self.compile(model)
+
+    def _share_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        """Let each device compute its rows."""
+        for tensor in iterate_tensors(output):
+            if tensor.device.type == "xla":
+                share_rows(tensor, self.mesh)
+
+
+def _along_longest(parameter: torch.Tensor) -> tuple[str | None, ...]:
+    longest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis])
+    return tuple(row_axes if axis == longest else None for axis in range(parameter.ndim))
+
+
+class XlaFullySharded(XlaReplicas):
+    """Each process keeps a part of every parameter, by torch_xla's `XlaFullyShardedDataParallel`."""
+
+    averages_itself: ClassVar[bool] = True
+    holds_whole_models = False
+
+    def __init__(self, context: Context) -> None:
+        refuse_unknown(context.request.fsdp)
+        super().__init__(context)
+        self._wrapped: WeakSet[Any] = WeakSet()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the wrapped model; optimizers step its parts."""
+        plugin: Any = self.context.request.fsdp
+        package = import_module("torch_xla.distributed.fsdp")
+        kind = package.XlaFullyShardedDataParallel
+        before = dict(model.named_parameters())
+        arguments: dict[str, Any] = {
+            "reshard_after_forward": plugin.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
+            "compute_dtype": torch.bfloat16 if self.context.mixed_precision == "bf16" else None,
+        }
+        policy = policy_of(plugin, model)
+        if policy is not None:
+            arguments["auto_wrap_policy"] = policy
+        if plugin.activation_checkpointing:
+            arguments["auto_wrapper_callable"] = lambda unit, *args, **kwargs: kind(
+                package.checkpoint_module(unit), *args, **kwargs
+            )
+        wrapped: nn.Module = kind(model, **arguments)
+        parts = dict(_parts_by_name(wrapped, kind))
+        self.follow((old, parts[name]) for name, old in before.items() if name in parts)
+        self._wrapped.add(wrapped)
+        return self.compile(wrapped)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients, which lie in parts, so that their joint norm is at most `max_norm`."""
+        listed = as_list(parameters)
+        wanted = {id(parameter) for parameter in listed}
+        for model in self._wrapped:
+            if wanted & {id(parameter) for parameter in model.parameters()}:
+                norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
+                return norm
+        return super().clip_grad_norm(listed, max_norm, norm_type)
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Refuse: no process has more than parts."""
+        raise _cannot_save()
+
+    def load_weights(
+        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
+    ) -> None:
+        """Refuse: no process has more than parts."""
+        raise _cannot_save()
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Refuse: no process has more than parts."""
+        raise _cannot_save()
+
+
+def _cannot_save() -> ConfigurationError:
+    return ConfigurationError(
+        "With fsdp_version=1 on XLA devices each process has parts of the model only, which this version "
+        "neither saves nor loads. Set fsdp_version=2, whose states are whole; or save each process's "
+        "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
+    )
+
+
+def _parts_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parts of parameters by the names that these had in the user's module."""
+    for path, module in wrapped.named_modules():
+        if isinstance(module, kind):
+            for part in module.sharded_params:  # type: ignore[attr-defined]  # of torch_xla's wrapper
+                yield _plain(f"{path}.{part._orig_name}"), part
+
+
+def _plain(name: str) -> str:
+    """A name without the wrappers on its way."""
+    return ".".join(
+        part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module")
+    )
