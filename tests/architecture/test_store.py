@@ -32,7 +32,7 @@ def holds_a_store(source: Any) -> bool:
     """Whether a file names a class of stores, or the default store."""
     names = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
     names |= {each.target.rpartition(".")[2] for each in source.imports}
-    return any(name.endswith("Store") or name == "_get_default_store" for name in names)
+    return any(name.endswith("Store") or name == "default_store" for name in names)
 
 
 def test_only_known_files_unpickle(sources: list[Any]) -> None:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
+from accelerate import torch_private
 
-_ON_DEVICE = "_dump_nccl_trace"
-_DUMPS = ("_dump_fr_trace", _ON_DEVICE)
+_ON_DEVICE = "dump_nccl_trace"
+_DUMPS = ("dump_fr_trace", _ON_DEVICE)
 """Names of the recorders; a build of torch has those of the wires that it was built with."""
 _DONE = "completed"
 
@@ -30,7 +30,7 @@ def seconds_on_device() -> float:
 
 
 def _read(name: str) -> dict[str, Any]:
-    dump = getattr(c10d, name, None)
+    dump = getattr(torch_private, name)
     if dump is None:
         return {}
     found: dict[str, Any] = pickle.loads(dump(includeStackTraces=False))

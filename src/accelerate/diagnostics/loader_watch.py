@@ -14,6 +14,7 @@ import time
 import weakref
 from typing import Any
 
+from accelerate import torch_private
 from accelerate.diagnostics import loading, stacks
 from accelerate.diagnostics.hang_channel import Report
 from accelerate.diagnostics.hang_outlet import Outlet
@@ -41,7 +42,7 @@ class LoaderWatch:
         """
         over: list[bool] = []
         weakref.finalize(iterator, over.append, True)
-        watch = _Pass(iterator._workers[0].pid, self._limits, self._outlet, over)
+        watch = _Pass(torch_private.loader_workers(iterator)[0].pid, self._limits, self._outlet, over)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from accelerate import torch_private
 from accelerate.devices import DeviceBackend
 from accelerate.diagnostics.batch_size import should_reduce_batch_size
 from accelerate.logging import get_logger
@@ -99,11 +100,11 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
         rank: Of this process.
     """
     recorder: Any = None if backend.name == "cpu" else getattr(backend.torch_module(), "memory", None)
-    if not hasattr(recorder, "_record_memory_history"):
+    if not torch_private.can_record_memory(recorder):
         logger.warning_once(f"{backend.label} keeps no record of allocations: no snapshot will be written.")
         yield
         return
-    recorder._record_memory_history(max_entries=MOST_EVENTS)
+    torch_private.record_memory(recorder, max_entries=MOST_EVENTS)
     try:
         yield
     except Exception as error:
@@ -111,13 +112,13 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
             _write(recorder, Path(folder), rank)
         raise
     finally:
-        recorder._record_memory_history(enabled=None)
+        torch_private.record_memory(recorder, enabled=None)
 
 
 def _write(recorder: Any, folder: Path, rank: int) -> None:
     path = folder / SNAPSHOT.format(rank=rank)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder._dump_snapshot(str(path))
+    torch_private.dump_memory(recorder, str(path))
     logger.warning(
         f"Memory ran out. The allocations are in {path}; look at them at https://pytorch.org/memory_viz",
         main_process_only=False,

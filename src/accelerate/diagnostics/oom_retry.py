@@ -7,17 +7,13 @@ still wait, every process gives the group up, which wakes them, and a new group 
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import torch_private
 from accelerate.base import StateError, environ
 from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState, StoreChannel, process_group
@@ -76,7 +72,7 @@ class StoreAttempts(Attempts):
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._rank, self._size = state.process_index, state.num_processes
-        self._store: Any = distributed_c10d._get_default_store()
+        self._store: Any = torch_private.default_store()
         self._search = self._store.add(f"accelerate/attempts/{self._rank}", 1)
         self._attempt = 0
         self._channel = self._open_channel()
@@ -111,7 +107,7 @@ class StoreAttempts(Attempts):
         self._report("ran out" if ran_out else "done", _collectives_issued())
         if ran_out and (self._channel.read("fate") == "close" or None in self._wait(SECONDS_OF_GRACE)):
             self._decide("close")
-            _release_group()
+            torch_private.drop_group_references()
         limit = self._store.timeout.total_seconds()
         reports = self._wait(limit)
         if None in reports:
@@ -143,7 +139,7 @@ class StoreAttempts(Attempts):
         device = self._state.device
         dist.init_process_group(
             self._state.backend,
-            store=distributed_c10d.PrefixStore(
+            store=dist.PrefixStore(  # type: ignore[attr-defined]
                 f"accelerate/attempts/{self._search}/{self._attempt}/group", self._store
             ),
             rank=self._rank,
@@ -205,7 +201,7 @@ class _Watcher:
         ):  # the store is gone; the main thread meets the same error where it can be raised
             return
         if dist.is_initialized():
-            distributed_c10d._abort_process_group()
+            torch_private.abort_process_group()
         self._left.set()
 
 
@@ -216,30 +212,8 @@ def join_attempts() -> Attempts:
     return StoreAttempts(PartialState()) if process_group.is_open() else WireAttempts(current_transport())
 
 
-def _release_group() -> None:
-    """Drop what keeps the process group of a failed attempt alive, besides torch itself.
-
-    gloo closes its connections, and so wakes who waits, only with the last reference to the group. Models may
-    be held by an `Accelerator` until it is told to free them, and are of no use without the other ranks. And
-    where `torch.distributed.nn` was first imported after the group was opened, it is a default of its
-    functions.
-    """
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
-            for name in ("reducer", "logger", "process_group"):
-                vars(thing).pop(name, None)
-    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
-        if isinstance(function, FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(
-                None if isinstance(default, dist.ProcessGroup) else default
-                for default in function.__defaults__
-            )
-    gc.collect()
-
-
 def _collectives_issued() -> int | None:
     """How many collectives this process has issued on the default group; None when it was closed."""
     if not dist.is_initialized():
         return None
-    group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
+    return torch_private.num_collectives(dist.group.WORLD)

@@ -21,10 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
 from torch.distributed.rendezvous import rendezvous
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend
 from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
@@ -96,7 +102,7 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
         return topology
     timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
     if is_open():
-        return _exchange_hosts(topology, distributed_c10d._get_default_store(), timeout)
+        return _exchange_hosts(topology, torch_private.default_store(), timeout)
     with _watched(topology, kwargs):
         store = kwargs.get("store") or _store_at(topology, kwargs.pop("init_method", None), timeout)
         kwargs["store"] = store
@@ -215,7 +221,7 @@ def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> Stor
 
 
 def _connect() -> Store | None:
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = torch_private.default_store()
     if hasattr(store, "clone"):
         try:
             connection: Store = store.clone()
@@ -342,7 +348,7 @@ def failed() -> bool:
 def _abandon_group() -> None:
     """Close the group of a process that failed: what it still sends is given up, not finished."""
     if "nccl" in dist.get_backend():
-        distributed_c10d._abort_process_group()
+        torch_private.abort_process_group()
     else:
         dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from uuid import uuid4
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from accelerate.base import StateError, environ
 from accelerate.state.store_channel import StoreChannel

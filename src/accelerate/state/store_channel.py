@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from accelerate.launch import KEY_VARIABLE
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import torch_private
+
 _NOW, _NEXT = "rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"
 _replayed: WeakKeyDictionary[DistributedDataParallel, list[int]] = WeakKeyDictionary()
 
@@ -64,7 +66,7 @@ def _changes(replica: DistributedDataParallel) -> bool:
     """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
     has_sparse = any(getattr(each, "sparse", False) for each in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
-    return not (fixed or has_sparse or replica._comm_hooks)
+    return not (fixed or has_sparse or torch_private.has_comm_hooks(replica))
 
 
 def _noted_order(replica: DistributedDataParallel) -> list[int]:
@@ -72,7 +74,7 @@ def _noted_order(replica: DistributedDataParallel) -> list[int]:
     notes: Any = replica.logger
     for take_down in (lambda: None, notes.set_runtime_stats_and_log):
         take_down()
-        facts: dict[str, Any] = replica._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        facts = torch_private.ddp_statistics(replica)
         if noted := facts.get(_NOW) or facts.get(_NEXT):
             return [int(index) for index in re.findall(r"\d+", noted)]
     return []
@@ -80,7 +82,4 @@ def _noted_order(replica: DistributedDataParallel) -> list[int]:
 
 def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether a gradient that arrives does something, such as a step of an optimizer."""
-    return any(
-        getattr(each, "_post_accumulate_grad_hooks", None) or getattr(each, "_backward_hooks", None)
-        for each in parameters
-    )
+    return any(map(torch_private.has_gradient_hooks, parameters))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import torch_private
 from accelerate.base import wrong_value
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.strategies.base import Strategy, refuse_split_model
@@ -23,7 +24,7 @@ from accelerate.strategies.request import Context
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel in `model`, also under torch.compile's wrapper."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate import torch_private
+
 
 def _units(model: nn.Module, attribute: str) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, attribute)]
@@ -20,16 +22,20 @@ def exchanging(model: nn.Module) -> Iterator[None]:
     Args:
         model: a prepared module; one without units is left as it is.
     """
-    wrappers = [(unit, unit._sync_gradients) for unit in _units(model, "_sync_gradients")]
+    wrappers = [
+        (module, enabled)
+        for module in model.modules()
+        if (enabled := torch_private.gradient_sync(module)) is not None
+    ]
     in_place = _units(model, "set_requires_gradient_sync")
     for unit, _ in wrappers:
-        unit._sync_gradients = True
+        torch_private.set_gradient_sync(unit, True)
     for unit in in_place:
         unit.set_requires_gradient_sync(True, recurse=False)
     try:
         yield
     finally:
         for unit, kept in wrappers:
-            unit._sync_gradients = kept
+            torch_private.set_gradient_sync(unit, kept)
         for unit in in_place:
             unit.set_requires_gradient_sync(False, recurse=False)

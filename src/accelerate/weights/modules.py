@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from accelerate import torch_private
+
 
 def named_module_tensors(
     module: nn.Module,
@@ -39,11 +41,11 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         fqns: whether names are dotted ones, as seen from `module`; otherwise those in their own modules.
     """
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return set(torch_private.non_persistent_buffers(module))
     return {
         f"{path}.{name}" if fqns and path else name
         for path, inner in module.named_modules()
-        for name in inner._non_persistent_buffers_set
+        for name in torch_private.non_persistent_buffers(inner)
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from accelerate.base import ConfigurationError, LaunchError, current, patch_environment, wrong_value
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.backends.ranks import Ranks, started_by_agent
+from accelerate.launch.backends.ranks import Ranks
 from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, taken_signals
 from accelerate.launch.command import torchrun_arguments
 from accelerate.launch.failures import collect
@@ -52,10 +52,12 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    from accelerate import torch_private
+
     for attempt in range(1, ATTEMPTS + 1):
         try:
             variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **_key(plan)}
-            with patch_environment(**variables), started_by_agent(ranks):
+            with patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
                 return _run_agent(plan, ranks)
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -141,28 +140,3 @@ class Ranks:
 
     def _running(self) -> dict[int, Any]:
         return {rank: handle for rank, handle in self._handles().items() if handle.proc.poll() is None}
-
-
-@contextmanager
-def started_by_agent(ranks: Ranks) -> Iterator[None]:
-    """Let the agent start and end its processes through `ranks`.
-
-    Args:
-        ranks: of this launch.
-    """
-    from torch.distributed.elastic import multiprocessing
-
-    class OurContext(multiprocessing.SubprocessContext):
-        def _start(self) -> None:
-            ranks.start(self, super()._start)
-
-        def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-            ranks.end(int(death_sig))
-            super()._close(signal.SIGKILL, timeout)
-
-    theirs = multiprocessing.SubprocessContext
-    multiprocessing.SubprocessContext = OurContext  # type: ignore[misc]  # where the agent looks it up
-    try:
-        yield
-    finally:
-        multiprocessing.SubprocessContext = theirs  # type: ignore[misc]

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError
 
 _SEQUENCE_DIM = 2
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def teach_context_parallel() -> None:
@@ -26,14 +24,14 @@ def teach_context_parallel() -> None:
     Raises:
         ConfigurationError: this torch keeps no such table.
     """
-    table = getattr(ring, "custom_ops", None)
+    table = torch_private.attention_handlers
     if table is None:
         raise ConfigurationError(
             f"Context parallelism on the CPU was built for torch 2.13, and torch {torch.__version__} has no "
             "place for it. Install torch 2.13, use accelerators, or leave cp_size at 1."
         )
-    table.setdefault(_FORWARD.default, _attend)
-    table.setdefault(_BACKWARD.default, _attend_backward)
+    table.setdefault(torch_private.cpu_attention.default, _attend)
+    table.setdefault(torch_private.cpu_attention_backward.default, _attend_backward)
 
 
 def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -42,10 +40,10 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
     options.pop("attn_mask", None)
     mesh = query.device_mesh
-    results = ring._templated_ring_attention(
+    results = torch_private.ring_attention(
         mesh.get_group(),
         _SEQUENCE_DIM,
-        _FORWARD,
+        torch_private.cpu_attention,
         query=_local(query),
         key=_local(key),
         value=_local(value),
@@ -59,10 +57,10 @@ def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """`(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale)`."""
     gradient, query, key, value, output, sums, dropout, is_causal = args[:8]
     mesh = query.device_mesh
-    results = ring._templated_ring_attention_backward(
+    results = torch_private.ring_attention_backward(
         mesh.get_group(),
         _SEQUENCE_DIM,
-        _BACKWARD.default,
+        torch_private.cpu_attention_backward.default,
         grad_out=_local(gradient),
         grad_out_name="grad_out",
         query=_local(query),

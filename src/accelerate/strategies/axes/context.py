@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-_ATTENTION = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional offers outside of contexts
 CALL = "accelerator.maybe_context_parallel"
 AXIS = "cp"
 PARTS = 2
@@ -58,7 +58,6 @@ class ContextParallel:
         """
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
 
         given, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
         self._check(given, dims)
@@ -66,7 +65,7 @@ class ContextParallel:
             from accelerate.strategies.axes.attention_on_cpu import teach_context_parallel
 
             teach_context_parallel()
-        set_rotate_method(self.strategy)
+        torch_private.set_rotate_method(self.strategy)
         split = context_parallel(
             self.mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
@@ -126,7 +125,7 @@ class _AnyAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _ATTENTION:
+        if func is torch_private.scaled_dot_product_attention:
             self.calls += 1
             if not any(isinstance(arg, self._shared) for arg in args):
                 func = torch.nn.functional.scaled_dot_product_attention

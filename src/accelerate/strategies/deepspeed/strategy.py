@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
 from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
@@ -203,7 +204,7 @@ class DeepSpeed(Strategy):
             return DeepSpeedSchedulerWrapper(self._rate, [self._optimizer] if self._optimizer else [])
         inner = building.innermost(self._built)
         if inner is not None and getattr(scheduler, "optimizer", None) is self._for_model.optimizer:
-            building.point_scheduler(scheduler, inner)
+            torch_private.point_scheduler(scheduler, inner)
         return scheduler
 
     def share_sequences(self, loader: Any, model: nn.Module) -> Any:
