@@ -490,7 +490,8 @@ class FlatUnit:
     def local_range(self, index: int) -> tuple[int, int, int]:
         """Return a parameter's first element on this rank, its offset in `shard`, and how many there are."""
         if not self.is_sharded:
-            first, last = self._handle._get_flat_param_offsets()[index]
+            offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
+            first, last = [span for span, is_padding in offsets if not is_padding][index]
             return 0, first, last - first + 1
         info = self.flat._shard_param_infos[index]
         if not info.in_shard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
@@ -64,3 +65,19 @@ def test_each_rank_knows_its_elements(run):
 
 def test_units_have_what_is_read(run):
     assert run(check_units, processes=2) == [[torch_private.FLAT_PARAMETER]] * 2
+
+
+def replicated_layout() -> list[Any]:
+    PartialState()
+    kind = ShardingStrategy.NO_SHARD
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        root = FSDP(nn.Linear(2, 3), sharding_strategy=kind, use_orig_params=True, device_id=CPU)
+    ((_, unit),) = torch_private.flat_units(root)
+    return [unit.replicas, *(unit.local_range(at) for at in (0, 1))]
+
+
+def test_padding_between_replicated_parameters_is_not_counted(run):
+    """torch aligns each parameter to 16 bytes: after 6 elements the next one begins at 8."""
+    first, second = run(replicated_layout, processes=2)
+    assert first == [(2, 0), (0, 0, 6), (0, 8, 3)]
+    assert second == [(2, 1), (0, 0, 6), (0, 8, 3)]
