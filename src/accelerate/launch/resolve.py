@@ -5,26 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from accelerate.base import ConfigurationError, LaunchError, read_seconds, wrong_value
+from accelerate.base import ConfigurationError, LaunchError, PrecisionType, read_seconds, wrong_value
 from accelerate.devices import CPU
 from accelerate.launch.backends import Launcher, launcher_named
-from accelerate.launch.engines import check_engine
-from accelerate.launch.environment import device_ids, worker_environment
 from accelerate.launch.layout import (
     CHOSEN as CHOSEN,
     check_layout,
     choose_processes,
     choose_shares,
     choose_threads,
+    device_ids,
     listed,
     where,
+    worker_environment,
 )
 from accelerate.launch.machine import Machine
+from accelerate.launch.network import DEFAULT_PORT
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings
+from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, deepspeed_checks as checks
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
@@ -289,3 +290,39 @@ def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
             f"Port {port} is in use on this machine, where the others would look for it. "
             f"Free it, or pass another --main_process_port on every machine."
         )
+
+
+FILE = "deepspeed_config_file"
+
+
+def check_engine(settings: Settings, machine: Machine) -> None:
+    """Refuse what DeepSpeed cannot train with; nothing where it is not the way of training.
+
+    Args:
+        settings: merged, with the hardware that is chosen.
+        machine: as the run uses it.
+
+    Raises:
+        ConfigurationError: with all that is wrong.
+    """
+    values = settings.values
+    if not values["use_deepspeed"]:
+        return
+    if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
+        fix = "Use bf16"
+        reason = "DeepSpeed does not compute in float16 on the CPU"
+        raise wrong_value(where(settings, "mixed_precision"), "fp16", reason, fix)
+    if not values[FILE]:
+        told = {name: values.get(name) for name in checks.USUAL}
+        _check_fields({name: told[name] for name in told if told[name] is not None})
+        return
+    config = checks.read_config(values[FILE], where(settings, FILE))
+    checks.straighten(config)
+    checks.refuse_config(checks.problems_of_config(config), f"Correct {values[FILE]}")
+    found = {name: checks.look_up(config, key) for name, key in checks.KEYS.items()}
+    _check_fields({name: value for name, value in found.items() if value not in (None, checks.AUTO)})
+
+
+def _check_fields(told: dict[str, Any]) -> None:
+    fields: Any = SimpleNamespace(**{**checks.USUAL, **told})
+    checks.refuse_config(checks.problems_of_fields(fields), "Correct them")

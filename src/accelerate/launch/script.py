@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate.base import environ, stack_dumps
+from accelerate.launch.children import NOTES
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
-from accelerate.launch.pending_signals import NOTES
 
 
 def run(words: list[str]) -> None:
