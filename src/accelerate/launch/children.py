@@ -123,7 +123,7 @@ def run_child(
     Args:
         command: its words.
         added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program in its place.
+        instead: signal that reaches this process -> signal that is sent to the program instead.
 
     Returns:
         The exit code that a shell would show.
@@ -145,7 +145,7 @@ def run_to_end(
     Args:
         command: its words.
         added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program in its place.
+        instead: signal that reaches this process -> signal that is sent to the program instead.
         blocked_at_start: signals that the program starts with blocked; it has to unblock them itself.
 
     Raises:
@@ -245,7 +245,7 @@ class Ending:
         if sent != number or not has_it:
             child.send_signal(sent)
         if number not in REQUESTS:
-            continue_stopped([child.pid, *(each.pid for each in self._family)])
+            continue_stopped([child.pid, *(process.pid for process in self._family)])
         if is_first:
             self._start_clock(number)
 

@@ -23,7 +23,7 @@ MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
 HANG_KIND = "Hang"
-"""In the place of an error's class: the process was ended because of a hang."""
+"""Stands for an error's class: the process was ended because of a hang."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Failure:
 
 
 def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
-    """Return a count that the launcher sets, for a report: a wrong one does not take the report's place.
+    """Return a count that the launcher sets, for a report: a wrong value must not prevent the report.
 
     Args:
         environ: variables of a process.
@@ -109,8 +109,8 @@ class Exits:
     Attributes:
         codes: rank -> exit code, or minus the number of the signal that ended it.
         attempt: how often the group had been restarted.
-        asked: ranks that still ran when the launcher told them to end.
-        asked_by: the signal that told them.
+        asked: ranks that still ran when the launcher asked them to end.
+        asked_by: the signal that it sent.
         asked_at: when, in seconds since the epoch.
         killed: those that did not end in time, which the launcher killed.
     """
@@ -132,15 +132,15 @@ class Exits:
         path = folder / EXITS
         if not path.exists():
             return cls({})
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["codes"] = {int(rank): code for rank, code in found["codes"].items()}
-        found["asked"], found["killed"] = tuple(found["asked"]), tuple(found["killed"])
-        return cls(**found)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["codes"] = {int(rank): code for rank, code in fields["codes"].items()}
+        fields["asked"], fields["killed"] = tuple(fields["asked"]), tuple(fields["killed"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended that failed.
+    """How a failed run ended.
 
     Attributes:
         code: exit code of the run.
@@ -156,19 +156,19 @@ class Outcome:
 
     @property
     def finished(self) -> list[int]:
-        """The ranks that ended with code 0 before anyone told them to."""
+        """The ranks that ended with code 0 before the launcher asked them to."""
         return [rank for rank, code in self.seen.codes.items() if not code and rank not in self.seen.asked]
 
 
 def collect(folder: Path, code: int) -> Outcome:
-    """Read what the processes of a run left behind.
+    """Read what the processes of a run wrote.
 
     Args:
         folder: where they wrote.
         code: exit code of the run.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
-    failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in found]
+    entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
+    failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
     seen = Exits.read(folder)
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
     return Outcome(
@@ -180,7 +180,7 @@ def collect(folder: Path, code: int) -> Outcome:
 
 
 def shortened(text: str, width: int = 300) -> str:
-    """Cut a line that nobody would read to its end, and say how much is missing."""
+    """Cut a long line, and say how many characters are missing."""
     return text if len(text) <= width else f"{text[:width]} ... ({len(text) - width} more characters)"
 
 
@@ -207,7 +207,7 @@ class Kind(IntEnum):
     LOST = 6
     """A connection to another rank broke, or an operation with it timed out."""
     AFTER = 7
-    """An error of a rank that the launcher had told to end."""
+    """An error of a rank that the launcher had asked to end."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Suspect:
     Attributes:
         kind: what its failure is.
         rank: of the process.
-        failure: what it wrote down; `None` where it wrote nothing.
+        failure: what it wrote; None where it wrote nothing.
     """
 
     kind: Kind
@@ -249,26 +249,26 @@ def find_suspects(outcome: Outcome) -> list[Suspect]:
         outcome: how the run ended.
     """
     recorded = {failure.rank for failure in outcome.failures}
-    found = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
-    if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in found):
-        found += [Suspect(Kind.LEFT, rank) for rank in outcome.finished]
+    suspects = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
+    if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in suspects):
+        suspects += [Suspect(Kind.LEFT, rank) for rank in outcome.finished]
     silent = {
         rank: number
         for rank, number in outcome.seen.codes.items()
         if number and rank not in recorded and not _is_by_launcher(rank, number, outcome)
     }
-    found += [Suspect(Kind.AFTER if rank in outcome.seen.asked else Kind.SILENT, rank) for rank in silent]
+    suspects += [Suspect(Kind.AFTER if rank in outcome.seen.asked else Kind.SILENT, rank) for rank in silent]
 
-    def place(suspect: Suspect) -> tuple[int, float]:
+    def order(suspect: Suspect) -> tuple[int, float]:
         # Signals before exit codes: a script that loses another rank may end itself with a code.
         moment = suspect.failure.moment if suspect.failure else float(silent.get(suspect.rank, 0) > 0)
         return suspect.kind, moment
 
-    return sorted(found, key=place)
+    return sorted(suspects, key=order)
 
 
 def find_first(outcome: Outcome) -> Suspect | None:
-    """Return what made the run fail; `None` where no rank did.
+    """Return what made the run fail; None where no rank did.
 
     Args:
         outcome: how the run ended.

@@ -36,10 +36,10 @@ def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
         shares = (0,)
     if min(shares) < 1:
         raise wrong_value(flag, ",".join(given), "these are no numbers from 1 on", "Write for example 8,4")
-    for name, found in (("num_machines", len(shares)), ("num_processes", sum(shares))):
-        wanted = settings.values[name]
-        if settings.given(name) and wanted not in (None, -1, found):
-            reason = f"that makes {found}, and {where(settings, name)} says {wanted}"
+    for name, count in (("num_machines", len(shares)), ("num_processes", sum(shares))):
+        given_count = settings.values[name]
+        if settings.given(name) and given_count not in (None, -1, count):
+            reason = f"that makes {count}, and {where(settings, name)} says {given_count}"
             raise wrong_value(flag, listed(shares), reason, "Make them agree, or leave one out")
     return settings.replaced(FLAG, num_machines=len(shares), num_processes=sum(shares)), shares
 
@@ -76,7 +76,7 @@ def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tu
 
 
 def _number_of_others(environ: Mapping[str, str]) -> str:
-    """Say that this process belongs to a run that something else has started, as one process for each pod."""
+    """Say that another program has started this process as one of several, such as one for each pod."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
     return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
 
@@ -105,14 +105,14 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     """
     values = settings.values
     total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
-    place = where(settings, "num_processes")
+    option = where(settings, "num_processes")
     if total < 1:
-        raise wrong_value(place, total, "at least one process is needed", "Use 1 or more")
+        raise wrong_value(option, total, "at least one process is needed", "Use 1 or more")
     if total > MOST_PROCESSES:
-        raise wrong_value(place, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
+        raise wrong_value(option, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
     if total % machines and not shares:
         fix = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
-        raise wrong_value(place, total, f"it cannot be divided over {machines} machines", fix)
+        raise wrong_value(option, total, f"it cannot be divided over {machines} machines", fix)
     if not 0 <= rank < machines:
         fix = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
         raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", fix)
@@ -120,19 +120,19 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     if machine.has_accelerator and local > machine.devices:
         of = f" of {machines}" if machines > 1 else ""
         reason = f"that is {local} on this machine{of}, which shows {machine.devices} devices"
-        raise wrong_value(place, total, reason, "Use fewer, or --cpu to run on the CPU")
+        raise wrong_value(option, total, reason, "Use fewer, or --cpu to run on the CPU")
 
 
 def choose_threads(settings: Settings, machine: Machine, launcher: str, shares: tuple[int, ...]) -> Settings:
-    """Share the cores between the processes of a machine, so that they do not get in each other's way.
+    """Divide the cores between the processes of a machine.
 
     Raises:
         ConfigurationError: the number of threads that was given is none.
     """
     given = settings.values["num_cpu_threads_per_process"]
     if given is not None and given < 1:
-        place = where(settings, "num_cpu_threads_per_process")
-        raise wrong_value(place, given, "at least one thread is needed", "Use 1 or more")
+        option = where(settings, "num_cpu_threads_per_process")
+        raise wrong_value(option, given, "at least one thread is needed", "Use 1 or more")
     kept = "OMP_NUM_THREADS" in (machine.environ or {})
     if given is not None or kept or launcher == "local":
         return settings
@@ -157,7 +157,7 @@ def where(settings: Settings, name: str) -> str:
 
 
 INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-"""For one process on the CPU: how Intel's OpenMP places its threads; others ignore it."""
+"""How Intel's OpenMP binds the threads of one process on the CPU; others ignore it."""
 
 
 def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
@@ -195,5 +195,5 @@ def _queues(settings: Settings) -> dict[str, str]:
     shares = (values["megatron_lm_tp_degree"] or 1) > 1 or (
         values["megatron_lm_context_parallel_size"] or 1
     ) > 1
-    wanted = values["use_megatron_lm"] and shares and not values["megatron_lm_use_custom_fsdp"]
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if wanted else {}
+    needed = values["use_megatron_lm"] and shares and not values["megatron_lm_use_custom_fsdp"]
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}

@@ -131,11 +131,11 @@ def _add_torchrun_names(args: argparse.Namespace) -> None:
         args.master_port = str(_free(DEFAULT_PORT if port is None else int(port)))
         return
     args.nnodes, args.node_rank = str(machines), str(args.machine_rank or 0)
-    place = (str(args.main_process_ip), str(port or DEFAULT_PORT))
+    address = (str(args.main_process_ip), str(port or DEFAULT_PORT))
     if getattr(args, "same_network", False):
-        args.master_addr, args.master_port = place
+        args.master_addr, args.master_port = address
     else:
-        args.rdzv_endpoint = ":".join(place)
+        args.rdzv_endpoint = ":".join(address)
 
 
 def _free(port: int) -> int:
@@ -173,14 +173,14 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 def deepspeed_plan(args: argparse.Namespace, variables: dict[str, str] | None = None) -> LaunchPlan:
     settings = settings_of(args)
-    wanted = settings[RendezvousSection]
+    section = settings[RendezvousSection]
     plan = LaunchPlan(
         launcher="deepspeed",
         target=Target.of(args),
         processes=args.num_processes,
         machines=settings.values["num_machines"],
-        machine=wanted.machine_rank,
-        rendezvous=Rendezvous.of(wanted, wanted.main_process_port or DEFAULT_PORT),
+        machine=section.machine_rank,
+        rendezvous=Rendezvous.of(section, section.main_process_port or DEFAULT_PORT),
         environment=variables or {},
     )
     return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
@@ -220,15 +220,15 @@ def prepare_sagemager_args_inputs(
         args: every option of ``accelerate launch``.
 
     Returns:
-        Arguments of the estimator by name, and channel -> place of its data, ``None`` for none.
+        Arguments of the estimator by name, and channel -> location of its data, None for none.
 
     Raises:
         ConfigurationError: the job cannot work.
     """
     plan = sagemaker_plan(sagemaker_config, args)
-    told = plan.detail(SageMakerDetails)
-    environ.assign(told.credentials)
-    return dict(told.arguments), None if told.inputs is None else dict(told.inputs)
+    job = plan.detail(SageMakerDetails)
+    environ.assign(job.credentials)
+    return dict(job.arguments), None if job.inputs is None else dict(job.inputs)
 
 
 def sagemaker_plan(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
@@ -323,15 +323,15 @@ def multi_gpu_launcher(args: argparse.Namespace) -> None:
 
 def _elastic_plan(args: argparse.Namespace, variables: dict[str, str]) -> LaunchPlan:
     settings = settings_of(args)
-    wanted = settings[RendezvousSection]
-    port = wanted.main_process_port or DEFAULT_PORT
+    section = settings[RendezvousSection]
+    port = section.main_process_port or DEFAULT_PORT
     return LaunchPlan(
         launcher="elastic",
         target=Target.of(args),
         processes=args.num_processes,
         machines=settings.values["num_machines"],
-        machine=wanted.machine_rank,
-        rendezvous=Rendezvous.of(wanted, int(getattr(args, "master_port", None) or port)),
+        machine=section.machine_rank,
+        rendezvous=Rendezvous.of(section, int(getattr(args, "master_port", None) or port)),
         environment=variables,
     )
 

@@ -101,7 +101,7 @@ def loopback_interface() -> str | None:
         (
             name
             for name, addresses in psutil.net_if_addrs().items()
-            if name in up and up[name].isup and any(each.address == "127.0.0.1" for each in addresses)
+            if name in up and up[name].isup and any(address.address == "127.0.0.1" for address in addresses)
         ),
         None,
     )
@@ -113,7 +113,7 @@ PAUSE = 0.5
 ATTEMPT = 5.0
 SAID_AFTER = 5.0
 CONNECTING = ("static", "c10d")
-"""Ways to meet at a port of machine 0."""
+"""Rendezvous backends at a port of machine 0."""
 
 NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
 """The machine answers, and nothing listens there yet: machine 0 was not started, or later."""
@@ -122,7 +122,7 @@ NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
 def check_reach(
     plan: LaunchPlan, say: Callable[[str], None], *, patience: float = PATIENCE, pause: float = PAUSE
 ) -> None:
-    """Find out in seconds what a meeting would find out in many minutes.
+    """Find out in seconds what a rendezvous would find out in many minutes.
 
     Machine 0 opens the port, so there only the name of its address is looked up. The others connect; while
     machine 0 has not started yet, they wait for it, and say so.
@@ -154,17 +154,17 @@ def check_reach(
 
 
 def _look_up(plan: LaunchPlan) -> None:
-    meeting = plan.rendezvous
+    rendezvous = plan.rendezvous
     try:
-        socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise _unreachable(plan, error) from error
 
 
 def _connect(plan: LaunchPlan) -> OSError | None:
-    meeting = plan.rendezvous
+    rendezvous = plan.rendezvous
     try:
-        socket.create_connection((meeting.address, meeting.port), timeout=ATTEMPT).close()
+        socket.create_connection((rendezvous.address, rendezvous.port), timeout=ATTEMPT).close()
     except OSError as error:
         return error
     return None

@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the processes meet.
+    """How the processes find each other.
 
     Attributes:
         backend: "static", "c10d", or another one that torch knows.
@@ -81,18 +81,18 @@ class Rendezvous:
     log_dir: str | None = None
 
     @classmethod
-    def of(cls, wanted: RendezvousSection, port: int) -> Rendezvous:
-        """The meeting that the settings describe, at a port that was chosen."""
+    def of(cls, section: RendezvousSection, port: int) -> Rendezvous:
+        """The rendezvous that the settings describe, at a port that was chosen."""
         return cls(
-            backend=wanted.rdzv_backend,
-            address=wanted.main_process_ip or "127.0.0.1",
+            backend=section.rdzv_backend,
+            address=section.main_process_ip or "127.0.0.1",
             port=port,
-            configuration=wanted.rdzv_conf,
-            restarts=wanted.max_restarts,
-            interval=wanted.monitor_interval,
-            role=wanted.role,
-            tee=wanted.tee,
-            log_dir=wanted.log_dir,
+            configuration=section.rdzv_conf,
+            restarts=section.max_restarts,
+            interval=section.monitor_interval,
+            role=section.role,
+            tee=section.tee,
+            log_dir=section.log_dir,
         )
 
 
@@ -107,9 +107,9 @@ class LaunchPlan:
         shares: processes on each machine, where these differ; empty where they do not.
         machines: how many.
         machine: which one this is, from 0.
-        rendezvous: how the processes meet.
+        rendezvous: how the processes find each other.
         environment: only the variables that are added.
-        notes: what was assumed or changed, to be said once.
+        notes: what was assumed or changed, for the user.
         details: what the launcher needs beyond this; see `detail`.
     """
 
@@ -140,8 +140,7 @@ class LaunchPlan:
     def layout(self) -> str:
         """How the processes are shared out over several machines, in words."""
         if self.shares:
-            each = ", ".join(map(str, self.shares))
-            return f"{each} on the {self.machines} machines"
+            return f"{', '.join(map(str, self.shares))} on the {self.machines} machines"
         return f"{self.local_processes} on each of {self.machines} machines"
 
     def detail(self, kind: type[Detail]) -> Detail:
@@ -169,23 +168,23 @@ def local_command(target: Target) -> list[str]:
 
 def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     """The arguments of ``torchrun`` that run a plan."""
-    meeting = plan.rendezvous
-    endpoint = f"{meeting.address}:{meeting.port}"
+    rendezvous = plan.rendezvous
+    endpoint = f"{rendezvous.address}:{rendezvous.port}"
     words = [
         *("--nnodes", str(plan.machines)),
         *("--nproc_per_node", str(plan.local_processes)),
         *("--node_rank", str(plan.machine)),
         *("--rdzv_endpoint", endpoint),  # absent, torch would take it from PET_RDZV_ENDPOINT
-        *("--rdzv_backend", meeting.backend),
-        *("--max_restarts", str(meeting.restarts)),
-        *("--monitor_interval", str(meeting.interval)),
-        *("--role", meeting.role),
-        *("--tee", meeting.tee),
+        *("--rdzv_backend", rendezvous.backend),
+        *("--max_restarts", str(rendezvous.restarts)),
+        *("--monitor_interval", str(rendezvous.interval)),
+        *("--role", rendezvous.role),
+        *("--tee", rendezvous.tee),
     ]
-    if meeting.configuration:
-        words += ["--rdzv_conf", meeting.configuration]
-    if meeting.log_dir:
-        words += ["--log_dir", meeting.log_dir]
+    if rendezvous.configuration:
+        words += ["--rdzv_conf", rendezvous.configuration]
+    if rendezvous.log_dir:
+        words += ["--log_dir", rendezvous.log_dir]
     return [*words, *plan.target.words]
 
 
@@ -217,11 +216,11 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 
 RECORDED = ("local", "elastic")
-"""Launchers that start the script themselves; the others start programs that do, or that we cannot change."""
+"""Launchers that start the script themselves."""
 
 
 def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """A plan whose processes write down what ends them; the same plan where that cannot be had.
+    """A plan whose processes write down what ends them; the same plan where that is not possible.
 
     Args:
         plan: what is going to run.

@@ -36,12 +36,12 @@ class Launcher:
     3. When it is carried out: `run`, once, in the process of the command.
 
     Attributes:
-        counts_elsewhere: how many processes there are is decided on other machines.
+        counts_remotely: the machines that run the processes decide how many there are.
         finds_address: nobody has to say where the machine of rank 0 is.
         called_once: it is called on one machine only, and starts the others.
     """
 
-    counts_elsewhere: ClassVar[bool] = False
+    counts_remotely: ClassVar[bool] = False
     finds_address: ClassVar[bool] = False
     called_once: ClassVar[bool] = False
 

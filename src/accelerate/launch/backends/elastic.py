@@ -172,7 +172,7 @@ class ElasticLauncher(Launcher):
         A port that another program takes between the plan and the start is replaced on one machine.
 
         Raises:
-            LaunchError: the processes did not meet.
+            LaunchError: the rendezvous failed.
         """
         _make_log_folder(plan)
         ranks = Ranks(folder_of(plan))
@@ -253,7 +253,7 @@ def _make_log_folder(plan: LaunchPlan) -> None:
             os.makedirs(folder, exist_ok=True)
     except OSError as error:
         reason = f"this folder cannot be made ({error.strerror})"
-        raise wrong_value("--log_dir", folder, reason, "Choose another place") from error
+        raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
 
 
 def _code_after(number: signal.Signals) -> int:

@@ -43,15 +43,15 @@ class SlurmLauncher(Launcher):
         facts = machine.environ or {}
         nodes = _whole(facts, "SLURM_JOB_NUM_NODES") or _whole(facts, "SLURM_NNODES") or 1
         settings = _agreed_machines(settings, nodes)
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         if settings.values["main_process_ip"] is None:
-            found["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
+            values["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
-            found["main_process_port"] = port_of_step(facts)
+            values["main_process_port"] = port_of_step(facts)
         if settings.values["num_processes"] in (None, -1):
             machines = settings.values["num_machines"]
-            found["num_processes"] = machines * (_processes(facts) or machine.devices)
-        return settings.replaced(ALLOCATION, **found)
+            values["num_processes"] = machines * (_processes(facts) or machine.devices)
+        return settings.replaced(ALLOCATION, **values)
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the words of srun; each agent reads the rank of its machine in its shell.
@@ -83,11 +83,11 @@ class SlurmLauncher(Launcher):
 
 
 def _agreed_machines(settings: Settings, nodes: int) -> Settings:
-    wanted = settings.values["num_machines"]
+    machines = settings.values["num_machines"]
     explicit = settings.source("num_machines") in (FLAG, ENVIRONMENT)
-    if explicit and wanted > nodes:
+    if explicit and machines > nodes:
         reason = f"the allocation has {nodes}"
-        raise wrong_value("--num_machines", wanted, reason, "Leave it out, or ask SLURM for more")
+        raise wrong_value("--num_machines", machines, reason, "Leave it out, or ask SLURM for more")
     return settings if explicit else settings.replaced(ALLOCATION, num_machines=nodes)
 
 
@@ -117,7 +117,7 @@ def _whole(facts: Mapping[str, str], name: str) -> int | None:
 class SbatchLauncher(Launcher):
     """Writes a batch script that launches inside its allocation, and submits it."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the script: this command again, without the submission."""

@@ -51,7 +51,7 @@ class TpuDetails:
 class TpuLauncher(Launcher):
     """Runs a function of the target in one process for each chip of this host."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> TpuDetails:
         """Refuse what cannot be imported, and choose the variables."""
@@ -103,7 +103,7 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
     """A function of a script or module, which is imported for it.
 
     Args:
-        target: script or module; what stands under ``if __name__ == "__main__"`` is not run.
+        target: script or module; code under ``if __name__ == "__main__"`` is not run.
         name: of the function.
 
     Raises:
@@ -129,7 +129,7 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
 class TpuPodLauncher(Launcher):
     """Starts `accelerate launch` on all hosts of a pod."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the command: by torch_xla where it has one, else by gcloud."""
