@@ -27,7 +27,6 @@ from accelerate.launch import (
     record_failures,
     torchrun_arguments,
 )
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
 from accelerate.settings import FLAG, Layer, Option, all_options, flags, merge_layers
 from accelerate.settings.sections.rendezvous import RendezvousSection
 
