@@ -13,7 +13,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,32 +32,14 @@ class PrivateName(NamedTuple):
     """One private name of a torch module.
 
     Attributes:
-        module: The module to import.
-        attribute: The name in it, dotted where it is nested; empty for the module itself.
+        path: The module, a colon, and the name in it, dotted where it is nested; a module alone for itself.
         reason: What it is used for, and why no public name serves.
         fallback: Returns what is used where torch has no such name; None where the feature needs it.
     """
 
-    module: str
-    attribute: str
+    path: str
     reason: str
     fallback: Callable[[], Any] | None = None
-
-    def load(self) -> Any:
-        """Return what torch has under this name.
-
-        Raises:
-            ImportError: torch has no such module.
-            AttributeError: The module has no such name.
-        """
-        value: Any = import_module(self.module)
-        for part in filter(None, self.attribute.split(".")):
-            value = getattr(value, part)
-        return value
-
-
-def _cat_flat() -> Callable[[Sequence[Tensor]], Tensor]:
-    return lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
 
 
 def _split_like() -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
@@ -68,142 +50,110 @@ def _split_like() -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
     return split
 
 
-def _new_metadata(name: str) -> Callable[[], Any]:
-    return lambda: getattr(import_module("torch.distributed.checkpoint.metadata"), name)
-
-
-_C10D = "torch.distributed.distributed_c10d"
-_BUILT_IN = "torch._C._distributed_c10d"
-_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-_CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-
 NAMES: dict[str, PrivateName] = {
     "default_store": PrivateName(
-        _C10D,
-        "_get_default_store",
+        "torch.distributed.distributed_c10d:_get_default_store",
         "The store of the default process group, for messages between ranks; torch returns it nowhere else.",
     ),
     "abort_process_group": PrivateName(
-        _C10D,
-        "_abort_process_group",
+        "torch.distributed.distributed_c10d:_abort_process_group",
         "Closes a process group without waiting for its collectives, as destroy_process_group may do.",
         lambda: dist.destroy_process_group,
     ),
     "dump_nccl_trace": PrivateName(
-        _BUILT_IN,
-        "_dump_nccl_trace",
+        "torch._C._distributed_c10d:_dump_nccl_trace",
         "The flight recorder of NCCL, for reports about hangs; builds without NCCL have none.",
         lambda: None,
     ),
     "dump_fr_trace": PrivateName(
-        _BUILT_IN,
-        "_dump_fr_trace",
+        "torch._C._distributed_c10d:_dump_fr_trace",
         "The flight recorder of the other backends, for reports about hangs; some builds have none.",
         lambda: None,
     ),
     "flatten_dense_tensors": PrivateName(
-        "torch._C._nn",
-        "flatten_dense_tensors",
+        "torch._C._nn:flatten_dense_tensors",
         "Joins tensors of any shapes in one call; the public way is a Python loop for each collective.",
-        _cat_flat,
+        lambda: lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors]),
     ),
     "unflatten_dense_tensors": PrivateName(
-        "torch._C._nn",
-        "unflatten_dense_tensors",
+        "torch._C._nn:unflatten_dense_tensors",
         "Splits a flat tensor into views in one call; the public way is a Python loop for each collective.",
         _split_like,
     ),
     "scaled_dot_product_attention": PrivateName(
-        "torch._C._nn",
-        "scaled_dot_product_attention",
+        "torch._C._nn:scaled_dot_product_attention",
         "Attention as it is outside of context_parallel, which replaces the public name while it is open.",
         lambda: nn.functional.scaled_dot_product_attention,
     ),
     "set_rotate_method": PrivateName(
-        "torch.distributed.tensor.experimental._attention",
-        "set_rotate_method",
+        "torch.distributed.tensor.experimental._attention:set_rotate_method",
         "How context parallelism exchanges keys and values; context_parallel has no argument for it.",
     ),
     "attention_handlers": PrivateName(
-        _CONTEXT_PARALLEL,
-        "custom_ops",
+        "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",
         "Maps attention kernels to their context parallel form; it has none for the kernels of the CPU.",
         lambda: None,
     ),
     "ring_attention": PrivateName(
-        _CONTEXT_PARALLEL,
-        "_templated_ring_attention",
+        "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention",
         "Ring attention around any kernel, here that of the CPU.",
     ),
     "ring_attention_backward": PrivateName(
-        _CONTEXT_PARALLEL,
-        "_templated_ring_attention_backward",
+        "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention_backward",
         "The backward pass of ring attention around any kernel, here that of the CPU.",
     ),
     "cpu_attention": PrivateName(
-        "torch",
-        "ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "The CPU's attention kernel, which ring attention calls on each rank.",
     ),
     "cpu_attention_backward": PrivateName(
-        "torch",
-        "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "The backward pass of the CPU's attention kernel.",
     ),
     "hybrid_shard_zero2": PrivateName(
-        "torch.distributed.fsdp",
-        "ShardingStrategy._HYBRID_SHARD_ZERO2",
+        "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
         "A sharding strategy of FSDP 1 that its documentation names, under a private name.",
         lambda: None,
     ),
     "Policy": PrivateName(
-        "torch.distributed.fsdp.wrap",
-        "_Policy",
+        "torch.distributed.fsdp.wrap:_Policy",
         "The base class of FSDP 1's wrapping policies, such as the public ModuleWrapPolicy.",
         lambda: (),
     ),
     "IncompatibleKeys": PrivateName(
-        "torch.nn.modules.module",
-        "_IncompatibleKeys",
+        "torch.nn.modules.module:_IncompatibleKeys",
         "The class of what load_state_dict returns, so that callers get the same one from sharded loads.",
         lambda: namedtuple("IncompatibleKeys", "missing_keys unexpected_keys"),
     ),
     "checkpoint_wrapper": PrivateName(
-        _CHECKPOINT_WRAPPER,
-        "",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "Wrappers that recompute a module in backward; FSDP's documentation uses them under this name.",
     ),
     "StorageInfo": PrivateName(
-        "torch.distributed.checkpoint.filesystem",
-        "_StorageInfo",
+        "torch.distributed.checkpoint.filesystem:_StorageInfo",
         "Where a shard lies in its file, in the .metadata of torch.distributed.checkpoint.",
     ),
     "MemoryFormat": PrivateName(
-        "torch.distributed.checkpoint.metadata",
-        "_MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
         "Memory formats in the .metadata of torch.distributed.checkpoint.",
     ),
     "OldMemoryFormat": PrivateName(
-        "torch.distributed._shard.sharded_tensor.metadata",
-        "MEM_FORMAT_ENCODING",
+        "torch.distributed._shard.sharded_tensor.metadata:MEM_FORMAT_ENCODING",
         "Memory formats in the .metadata that older versions of torch wrote.",
-        _new_metadata("_MEM_FORMAT_ENCODING"),
+        lambda: resolve_name("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
     ),
     "OldTensorProperties": PrivateName(
-        "torch.distributed._shard.sharded_tensor.metadata",
-        "TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata:TensorProperties",
         "Properties of tensors in the .metadata that older versions of torch wrote.",
-        _new_metadata("TensorProperties"),
+        lambda: resolve_name("torch.distributed.checkpoint.metadata:TensorProperties"),
     ),
     "pin_memory": PrivateName(
-        "torch.utils.data._utils.pin_memory",
-        "pin_memory",
+        "torch.utils.data._utils.pin_memory:pin_memory",
         "Pins all tensors in a batch as DataLoader does; without it the batch stays in pageable memory.",
         lambda: lambda batch, device=None: batch,
     ),
     "SingleProcessIterator": PrivateName(
-        "torch.utils.data.dataloader",
-        "_SingleProcessDataLoaderIter",
+        "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
         "The iterator of a DataLoader without workers, whose indices can be drawn in advance.",
         lambda: None,
     ),
@@ -216,11 +166,11 @@ def __getattr__(name: str) -> Any:
     if row is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = row.load()
+        value = resolve_name(row.path)
     except (ImportError, AttributeError) as error:
         if row.fallback is None:
             raise ConfigurationError(
-                f"torch {torch.__version__} has no {row.module}.{row.attribute}, which is needed here "
+                f"torch {torch.__version__} has no {row.path}, which is needed here "
                 f"({row.reason}) Install a version of torch that this package is tested with."
             ) from error
         value = row.fallback()
@@ -230,10 +180,8 @@ def __getattr__(name: str) -> Any:
 
 # Modules and tensors
 
-WAIT_FOR_BATCH = "_get_data"
-"""The function in which a DataLoader with workers waits for a batch; stacks show it."""
-WORKER_LOOP = "_worker_loop"
-"""The function that a worker of a DataLoader runs; stacks show it."""
+WAIT_FOR_BATCH, WORKER_LOOP = "_get_data", "_worker_loop"
+"""Functions of a DataLoader as stacks show them: what waits for a batch, and what a worker runs."""
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Names under which wrappers of torch hold their module; they are in the names of its parameters."""
 FLAT_PARAMETER = "_flat_param"
@@ -282,10 +230,9 @@ def run_policy(policy: Any, model: nn.Module) -> Any:
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
-def recomputed_module(wrapper: Any) -> nn.Module:
+def recomputed_module(wrapper: Any) -> Any:
     """Return the module in a wrapper of `checkpoint_wrapper`, which has no public name for it."""
-    module: nn.Module = wrapper._checkpoint_wrapped_module
-    return module
+    return wrapper._checkpoint_wrapped_module
 
 
 def can_record_memory(memory: Any) -> bool:
@@ -306,10 +253,9 @@ def dump_memory(memory: Any, path: str) -> None:
 # Loaders and samplers
 
 
-def requested_samples(sampler: Any) -> int | None:
+def requested_samples(sampler: Any) -> Any:
     """Return the num_samples that a RandomSampler was built with; its public attribute hides a None."""
-    count: int | None = sampler._num_samples
-    return count
+    return sampler._num_samples
 
 
 def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
@@ -321,10 +267,9 @@ def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
     return iterator._sampler_iter
 
 
-def loader_workers(iterator: Any) -> Sequence[Any]:
+def loader_workers(iterator: Any) -> Any:
     """Return the worker processes of a DataLoader's iterator, for reports about waits; empty without any."""
-    workers: Sequence[Any] = getattr(iterator, "_workers", ())
-    return workers
+    return getattr(iterator, "_workers", ())
 
 
 def loader_progress(iterator: Any) -> tuple[int, int]:
@@ -404,10 +349,9 @@ def drop_group_references() -> None:
 # DistributedDataParallel
 
 
-def ddp_statistics(replica: DistributedDataParallel) -> dict[str, Any]:
+def ddp_statistics(replica: Any) -> Any:
     """Return what the reducer logs; only there torch says in which order gradients were ready."""
-    statistics: dict[str, Any] = replica._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    return statistics
+    return replica._get_ddp_logging_data()
 
 
 def has_comm_hooks(replica: DistributedDataParallel) -> bool:
@@ -471,10 +415,9 @@ class FlatUnit:
         self.is_sharded: bool = handle.uses_sharded_strategy
 
     @property
-    def shard(self) -> Tensor:
+    def shard(self) -> Any:
         """The elements on this rank."""
-        shard: Tensor = getattr(self.flat, "_local_shard", self.flat).detach()
-        return shard
+        return getattr(self.flat, "_local_shard", self.flat).detach()
 
     @property
     def replicas(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -35,15 +36,15 @@ def test_each_name_has_a_reason() -> None:
 
 @pytest.mark.parametrize("name", sorted({*torch_private.NAMES} - BUILDS_WITHOUT))
 def test_torch_has_each_name(name: str) -> None:
-    assert torch_private.NAMES[name].load() is not None
-    assert getattr(torch_private, name) is torch_private.NAMES[name].load()
+    assert resolve_name(torch_private.NAMES[name].path) is not None
+    assert getattr(torch_private, name) is resolve_name(torch_private.NAMES[name].path)
 
 
 @pytest.mark.parametrize("name", [name for name, row in torch_private.NAMES.items() if row.fallback])
 def test_a_missing_name_is_replaced_by_its_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(torch_private), name, raising=False)
     row = torch_private.NAMES[name]
-    monkeypatch.setitem(torch_private.NAMES, name, row._replace(attribute="is_not_there"))
+    monkeypatch.setitem(torch_private.NAMES, name, row._replace(path="torch:is_not_there"))
     getattr(torch_private, name)
     assert name in vars(torch_private)
     del vars(torch_private)[name]
@@ -52,7 +53,7 @@ def test_a_missing_name_is_replaced_by_its_fallback(name: str, monkeypatch: pyte
 def test_a_missing_name_without_fallback_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(torch_private), "default_store", raising=False)
     row = torch_private.NAMES["default_store"]
-    monkeypatch.setitem(torch_private.NAMES, "default_store", row._replace(attribute="is_not_there"))
+    monkeypatch.setitem(torch_private.NAMES, "default_store", row._replace(path="torch:is_not_there"))
     with pytest.raises(ConfigurationError, match=r"has no .*is_not_there.*messages between ranks"):
         _ = torch_private.default_store
 
@@ -61,7 +62,7 @@ def test_fallbacks_flatten_as_torch_does() -> None:
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.ones(2)]
     rows = [torch_private.NAMES[name] for name in ("flatten_dense_tensors", "unflatten_dense_tensors")]
     (flatten, unflatten), (flatten_here, unflatten_here) = (
-        [row.load() for row in rows],
+        [resolve_name(row.path) for row in rows],
         [row.fallback() for row in rows if row.fallback],
     )
     assert torch.equal(flatten(tensors), flatten_here(tensors))
