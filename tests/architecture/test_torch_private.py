@@ -13,6 +13,7 @@ PUBLIC_IN_EFFECT = {
     "_buffers": "as above",
     "_modules": "as above",
     "_index_sampler": "what gives a DataLoader its indices: read, never set, also in subclasses of it",
+    "_iterator": "what a DataLoader keeps between passes; a copy of a loader must not have it",
     "_get_iterator": "the method of DataLoader that its subclasses override to make another iterator",
     "_foreach_copy_": "documented among torch's foreach functions",
     "_foreach_mul_": "as above",
