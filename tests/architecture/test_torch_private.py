@@ -36,6 +36,7 @@ OF_OTHERS = {
     "_get_value": "argparse",
     "_get_values": "argparse",
     "_check_value": "argparse",
+    "_ActionsContainer": "argparse",
     "_AppendAction": "argparse",
     "_ArgumentGroup": "argparse",
     "_ChoicesPseudoAction": "argparse",
