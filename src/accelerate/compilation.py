@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.base import DynamoBackend
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ def _compile_once(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return torch_private.is_compiled_in_place(module)
 
 
 def _block_class(block: nn.Module) -> type:
-    return type(block._orig_mod if is_compiled_module(block) else block)
+    return type(torch_private.uncompiled(block))

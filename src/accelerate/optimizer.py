@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accelerate import torch_private
 from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.nested import honor_type
@@ -202,11 +203,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
-        self.optimizer.step = self._optimizer_patched_step_method  # type: ignore[method-assign]
-        try:
+        step, original = self._optimizer_patched_step_method, self._optimizer_original_step_method
+        with torch_private.step_replaced(self.optimizer, step, original):
             result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
-        finally:
-            self.optimizer.step = self._optimizer_original_step_method  # type: ignore[method-assign]
         self._is_overflow = not self._accelerate_step_called
         self._accelerate_step_called = False
         self.num_updates += not self._is_overflow

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from accelerate import torch_private
 from accelerate.base import (
     ConfigurationError,
     DistributedType as DistributedType,  # the import path has always offered it
@@ -192,7 +193,7 @@ class ParallelismConfig:
         }
         for union, axes in unions.items():
             if axes:
-                mesh[tuple(axes)]._flatten(union)
+                torch_private.flatten_mesh(mesh[tuple(axes)], union)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.compilation import is_compiled_module
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,7 +57,7 @@ def extract_model_from_parallel(
     if recursive:
         bare = _unwrap_inside(bare, keep_fp32_wrapper, keep_torch_compile)
     if compiled is not None and keep_torch_compile:
-        bare = compiled if compiled._orig_mod is bare else _compiled_like(compiled, bare)
+        bare = compiled if torch_private.uncompiled(compiled) is bare else _compiled_like(compiled, bare)
     return bare  # type: ignore[no-any-return]  # of the class that the user gave to `prepare`
 
 
@@ -82,7 +83,7 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     compiled = None
     while True:
         if is_compiled_module(model):
-            compiled, model = model, model._orig_mod  # type: ignore[assignment]
+            compiled, model = model, torch_private.uncompiled(model)
         elif isinstance(model, wrappers):
             model = model.module  # type: ignore[assignment]
         else:

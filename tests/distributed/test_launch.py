@@ -295,7 +295,7 @@ def test_a_request_while_the_processes_start_is_answered(scripts: Scripts, count
 
 FAILS_ONCE = """
 import os, sys
-from accelerate.launch.pending_signals import NOTES
+from accelerate.launch.children import NOTES
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
 print(f"{[int(number) for number in NOTES.take()]}\\n", end="", flush=True)

@@ -16,7 +16,6 @@ from accelerate.launch import get_free_port
 from accelerate.launchers import (
     CpuWorker,
     LocalWorkers,
-    Rendezvous,
     debug_launcher,
     notebook_launcher,
     run_elastic,
@@ -30,10 +29,10 @@ Start = Callable[[Callable[..., Any], tuple[Any, ...], int], None]
 def start_elastic(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> None:
     """What `notebook_launcher` does on GPUs, on the CPU."""
     port = get_free_port()
-    crew = LocalWorkers(num_processes, 1, 0, "127.0.0.1", port, "bf16")
-    meeting = Rendezvous("static", f"127.0.0.1:{port}", {}, "none", 0, 0.1, None)
+    workers = LocalWorkers(num_processes, 1, 0, "127.0.0.1", port, "bf16")
     with patch_environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"):
-        run_elastic(CpuWorker, function, args, crew, meeting)
+        options = {"rdzv_endpoint": f"127.0.0.1:{port}", "run_id": "none", "max_restarts": 0}
+        run_elastic(CpuWorker, function, args, workers, **options)
 
 
 def start_notebook(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
-from accelerate.launchers import cuda_use, debug_launcher, notebook, notebook_launcher
+from accelerate.launchers import debug_launcher, notebook, notebook_launcher, processes
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
@@ -33,8 +33,8 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note what the elastic agent would be given, and the environment it would be given it in."""
     calls: list[Any] = []
 
-    def note(worker: Any, function: Any, args: Any, crew: Any, meeting: Any) -> None:
-        calls.append((crew, meeting))
+    def note(worker: Any, function: Any, args: Any, workers: Any, *rendezvous: Any, **options: Any) -> None:
+        calls.append((workers, rendezvous, options))
 
     monkeypatch.setattr(notebook, "run_elastic", note)
     return calls
@@ -95,10 +95,15 @@ def test_the_environment_is_restored_after_an_error(on: Any) -> None:
 def test_all_gpus_are_used_by_default(on: Any, elastic: list[Any]) -> None:
     on(hardware_table.CUDA, 4)
     notebook_launcher(print, use_port=0, max_restarts=2, monitor_interval=0.5, rdzv_id="me")
-    crew, meeting = elastic[0]
-    assert (crew.size, crew.machines, crew.address) == (4, 1, "127.0.0.1")
-    assert meeting.endpoint == f"127.0.0.1:{crew.port}"
-    assert (meeting.max_restarts, meeting.monitor_interval, meeting.run_id) == (2, 0.5, "me")
+    workers, _, options = elastic[0]
+    assert (workers.size, workers.machines, workers.address) == (4, 1, "127.0.0.1")
+    assert options == {
+        "rdzv_endpoint": f"127.0.0.1:{workers.port}",
+        "max_restarts": 2,
+        "monitor_interval": 0.5,
+        "run_id": "me",
+        "log_line_prefix_template": None,
+    }
 
 
 def test_several_machines(on: Any, elastic: list[Any]) -> None:
@@ -114,13 +119,10 @@ def test_several_machines(on: Any, elastic: list[Any]) -> None:
         rdzv_backend="c10d",
         rdzv_conf={"timeout": 9},
     )
-    crew, meeting = elastic[0]
-    assert (meeting.backend, meeting.endpoint, dict(meeting.settings)) == (
-        "c10d",
-        "10.0.0.1:1234",
-        {"timeout": 9},
-    )
-    assert crew.environment() == {
+    workers, rendezvous, options = elastic[0]
+    assert rendezvous == ("c10d", {"timeout": 9})
+    assert options["rdzv_endpoint"] == "10.0.0.1:1234"
+    assert workers.environment() == {
         "WORLD_SIZE": "6",
         "LOCAL_WORLD_SIZE": "2",
         "NPROC": "2",
@@ -211,7 +213,7 @@ def test_cuda_in_the_notebook_is_refused(
 ) -> None:
     on(hardware_table.CUDA, 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(cuda_use, "_on_cuda", lambda thing: thing is tensor)
+    monkeypatch.setattr(processes, "_on_cuda", lambda thing: thing is tensor)
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     tensor = torch.ones(1)
     main = sys.modules["__main__"]

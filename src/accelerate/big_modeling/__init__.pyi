@@ -6,9 +6,11 @@ from accelerate.base import (
 from accelerate.big_modeling.broadcast import receive_weights as receive_weights
 from accelerate.big_modeling.budget import (
     Memory as Memory,
+    Unit as Unit,
     ends_of as ends_of,
     even_shares as even_shares,
     fill as fill,
+    find_units as find_units,
     fits as fits,
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
@@ -24,20 +26,22 @@ from accelerate.big_modeling.checking import (
 )
 from accelerate.big_modeling.device_map import (
     clean_device_map as clean_device_map,
+    explain_device_map as explain_device_map,
+    fallback_allocate as fallback_allocate,
     infer_auto_device_map as infer_auto_device_map,
+    place_in_gaps as place_in_gaps,
     place_units as place_units,
+    shorten as shorten,
 )
 from accelerate.big_modeling.dispatch import (
     cpu_offload as cpu_offload,
     cpu_offload_with_hook as cpu_offload_with_hook,
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
+    guard_moves as guard_moves,
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-)
-from accelerate.big_modeling.explain import explain_device_map as explain_device_map, shorten as shorten
-from accelerate.big_modeling.fallback import (
-    fallback_allocate as fallback_allocate,
-    place_in_gaps as place_in_gaps,
+    move_whole as move_whole,
+    remove_old_hooks as remove_old_hooks,
 )
 from accelerate.big_modeling.init import (
     init_empty_weights as init_empty_weights,
@@ -47,24 +51,18 @@ from accelerate.big_modeling.layerwise import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
 )
-from accelerate.big_modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
-from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves
-from accelerate.big_modeling.moving import (
-    guard_moves as guard_moves,
-    move_whole as move_whole,
-    remove_old_hooks as remove_old_hooks,
+from accelerate.big_modeling.load import (
+    check_options as check_options,
+    is_sharded as is_sharded,
+    load_checkpoint_in_model as load_checkpoint_in_model,
+    own_part as own_part,
 )
+from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves
 from accelerate.big_modeling.offload_sources import (
     find_elsewhere as find_elsewhere,
     keep_in_memory as keep_in_memory,
     keep_on_disk as keep_on_disk,
 )
-from accelerate.big_modeling.sharded import (
-    check_options as check_options,
-    is_sharded as is_sharded,
-    own_part as own_part,
-)
-from accelerate.big_modeling.units import Unit as Unit, find_units as find_units
 from accelerate.devices import (
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
     is_mlu_available as is_mlu_available,

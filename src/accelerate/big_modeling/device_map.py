@@ -1,21 +1,212 @@
-"""Which module of a model goes where: plan it, shorten it."""
+"""Device maps: which module of a model goes where, planned, explained as a table, and shortened."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, convert_bytes, listed
-from accelerate.big_modeling.budget import LAST, Memory, Place, ends_of, fill, plan_memory
-from accelerate.big_modeling.explain import explain_device_map
-from accelerate.big_modeling.fallback import place_in_gaps
-from accelerate.big_modeling.units import Unit, find_units
-from accelerate.weights import Dtype
+from accelerate.big_modeling.budget import LAST, Memory, Place, Unit, ends_of, fill, find_units, plan_memory
+from accelerate.weights import Dtype, NamedModule, all_tensors, named_module_tensors, place_of, tensor_bytes
+
+
+def place_in_gaps(
+    units: Sequence[Unit], places: Sequence[Place | None], limits: Mapping[Place, float], room: float
+) -> list[Place | None]:
+    """Give each accelerator without a unit the first units that fit it, out of those that have no place.
+
+    Args:
+        units: in the order of the model.
+        places: of each; None for those without one.
+        limits: bytes of each accelerator.
+        room: bytes that the first accelerator in use keeps free for units that lie elsewhere.
+
+    Returns:
+        The places, with those that were found.
+    """
+    found = list(places)
+    for place, limit in limits.items():
+        if place in found:
+            continue
+        free = limit if any(each is not None for each in found) else limit - room
+        for index, unit in enumerate(units):
+            if found[index] is None and unit.size <= free:
+                found[index] = place
+                free -= unit.size
+            elif place in found:
+                break
+    return found
+
+
+def fallback_allocate(
+    modules: Sequence[NamedModule],
+    module_sizes: Mapping[str, float],
+    size_limit: float,
+    no_split_module_classes: Collection[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, nn.Module | Tensor | None, list[NamedModule]]:
+    """Find the first module that fits a device; larger ones are opened until one of their parts does.
+
+    Args:
+        modules: modules, or single tensors, by name, in their order.
+        module_sizes: as `compute_module_sizes` returns them.
+        size_limit: bytes that are free.
+        no_split_module_classes: names of classes that are not opened.
+        tied_parameters: groups of names that stand for one parameter each: a module that has one of several
+            is not taken, as the others would be elsewhere.
+
+    Returns:
+        Name and module that fits, None twice if there is none; and the modules that are left. A module that
+        was opened is replaced by its other parts.
+    """
+    whole = frozenset(no_split_module_classes or ())
+    tied = [group for group in tied_parameters or () if len(group) > 1]
+    level: list[tuple[list[NamedModule], list[NamedModule], list[NamedModule]]] = [([], list(modules), [])]
+    while level:
+        deeper = []
+        for before, here, after in level:
+            for index, (name, module) in enumerate(here):
+                if module_sizes.get(name, 0) <= size_limit and not _is_tied_outside(name, tied):
+                    return name, module, [*before, *here[:index], *here[index + 1 :], *after]
+            for index, (name, module) in enumerate(here):
+                parts = _open(name, module, whole)
+                if parts:
+                    deeper.append(([*before, *here[:index]], parts, [*here[index + 1 :], *after]))
+        level = deeper
+    return None, None, list(modules)
+
+
+def _open(name: str, module: nn.Module | Tensor, whole: frozenset[str]) -> list[NamedModule]:
+    if isinstance(module, Tensor) or type(module).__name__ in whole:
+        return []
+    children = list(module.named_children())
+    parts: list[NamedModule] = [*named_module_tensors(module), *children] if children else []
+    return [(f"{name}.{each}", part) for each, part in parts]
+
+
+def _is_tied_outside(name: str, tied: Sequence[Sequence[str]]) -> bool:
+    inside = [[f"{each}.".startswith(f"{name}.") for each in group] for group in tied]
+    return any(any(group) and not all(group) for group in inside)
+
+
+HEADERS = ("device", "parameters", "buffers", "in all", "of its limit", "modules")
+NUMBERED = re.compile(r"(.*?)(\d+)((?:\.\D.*)?)")
+WIDEST = 60
+"""Characters that the names of modules may take in a row."""
+
+
+def explain_device_map(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    max_memory: Mapping[Any, int] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+) -> str:
+    """Return a device map as a table with a row for each device.
+
+    Args:
+        model: the module; it may lie on the meta device.
+        device_map: devices by module, or by tensor.
+        max_memory: bytes by device, as `get_max_memory` returns them; None leaves that column empty.
+        dtype: of the model once it is loaded; None: as it is.
+        special_dtypes: those of single tensors, by name.
+
+    Returns:
+        Lines of text; what several names share is counted once, at the first of them.
+    """
+    names: dict[Any, list[str]] = defaultdict(list)
+    for name, place in device_map.items():
+        names[place].append(name)
+    taken = _measure(model, device_map, dtype, special_dtypes)
+    limits = max_memory or {}
+    rows = [
+        [
+            str(place),
+            convert_bytes(taken[place][0]),
+            convert_bytes(taken[place][1]),
+            convert_bytes(sum(taken[place])),
+            _part_of(sum(taken[place]), limits.get(place)),
+            shorten(names.get(place, [])),
+        ]
+        for place in [*limits, *(place for place in names if place not in limits)]
+    ]
+    return draw([list(HEADERS), *rows])
+
+
+def draw(rows: list[list[str]]) -> str:
+    """Return rows of cells as lines, with columns below each other; the first and last begin at their left.
+
+    Args:
+        rows: the first is that of the headers.
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index in (0, last) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def shorten(names: list[str]) -> str:
+    """Write names in a row, those that differ in one number as a range: "layers.0-11, norm".
+
+    Args:
+        names: of modules; `""` is the whole model.
+    """
+    runs: list[tuple[str, int, int, str] | str] = []
+    for name in names:
+        match = NUMBERED.fullmatch(name)
+        if match is None:
+            runs.append(name or "all")
+            continue
+        start, number, end = match[1], int(match[2]), match[3]
+        before = runs[-1] if runs else ""
+        if isinstance(before, tuple) and (before[0], before[2] + 1, before[3]) == (start, number, end):
+            runs[-1] = (start, before[1], number, end)
+        else:
+            runs.append((start, number, number, end))
+    text = ", ".join(run if isinstance(run, str) else _spell(*run) for run in runs)
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 4].rstrip(', ')} ..."
+
+
+def _spell(start: str, first: int, last: int, end: str) -> str:
+    return f"{start}{first}{end}" if first == last else f"{start}{first}-{last}{end}"
+
+
+def _measure(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    dtype: Dtype | None,
+    special_dtypes: Mapping[str, Dtype] | None,
+) -> dict[Any, tuple[float, float]]:
+    """Return bytes of parameters and of buffers by place."""
+    taken: dict[Any, tuple[float, float]] = defaultdict(lambda: (0, 0))
+    counted: set[int] = set()
+    for name, tensor in all_tensors(model).items():
+        if id(tensor) in counted:
+            continue
+        counted.add(id(tensor))
+        place = place_of(name, device_map)
+        size = tensor_bytes(name, tensor, dtype, special_dtypes)
+        parameters, buffers = taken[place]
+        is_parameter = isinstance(tensor, nn.Parameter)
+        taken[place] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
+    return taken
+
+
+def _part_of(size: float, limit: float | None) -> str:
+    return f"{size / limit:.0%}" if limit else ""
+
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 

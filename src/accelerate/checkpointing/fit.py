@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from accelerate import torch_private
 from accelerate.base import CheckpointError, listed
 from accelerate.weights import is_extra, lacking_names
 
@@ -144,11 +145,7 @@ def loads_its_own_way(model: nn.Module) -> bool:
 
 def _has_own_code(module: nn.Module) -> bool:
     kind = type(module)
-    hooks = (
-        *module._load_state_dict_pre_hooks.values(),
-        *module._load_state_dict_post_hooks.values(),
-        *module._state_dict_hooks.values(),
-    )
+    hooks = torch_private.state_dict_hooks(module)
     return any(
         getattr(kind, name) is not getattr(nn.Module, name) or name in vars(module) for name in _OVERRIDABLE
     ) or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import rng
+from accelerate import rng, torch_private
 from accelerate.base import CheckpointError
 from accelerate.checkpointing.part import Apply
 from accelerate.data_loader import resume as position
@@ -39,7 +39,7 @@ class _Tensors:
         unique = list({id(each): each for each in tensors}.values())
         is_small = _size_of(unique) <= largest
         self._kept = [
-            (each, _version(each), each.detach().clone() if is_small else None)
+            (each, torch_private.version(each), each.detach().clone() if is_small else None)
             for each in unique
             if not each.is_meta
         ]
@@ -54,16 +54,12 @@ class _Tensors:
         for each, _, kept in self._kept:
             if kept is not None and not torch.equal(each, kept):
                 each.copy_(kept)
-        if any(kept is None and _version(each) != version for each, version, kept in self._kept):
+        if any(kept is None and torch_private.version(each) != version for each, version, kept in self._kept):
             raise CheckpointError("its tensors were changed before it failed")
 
 
 def _size_of(tensors: Iterable[Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in tensors)  # sparse ones have no `nbytes`
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _restore_attributes(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
+from accelerate import torch_private
 from accelerate.base import CheckpointError, refuse_outside
 
 if TYPE_CHECKING:  # it takes most of a second to import
@@ -176,11 +177,10 @@ def _pass_over(*parts: Any) -> None:
 
 def _known() -> dict[tuple[str, str], _Kind | _Function]:
     """Return what the file may name, beside dtypes and layouts."""
-    from torch.distributed._shard.sharded_tensor import metadata as old
-    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.distributed.checkpoint import metadata
 
     size = _is(torch.Size)
-    formats: tuple[type, ...] = (metadata._MEM_FORMAT_ENCODING, old.MEM_FORMAT_ENCODING)
+    formats: tuple[type, ...] = (torch_private.MemoryFormat, torch_private.OldMemoryFormat)
     properties = {
         "dtype": _is(torch.dtype),
         "layout": _is(torch.layout),
@@ -206,7 +206,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
         _Kind(
             metadata.TensorStorageMetadata,
             {
-                "properties": _is(metadata.TensorProperties, old.TensorProperties),
+                "properties": _is(metadata.TensorProperties, torch_private.OldTensorProperties),
                 "size": size,
                 "chunks": _is(list),
             },
@@ -221,7 +221,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
             },
         ),
         _Kind(
-            filesystem._StorageInfo,
+            torch_private.StorageInfo,
             {
                 "relative_path": _make_path_check(),
                 "offset": _is_size,
@@ -230,7 +230,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
             },
         ),
         _Properties(metadata.TensorProperties, properties),
-        _Properties(old.TensorProperties, properties),
+        _Properties(torch_private.OldTensorProperties, properties),
     ]
     modules, names = ("pathlib", "pathlib._local"), ("Path", "PosixPath", "WindowsPath")
     paths = [(module, name) for module in modules for name in names]
@@ -362,12 +362,11 @@ def _check(metadata: Metadata) -> None:
     Raises:
         CheckpointError: they do not fit.
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
     stored: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
-        if not isinstance(info, _StorageInfo) or not hasattr(index, "fqn"):
+        if not isinstance(info, torch_private.StorageInfo) or not hasattr(index, "fqn"):
             _refuse("a place of something that is not in a file")
         unlimited = LARGEST if info.transform_descriptors else 0  # compressed
         stored[index.fqn] = stored.get(index.fqn, 0) + info.length + unlimited

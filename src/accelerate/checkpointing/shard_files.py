@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
 from accelerate.checkpointing.local_shards import LocalShards, Place, Value, spread, write_item
 from accelerate.checkpointing.part import Payload
@@ -135,7 +136,7 @@ def _memory(value: Any) -> Any:
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _report(places: Mapping[str, Place], item: WriteItem, info: _StorageInfo) -> list[Any]:
+def _report(places: Mapping[str, Place], item: WriteItem, info: Any) -> list[Any]:
     data, box = item.tensor_data, None
     if data is not None:
         dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -166,7 +167,7 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
             else:
                 shape, dtype, offsets, sizes = box
                 items.append(write_item(key, shape, getattr(torch, dtype), offsets, sizes))
-            results.append(WriteResult(items[-1].index, info[2], _StorageInfo(*info)))
+            results.append(WriteResult(items[-1].index, info[2], torch_private.StorageInfo(*info)))
         plans.append(SavePlan(items))
     _, metadata = create_default_global_save_plan(plans)
     _check_whole(metadata)

@@ -78,7 +78,7 @@ __getattr__, __dir__, _RE_EXPORTS = attach(
             "prepare_simple_launcher_cmd_env",
             "prepare_tpu",
         ),
-        "accelerate.launch.namespace_launchers": (
+        "accelerate.launch.namespace": (
             "deepspeed_launcher",
             "multi_gpu_launcher",
             "sagemaker_launcher",

@@ -162,7 +162,7 @@ class DataLoaderAdapter(_Base):
     @property
     def counts_batches(self) -> bool:
         """Whether ranks share whole batches: the loader doesn't build batches itself."""
-        is_ready_made = not self._auto_collation and not isinstance(self.sampler, BatchSampler)
+        is_ready_made = self.batch_sampler is None and not isinstance(self.sampler, BatchSampler)
         return is_ready_made and not self.plan.own_shares
 
     @property
@@ -325,7 +325,7 @@ def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
         loader: The loader.
     """
     inner = innermost(index_sampler)
-    return getattr(inner, "sampler", None if loader._auto_collation else inner)
+    return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)
 
 
 def kept_settings(loader: DataLoader[Any]) -> dict[str, Any]:

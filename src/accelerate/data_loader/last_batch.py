@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from accelerate import torch_private
 from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_find_batch_size
 
 T = TypeVar("T")
@@ -117,9 +118,7 @@ class Counted:
 
     def pin_memory(self, device: Any = None) -> Counted:
         """Pin the batch inside; torch's pin thread calls this."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return Counted(pin_memory(self.batch, device), self.counts)  # type: ignore[no-untyped-call]
+        return Counted(torch_private.pin_memory(self.batch, device), self.counts)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
@@ -206,7 +207,7 @@ class _Order:
         seedable = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
+            num_samples=torch_private.requested_samples(sampler),
             data_seed=data_seed,
         )
         self.index_sampler = _with_sampler(self.index_sampler, seedable, sampler)

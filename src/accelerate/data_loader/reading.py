@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate import torch_private
 from accelerate.base import stack_dumps
 from accelerate.data_loader.last_batch import (
     CountingCollate,
@@ -118,8 +118,9 @@ def open_batches(
     by_torchdata = point is not None and loader.torchdata_resumes and start.origin is None
     order_is_drawn = position.begin(loader, point.offset if by_torchdata else start.offset)
     source: Any = open_iterator(loader)
-    if type(source) is _SingleProcessDataLoaderIter and loader._dataset_kind == _DatasetKind.Map and not skip:
-        source._sampler_iter = indices = IndexAhead(source._sampler_iter)
+    is_map_style = not isinstance(loader.dataset, IterableDataset)
+    if type(source) is torch_private.SingleProcessIterator and is_map_style and not skip:
+        indices = torch_private.wrap_indices(source, IndexAhead)
         fillers = _fillers_of(loader._index_sampler)
         if ahead_by is not None:
             return after_first(source, order_is_drawn, kept, ahead_by), None, fillers

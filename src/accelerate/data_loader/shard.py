@@ -113,7 +113,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             current_transport(),
             self.groups_of_ranks(),
             self.first_round,
-            fills_short=self._auto_collation,
+            fills_short=self.batch_sampler is not None,
             drop_last=self._drop_last,
         )
 

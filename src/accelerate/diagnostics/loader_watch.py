@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from accelerate import torch_private
 from accelerate.base import Frame
 from accelerate.data_loader import ReadAhead, WorkersObserver
 from accelerate.diagnostics import processes, stacks
@@ -29,9 +30,7 @@ MOST_WORKERS = 8
 """Workers that a report describes; those that owe the next batch come first."""
 MOST_WORKER_STACKS = 3
 _DEPTH = 16  # the wait of a loader is among the innermost frames
-_WAIT_OF_TORCH = "_get_data"
 _WAIT_OF_OURS = ReadAhead.take.__code__
-_WORKER_LOOP = "_worker_loop"
 _TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to read
 
 
@@ -80,9 +79,9 @@ def find_wait(frame: FrameType | None) -> BatchWait | None:
             return None
         if frame.f_code is _WAIT_OF_OURS:
             return _wait_for_reader(frame.f_locals["self"])
-        if frame.f_code.co_name == _WAIT_OF_TORCH:
+        if frame.f_code.co_name == torch_private.WAIT_FOR_BATCH:
             iterator = frame.f_locals.get("self")
-            if getattr(iterator, "_workers", None):
+            if torch_private.loader_workers(iterator):
                 return BatchWait(_token(iterator), iterator, None)
         frame = frame.f_back
     return None
@@ -107,18 +106,16 @@ def _wait_for_reader(reader: Any) -> BatchWait | None:
 
 
 def _token(iterator: Any) -> tuple[object, ...]:
-    # Nothing of the iterator is kept: its workers end with the last reference to it. torchdata asks its
-    # workers for states before it has a `_sampler_iter`.
-    order = getattr(iterator, "_sampler_iter", None)
-    return (iterator._workers[0].pid, getattr(iterator, "_rcvd_idx", 0), id(order))
+    # Nothing of the iterator is kept: its workers end with the last reference to it.
+    return (torch_private.loader_workers(iterator)[0].pid, *torch_private.loader_progress(iterator))
 
 
 def _describe_workers(iterator: Any) -> str:
-    owing = _workers_that_owe(iterator)
-    numbers = [*owing, *(n for n in range(len(iterator._workers)) if n not in owing)]
+    workers, owing = torch_private.loader_workers(iterator), _workers_that_owe(iterator)
+    numbers = [*owing, *(n for n in range(len(workers)) if n not in owing)]
     lines = ["waits for the workers of its loader:"]
     for index, number in enumerate(numbers[:MOST_WORKERS]):
-        pid = iterator._workers[number].pid
+        pid = workers[number].pid
         task = ", which owes the next batch," if index == 0 and owing else ""
         line = f"worker {number} (process {pid}){task} {processes.describe(pid)}"
         stack = _stack_of_worker(pid) if number in owing[:MOST_WORKER_STACKS] else ""
@@ -145,13 +142,15 @@ def _stack_of_worker(pid: int) -> str:
 
 def _workers_that_owe(iterator: Any) -> list[int]:
     """Numbers of the workers that have been asked for batches and gave none yet, the next batch first."""
-    tasks = sorted(getattr(iterator, "_task_info", {}).copy().items())
-    return list(dict.fromkeys(task[0] for _, task in tasks if len(task) == 1))
+    tasks = torch_private.loader_tasks(iterator)
+    return list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
 
 
 def _own_frames(frames: list[Frame]) -> list[Frame]:
     """The frames of a worker below torch's loop: a forked one begins with those of the process it is from."""
-    loop = max((index for index, frame in enumerate(frames) if frame[2] == _WORKER_LOOP), default=-1)
+    loop = max(
+        (index for index, frame in enumerate(frames) if frame[2] == torch_private.WORKER_LOOP), default=-1
+    )
     return frames[loop + 1 :]
 
 
@@ -175,7 +174,7 @@ class LoaderWatch(WorkersObserver):
         """
         over: list[bool] = []  # an event has a lock, which a fork could inherit held
         weakref.finalize(iterator, over.append, True)
-        watch = _Pass(iterator._workers[0].pid, self._limits, self._outlet, over)
+        watch = _Pass(torch_private.loader_workers(iterator)[0].pid, self._limits, self._outlet, over)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 
 

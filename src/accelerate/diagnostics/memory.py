@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import psutil
 import torch
 
+from accelerate import torch_private
 from accelerate.base import AccelerateError, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.diagnostics.oom_retry import Attempts, join_attempts
@@ -259,11 +260,11 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
         rank: Of this process.
     """
     recorder: Any = None if backend.is_host else getattr(backend.torch_module(), "memory", None)
-    if not hasattr(recorder, "_record_memory_history"):
+    if not torch_private.can_record_memory(recorder):
         logger.warning_once(f"{backend.label} keeps no record of allocations: no snapshot will be written.")
         yield
         return
-    recorder._record_memory_history(max_entries=MOST_EVENTS)
+    torch_private.record_memory(recorder, max_entries=MOST_EVENTS)
     try:
         yield
     except Exception as error:
@@ -271,13 +272,13 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
             _write(recorder, Path(folder), rank)
         raise
     finally:
-        recorder._record_memory_history(enabled=None)
+        torch_private.record_memory(recorder, enabled=None)
 
 
 def _write(recorder: Any, folder: Path, rank: int) -> None:
     path = folder / SNAPSHOT.format(rank=rank)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder._dump_snapshot(str(path))
+    torch_private.dump_memory(recorder, str(path))
     logger.warning(
         f"Memory ran out. The allocations are in {path}; look at them at https://pytorch.org/memory_viz",
         main_process_only=False,

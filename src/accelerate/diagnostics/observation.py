@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
-
+from accelerate import torch_private
 from accelerate.diagnostics import loader_watch, stacks
 from accelerate.diagnostics.hang_report import COLLECTIVE, DATA, DEVICE, ELSEWHERE, TORCH, RankState
 from accelerate.ops import Ring
@@ -18,8 +17,8 @@ MOST_WORK = 0.5
 STILL = 2.0
 """Seconds on one line after which the device is asked what it waits for."""
 
-_ON_DEVICE = "_dump_nccl_trace"
-_DUMPS = ("_dump_fr_trace", _ON_DEVICE)
+_ON_DEVICE = "dump_nccl_trace"
+_DUMPS = ("dump_fr_trace", _ON_DEVICE)
 """Names of torch's flight recorders; a build of torch has those of its communication libraries."""
 
 
@@ -129,7 +128,7 @@ def seconds_on_device() -> float:
 
 
 def _read(name: str) -> dict[str, Any]:
-    dump = getattr(c10d, name, None)
+    dump = getattr(torch_private, name)
     if dump is None:
         return {}
     trace: dict[str, Any] = pickle.loads(dump(includeStackTraces=False))

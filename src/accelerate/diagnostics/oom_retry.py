@@ -7,16 +7,12 @@ same store.
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import torch_private
 from accelerate.base import StateError, environ
 from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState, StoreChannel, process_group
@@ -71,7 +67,7 @@ class StoreAttempts(Attempts):
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._ranks = range(state.num_processes)
-        self._store: Any = distributed_c10d._get_default_store()
+        self._store: Any = torch_private.default_store()
         self._search = self._store.add(f"accelerate/attempts/{state.process_index}", 1)
         self._attempt = 0
         self._channel = self._open_channel()
@@ -106,7 +102,7 @@ class StoreAttempts(Attempts):
         self._report("ran out" if ran_out else "done", _collectives_issued())
         if ran_out and (_is_closing(self._channel) or None in self._wait(SECONDS_OF_GRACE)):
             self._channel.decide("fate", "close")
-            _release_group()
+            torch_private.drop_group_references()
         limit = self._store.timeout.total_seconds()
         reports = self._wait(limit)
         if None in reports:
@@ -138,7 +134,7 @@ class StoreAttempts(Attempts):
         device = self._state.device
         dist.init_process_group(
             self._state.backend,
-            store=distributed_c10d.PrefixStore(f"{self._scope()}/group", self._store),
+            store=dist.PrefixStore(f"{self._scope()}/group", self._store),  # type: ignore[attr-defined]
             rank=self._state.process_index,
             world_size=len(self._ranks),
             timeout=self._store.timeout,
@@ -192,7 +188,7 @@ class _Watcher:
         except dist.DistError:  # the store is gone; the main thread raises the same error
             return
         if dist.is_initialized():
-            distributed_c10d._abort_process_group()
+            torch_private.abort_process_group()
         self._left.set()
 
 
@@ -207,30 +203,8 @@ def _is_closing(channel: StoreChannel) -> bool:
     return bool(channel.read("fate") == "close")
 
 
-def _release_group() -> None:
-    """Drop what keeps the process group of a failed attempt alive, besides torch itself.
-
-    gloo closes its connections, and so wakes who waits, only with the last reference to the group. Models may
-    be held by an `Accelerator` until it frees them, and are of no use without the other ranks. And
-    where `torch.distributed.nn` was first imported after the group was opened, it is a default of its
-    functions.
-    """
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), DistributedDataParallel):
-            for name in ("reducer", "logger", "process_group"):
-                vars(candidate).pop(name, None)
-    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
-        if isinstance(function, FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(
-                None if isinstance(default, dist.ProcessGroup) else default
-                for default in function.__defaults__
-            )
-    gc.collect()
-
-
 def _collectives_issued() -> int | None:
     """How many collectives this process has issued on the default group; None when it was closed."""
     if not dist.is_initialized():
         return None
-    group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group())
+    return torch_private.num_collectives(dist.group.WORLD)

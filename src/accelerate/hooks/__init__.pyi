@@ -12,6 +12,7 @@ from accelerate.hooks.attach import (
     attach_execution_device_hook as attach_execution_device_hook,
 )
 from accelerate.hooks.base import (
+    LayerwiseCastingHook as LayerwiseCastingHook,
     ModelHook as ModelHook,
     SequentialHook as SequentialHook,
     add_hook_to_module as add_hook_to_module,
@@ -19,18 +20,15 @@ from accelerate.hooks.base import (
     remove_hook_from_module as remove_hook_from_module,
     remove_hook_from_submodules as remove_hook_from_submodules,
 )
-from accelerate.hooks.casting import LayerwiseCastingHook as LayerwiseCastingHook
 from accelerate.hooks.offload import (
     CpuOffload as CpuOffload,
     UserCpuOffloadHook as UserCpuOffloadHook,
-    offload_with_hook as offload_with_hook,
-)
-from accelerate.hooks.offloaded import (
     align_module_device as align_module_device,
     get_state_dict_from_offload as get_state_dict_from_offload,
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
     is_any_offloaded as is_any_offloaded,
+    offload_with_hook as offload_with_hook,
 )
 from accelerate.hooks.prefetch import (
     NOTHING_AHEAD as NOTHING_AHEAD,

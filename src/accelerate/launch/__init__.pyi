@@ -1,22 +1,17 @@
 from accelerate.launch.children import (
     FORWARDED as FORWARDED,
     GRACE_VARIABLE as GRACE_VARIABLE,
+    NOTES as NOTES,
+    REQUESTS as REQUESTS,
     End as End,
     Ending as Ending,
+    RequestNotes as RequestNotes,
+    blocked as blocked,
     exit_code as exit_code,
     grace as grace,
     run_child as run_child,
     run_to_end as run_to_end,
 )
-from accelerate.launch.command import (
-    AGENT as AGENT,
-    accelerate_command as accelerate_command,
-    env_var_path_add as env_var_path_add,
-    local_command as local_command,
-    torchrun_arguments as torchrun_arguments,
-)
-from accelerate.launch.engines import check_engine as check_engine
-from accelerate.launch.environment import device_ids as device_ids, worker_environment as worker_environment
 from accelerate.launch.explain import as_json as as_json, as_text as as_text
 from accelerate.launch.failures import (
     ENTRY as ENTRY,
@@ -26,24 +21,19 @@ from accelerate.launch.failures import (
     VERBOSE_VARIABLE as VERBOSE_VARIABLE,
     Exits as Exits,
     Failure as Failure,
+    Kind as Kind,
     Outcome as Outcome,
+    Suspect as Suspect,
     collect as collect,
     count_of as count_of,
-    shortened as shortened,
-)
-from accelerate.launch.first_failure import (
-    Kind as Kind,
-    Suspect as Suspect,
     find_first as find_first,
     find_suspects as find_suspects,
+    shortened as shortened,
 )
-from accelerate.launch.layout import CHOSEN as CHOSEN
-from accelerate.launch.local_store import (
-    KEY_VARIABLE as KEY_VARIABLE,
-    LOOPBACK as LOOPBACK,
-    hold_loopback_store as hold_loopback_store,
-    loopback_interface as loopback_interface,
-    run_key as run_key,
+from accelerate.launch.layout import (
+    CHOSEN as CHOSEN,
+    device_ids as device_ids,
+    worker_environment as worker_environment,
 )
 from accelerate.launch.machine import Machine as Machine, look as look, read_file as read_file
 from accelerate.launch.namespace import (
@@ -55,17 +45,30 @@ from accelerate.launch.namespace import (
     prepare_tpu as prepare_tpu,
     setup_fp8_env as setup_fp8_env,
 )
-from accelerate.launch.pending_signals import (
-    NOTES as NOTES,
-    REQUESTS as REQUESTS,
-    RequestNotes as RequestNotes,
-    blocked as blocked,
+from accelerate.launch.network import (
+    KEY_VARIABLE as KEY_VARIABLE,
+    LOOPBACK as LOOPBACK,
+    check_reach as check_reach,
+    get_free_port as get_free_port,
+    hold_loopback_store as hold_loopback_store,
+    is_port_in_use as is_port_in_use,
+    loopback_interface as loopback_interface,
+    run_key as run_key,
 )
-from accelerate.launch.plan import LaunchPlan as LaunchPlan, Rendezvous as Rendezvous, Target as Target
-from accelerate.launch.ports import get_free_port as get_free_port, is_port_in_use as is_port_in_use
-from accelerate.launch.reach import check_reach as check_reach
-from accelerate.launch.recording import folder_of as folder_of, record_failures as record_failures
+from accelerate.launch.plan import (
+    AGENT as AGENT,
+    LaunchPlan as LaunchPlan,
+    Rendezvous as Rendezvous,
+    Target as Target,
+    accelerate_command as accelerate_command,
+    env_var_path_add as env_var_path_add,
+    folder_of as folder_of,
+    local_command as local_command,
+    record_failures as record_failures,
+    torchrun_arguments as torchrun_arguments,
+)
 from accelerate.launch.resolve import (
+    check_engine as check_engine,
     choose_cpu_or_devices as choose_cpu_or_devices,
     resolve_plan as resolve_plan,
 )

@@ -1,4 +1,4 @@
-"""A program as a child: signals reach it, and nothing of it outlives the launcher."""
+"""Child processes of the launcher: signals reach them, and they end with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,63 @@ from types import FrameType
 from typing import Any
 
 from accelerate.base import ConfigurationError, environ
-from accelerate.launch.pending_signals import REQUESTS, blocked
+
+REQUESTS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+"""Signals that ask a program for something, and end one that has no handler."""
+
+_CAN_BLOCK = hasattr(signal, "pthread_sigmask")
+
+
+@contextmanager
+def blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread; a process that is started in the block begins with them blocked.
+
+    Args:
+        numbers: of the signals. Those that arrive meanwhile are delivered behind the block, unless another
+            thread of this process takes them.
+    """
+    if not _CAN_BLOCK:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class RequestNotes:
+    """Notes the requests that reach this process before its script asks for them or sets handlers."""
+
+    def __init__(self) -> None:
+        self._noted: set[int] = set()
+        self._process = 0
+
+    def install(self) -> None:
+        """Set the handler, and unblock the signals. Called once, in the main thread."""
+        self._process = os.getpid()
+        for number in REQUESTS:
+            signal.signal(number, self.note)
+        if _CAN_BLOCK:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal; in a fork of this process it does what it does by default."""
+        if os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        self._noted.add(number)
+
+    def take(self) -> set[int]:
+        """Return the numbers that were noted since the last call."""
+        noted, self._noted = self._noted, set()
+        return noted
+
+
+NOTES = RequestNotes()
+"""Of this process: handlers are one per process."""
+
 
 FORWARDED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
@@ -67,7 +123,7 @@ def run_child(
     Args:
         command: its words.
         added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program in its place.
+        instead: signal that reaches this process -> signal that is sent to the program instead.
 
     Returns:
         The exit code that a shell would show.
@@ -89,7 +145,7 @@ def run_to_end(
     Args:
         command: its words.
         added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program in its place.
+        instead: signal that reaches this process -> signal that is sent to the program instead.
         blocked_at_start: signals that the program starts with blocked; it has to unblock them itself.
 
     Raises:
@@ -189,7 +245,7 @@ class Ending:
         if sent != number or not has_it:
             child.send_signal(sent)
         if number not in REQUESTS:
-            continue_stopped([child.pid, *(each.pid for each in self._family)])
+            continue_stopped([child.pid, *(process.pid for process in self._family)])
         if is_first:
             self._start_clock(number)
 

@@ -1,4 +1,4 @@
-"""A plan and where each value came from, for people and for machines."""
+"""A plan and the source of each of its values, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -40,14 +40,18 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
 
 def as_json(plan: LaunchPlan, settings: Settings) -> str:
     """The same as one JSON object."""
-    meeting = plan.rendezvous
+    rendezvous = plan.rendezvous
     return json.dumps(
         {
             "launcher": plan.launcher,
             "processes": plan.processes,
             "machines": plan.machines,
             "machine": plan.machine,
-            "meeting": {"backend": meeting.backend, "address": meeting.address, "port": meeting.port},
+            "meeting": {
+                "backend": rendezvous.backend,
+                "address": rendezvous.address,
+                "port": rendezvous.port,
+            },
             "command": launcher_for(plan).command(plan),
             "files": dict(launcher_for(plan).files(plan)),
             "environment": dict(sorted(plan.environment.items())),
@@ -63,7 +67,7 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
 
 def _layout(plan: LaunchPlan) -> str:
     launcher = launcher_for(plan)
-    if launcher.counts_elsewhere:
+    if launcher.counts_remotely:
         return f"as many as the machines there decide, by the {plan.launcher} launcher"
     text = f"{plan.processes} in total by the {plan.launcher} launcher"
     if plan.machines == 1:
@@ -92,10 +96,10 @@ def _titled(title: str, lines: Iterable[str]) -> str:
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
-    """Lay cells out below each other; the last one is not filled up."""
+    """Align cells in columns; the last one is not padded."""
     if not rows:
         return ["  none"]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]) - 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]

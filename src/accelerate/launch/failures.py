@@ -1,16 +1,20 @@
-"""What ended the processes of a run: written down by each of them, collected by the launcher."""
+"""What ended the processes of a run: each writes it down, the launcher collects it and finds the cause."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from pathlib import Path
+
+from accelerate.base import AccelerateError
 
 FOLDER_VARIABLE = "ACCELERATE_FAILURE_DIR"
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
@@ -19,7 +23,7 @@ MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
 HANG_KIND = "Hang"
-"""In the place of an error's class: the process was ended because of a hang."""
+"""Stands for an error's class: the process was ended because of a hang."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Failure:
 
     def write(self, folder: Path) -> bool:
         """Write it to a file of its own; whether that worked."""
-        target = folder / f"rank-{self.rank}.attempt-{self.attempt}.json"
+        # Forked processes that meet over a file have no RANK: the pid keeps their files apart.
+        target = folder / f"rank-{self.rank}.attempt-{self.attempt}.pid-{self.pid}.json"
         try:
             beside = target.with_suffix(".part")
             beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -86,7 +91,7 @@ class Failure:
 
 
 def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
-    """Return a count that the launcher sets, for a report: a wrong one does not take the report's place.
+    """Return a count that the launcher sets, for a report: a wrong value must not prevent the report.
 
     Args:
         environ: variables of a process.
@@ -104,8 +109,8 @@ class Exits:
     Attributes:
         codes: rank -> exit code, or minus the number of the signal that ended it.
         attempt: how often the group had been restarted.
-        asked: ranks that still ran when the launcher told them to end.
-        asked_by: the signal that told them.
+        asked: ranks that still ran when the launcher asked them to end.
+        asked_by: the signal that it sent.
         asked_at: when, in seconds since the epoch.
         killed: those that did not end in time, which the launcher killed.
     """
@@ -127,15 +132,15 @@ class Exits:
         path = folder / EXITS
         if not path.exists():
             return cls({})
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["codes"] = {int(rank): code for rank, code in found["codes"].items()}
-        found["asked"], found["killed"] = tuple(found["asked"]), tuple(found["killed"])
-        return cls(**found)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["codes"] = {int(rank): code for rank, code in fields["codes"].items()}
+        fields["asked"], fields["killed"] = tuple(fields["asked"]), tuple(fields["killed"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended that failed.
+    """How a failed run ended.
 
     Attributes:
         code: exit code of the run.
@@ -151,19 +156,19 @@ class Outcome:
 
     @property
     def finished(self) -> list[int]:
-        """The ranks that ended with code 0 before anyone told them to."""
+        """The ranks that ended with code 0 before the launcher asked them to."""
         return [rank for rank, code in self.seen.codes.items() if not code and rank not in self.seen.asked]
 
 
 def collect(folder: Path, code: int) -> Outcome:
-    """Read what the processes of a run left behind.
+    """Read what the processes of a run wrote.
 
     Args:
         folder: where they wrote.
         code: exit code of the run.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
-    failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in found]
+    entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
+    failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
     seen = Exits.read(folder)
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
     return Outcome(
@@ -175,7 +180,7 @@ def collect(folder: Path, code: int) -> Outcome:
 
 
 def shortened(text: str, width: int = 300) -> str:
-    """Cut a line that nobody would read to its end, and say how much is missing."""
+    """Cut a long line, and say how many characters are missing."""
     return text if len(text) <= width else f"{text[:width]} ... ({len(text) - width} more characters)"
 
 
@@ -184,3 +189,108 @@ def _read_hang(path: Path, attempt: int) -> str:
         return ""
     report = json.loads(path.read_text(encoding="utf-8"))
     return str(report["text"]) if report["attempt"] >= attempt else ""
+
+
+class Kind(IntEnum):
+    """What a failure is, the most likely cause first."""
+
+    OWN = 1
+    """An error of the script, or of a worker of its data loader."""
+    SILENT = 2
+    """An exit code, or a signal that the launcher did not send, without a Python error."""
+    LEFT = 3
+    """Exit code 0 while others needed the rank."""
+    HANG = 4
+    """Ended as ranks waited for each other."""
+    OF_OTHERS = 5
+    """An error that says what another rank did, or did not."""
+    LOST = 6
+    """A connection to another rank broke, or an operation with it timed out."""
+    AFTER = 7
+    """An error of a rank that the launcher had asked to end."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One rank whose end may be the cause.
+
+    Attributes:
+        kind: what its failure is.
+        rank: of the process.
+        failure: what it wrote; None where it wrote nothing.
+    """
+
+    kind: Kind
+    rank: int
+    failure: Failure | None = None
+
+
+_CONNECTION = re.compile(
+    r"gloo|NCCL|TCPStore|connectFullMesh|connection closed by peer|DistBackendError|DistNetworkError|"
+    r"DistStoreError|DistQueue\w+Error",
+    re.IGNORECASE,
+)
+_ANY_CONNECTION = re.compile(
+    r"connection refused|connection reset|broken pipe|timed? ?out|timeout|socket", re.IGNORECASE
+)
+"""Said of connections of the script too, such as a download: it counts where torch.distributed raised it."""
+_DISTRIBUTED = re.compile(r'File "[^"]*torch/distributed/')
+_OF_OTHERS = re.compile(r"did not come within|did not end their attempt|on another process|does not answer")
+_READ_BY_ANOTHER = re.compile(
+    r"^RuntimeError: the loader failed on process \d+, which reads for all:$", re.MULTILINE
+)
+"""In the traceback of the others: they raise what the process raised that reads for them."""
+
+
+def find_suspects(outcome: Outcome) -> list[Suspect]:
+    """Return all that may have made the run fail, the most likely first.
+
+    Args:
+        outcome: how the run ended.
+    """
+    recorded = {failure.rank for failure in outcome.failures}
+    suspects = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
+    if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in suspects):
+        suspects += [Suspect(Kind.LEFT, rank) for rank in outcome.finished]
+    silent = {
+        rank: number
+        for rank, number in outcome.seen.codes.items()
+        if number and rank not in recorded and not _is_by_launcher(rank, number, outcome)
+    }
+    suspects += [Suspect(Kind.AFTER if rank in outcome.seen.asked else Kind.SILENT, rank) for rank in silent]
+
+    def order(suspect: Suspect) -> tuple[int, float]:
+        # Signals before exit codes: a script that loses another rank may end itself with a code.
+        moment = suspect.failure.moment if suspect.failure else float(silent.get(suspect.rank, 0) > 0)
+        return suspect.kind, moment
+
+    return sorted(suspects, key=order)
+
+
+def find_first(outcome: Outcome) -> Suspect | None:
+    """Return what made the run fail; None where no rank did.
+
+    Args:
+        outcome: how the run ended.
+    """
+    return next(iter(find_suspects(outcome)), None)
+
+
+def _kind(failure: Failure, outcome: Outcome) -> Kind:
+    if failure.rank in outcome.seen.asked and failure.moment > outcome.seen.asked_at:
+        return Kind.AFTER
+    if HANG_KIND in failure.kind:
+        return Kind.HANG
+    if _READ_BY_ANOTHER.search(failure.trace):
+        return Kind.OF_OTHERS
+    if AccelerateError.__name__ in failure.kind:
+        return Kind.OF_OTHERS if _OF_OTHERS.search(failure.headline) else Kind.OWN
+    text = " ".join((failure.kind[0], failure.headline))
+    lost = _CONNECTION.search(text) or (
+        _ANY_CONNECTION.search(text) and _DISTRIBUTED.search(failure.trace) is not None
+    )
+    return Kind.LOST if lost else Kind.OWN
+
+
+def _is_by_launcher(rank: int, number: int, outcome: Outcome) -> bool:
+    return rank in outcome.seen.killed or (rank in outcome.seen.asked and number == -outcome.seen.asked_by)

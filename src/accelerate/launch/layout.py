@@ -1,4 +1,4 @@
-"""How many processes run, on which machine, with how many threads."""
+"""How many processes run on which machine, with which threads and variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accelerate.base import whole_number, wrong_value
 from accelerate.launch.machine import Machine
-from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options
+from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options, env
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection
 
 MOST_PROCESSES = 10**6
@@ -36,10 +36,10 @@ def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
         shares = (0,)
     if min(shares) < 1:
         raise wrong_value(flag, ",".join(given), "these are no numbers from 1 on", "Write for example 8,4")
-    for name, found in (("num_machines", len(shares)), ("num_processes", sum(shares))):
-        wanted = settings.values[name]
-        if settings.given(name) and wanted not in (None, -1, found):
-            reason = f"that makes {found}, and {where(settings, name)} says {wanted}"
+    for name, count in (("num_machines", len(shares)), ("num_processes", sum(shares))):
+        given_count = settings.values[name]
+        if settings.given(name) and given_count not in (None, -1, count):
+            reason = f"that makes {count}, and {where(settings, name)} says {given_count}"
             raise wrong_value(flag, listed(shares), reason, "Make them agree, or leave one out")
     return settings.replaced(FLAG, num_machines=len(shares), num_processes=sum(shares)), shares
 
@@ -76,7 +76,7 @@ def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tu
 
 
 def _number_of_others(environ: Mapping[str, str]) -> str:
-    """Say that this process belongs to a run that something else has started, as one process for each pod."""
+    """Say that another program has started this process as one of several, such as one for each pod."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
     return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
 
@@ -105,14 +105,14 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     """
     values = settings.values
     total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
-    place = where(settings, "num_processes")
+    option = where(settings, "num_processes")
     if total < 1:
-        raise wrong_value(place, total, "at least one process is needed", "Use 1 or more")
+        raise wrong_value(option, total, "at least one process is needed", "Use 1 or more")
     if total > MOST_PROCESSES:
-        raise wrong_value(place, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
+        raise wrong_value(option, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
     if total % machines and not shares:
         fix = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
-        raise wrong_value(place, total, f"it cannot be divided over {machines} machines", fix)
+        raise wrong_value(option, total, f"it cannot be divided over {machines} machines", fix)
     if not 0 <= rank < machines:
         fix = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
         raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", fix)
@@ -120,19 +120,19 @@ def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) 
     if machine.has_accelerator and local > machine.devices:
         of = f" of {machines}" if machines > 1 else ""
         reason = f"that is {local} on this machine{of}, which shows {machine.devices} devices"
-        raise wrong_value(place, total, reason, "Use fewer, or --cpu to run on the CPU")
+        raise wrong_value(option, total, reason, "Use fewer, or --cpu to run on the CPU")
 
 
 def choose_threads(settings: Settings, machine: Machine, launcher: str, shares: tuple[int, ...]) -> Settings:
-    """Share the cores between the processes of a machine, so that they do not get in each other's way.
+    """Divide the cores between the processes of a machine.
 
     Raises:
         ConfigurationError: the number of threads that was given is none.
     """
     given = settings.values["num_cpu_threads_per_process"]
     if given is not None and given < 1:
-        place = where(settings, "num_cpu_threads_per_process")
-        raise wrong_value(place, given, "at least one thread is needed", "Use 1 or more")
+        option = where(settings, "num_cpu_threads_per_process")
+        raise wrong_value(option, given, "at least one thread is needed", "Use 1 or more")
     kept = "OMP_NUM_THREADS" in (machine.environ or {})
     if given is not None or kept or launcher == "local":
         return settings
@@ -154,3 +154,46 @@ def where(settings: Settings, name: str) -> str:
     if source == ENVIRONMENT and row.variables:
         return row.variables[0]
     return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {row.key or name}"
+
+
+INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+"""How Intel's OpenMP binds the threads of one process on the CPU; others ignore it."""
+
+
+def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
+    """Split ``--gpu_ids``; empty for "all".
+
+    Raises:
+        ConfigurationError: an entry is empty or given twice.
+    """
+    if gpu_ids is None or gpu_ids.strip() in ("", "all"):
+        return ()
+    ids = tuple(part.strip() for part in gpu_ids.split(","))
+    if "" in ids or len(set(ids)) < len(ids):
+        raise wrong_value("--gpu_ids", gpu_ids, "an entry is empty or given twice", "Write for example 0,1")
+    return ids
+
+
+def worker_environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
+    """The variables that the workers get in addition to those of this process."""
+    added = env.encode(settings)
+    ids = device_ids(settings.values["gpu_ids"])
+    if ids and machine.hardware.visible_env:
+        added[machine.hardware.visible_env] = ",".join(ids)
+    present = machine.environ or {}
+    usual = {**_openmp(settings, launcher), **_queues(settings)}
+    return {**added, **{name: text for name, text in usual.items() if name not in present}}
+
+
+def _openmp(settings: Settings, launcher: str) -> dict[str, str]:
+    return INTEL_OPENMP if launcher == "local" and settings.values["cpu"] else {}
+
+
+def _queues(settings: Settings) -> dict[str, str]:
+    """One queue of kernels where Megatron-LM shares layers or sequences; its own FSDP wants several."""
+    values = settings.values
+    shares = (values["megatron_lm_tp_degree"] or 1) > 1 or (
+        values["megatron_lm_context_parallel_size"] or 1
+    ) > 1
+    needed = values["use_megatron_lm"] and shares and not values["megatron_lm_use_custom_fsdp"]
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}

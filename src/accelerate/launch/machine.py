@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from accelerate.base import ConfigurationError, expanded, shortened
 from accelerate.devices import CPU, DeviceBackend, count_visible
-from accelerate.launch.ports import get_free_port, is_port_in_use
+from accelerate.launch.network import get_free_port, is_port_in_use
 
 ROOT = 0
 

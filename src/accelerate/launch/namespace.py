@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import environ
-from accelerate.launch.backends import SageMakerDetails, launcher_for, precision_variables
-from accelerate.launch.command import env_var_path_add, local_command
-from accelerate.launch.environment import INTEL_OPENMP, device_ids
-from accelerate.launch.hyperparameters import _convert_nargs_to_dict as _convert_nargs_to_dict
+from accelerate.launch.backends import (
+    SageMakerDetails,
+    _convert_nargs_to_dict as _convert_nargs_to_dict,
+    launcher_for,
+    precision_variables,
+)
+from accelerate.launch.layout import INTEL_OPENMP, device_ids
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.ports import DEFAULT_PORT, get_free_port, is_port_in_use
+from accelerate.launch.network import DEFAULT_PORT, get_free_port, is_port_in_use
+from accelerate.launch.plan import LaunchPlan, Rendezvous, Target, env_var_path_add, local_command
 from accelerate.settings import (
     FLAG,
     Layer,
@@ -128,11 +131,11 @@ def _add_torchrun_names(args: argparse.Namespace) -> None:
         args.master_port = str(_free(DEFAULT_PORT if port is None else int(port)))
         return
     args.nnodes, args.node_rank = str(machines), str(args.machine_rank or 0)
-    place = (str(args.main_process_ip), str(port or DEFAULT_PORT))
+    address = (str(args.main_process_ip), str(port or DEFAULT_PORT))
     if getattr(args, "same_network", False):
-        args.master_addr, args.master_port = place
+        args.master_addr, args.master_port = address
     else:
-        args.rdzv_endpoint = ":".join(place)
+        args.rdzv_endpoint = ":".join(address)
 
 
 def _free(port: int) -> int:
@@ -170,14 +173,14 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 def deepspeed_plan(args: argparse.Namespace, variables: dict[str, str] | None = None) -> LaunchPlan:
     settings = settings_of(args)
-    wanted = settings[RendezvousSection]
+    section = settings[RendezvousSection]
     plan = LaunchPlan(
         launcher="deepspeed",
         target=Target.of(args),
         processes=args.num_processes,
         machines=settings.values["num_machines"],
-        machine=wanted.machine_rank,
-        rendezvous=Rendezvous.of(wanted, wanted.main_process_port or DEFAULT_PORT),
+        machine=section.machine_rank,
+        rendezvous=Rendezvous.of(section, section.main_process_port or DEFAULT_PORT),
         environment=variables or {},
     )
     return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
@@ -217,15 +220,15 @@ def prepare_sagemager_args_inputs(
         args: every option of ``accelerate launch``.
 
     Returns:
-        Arguments of the estimator by name, and channel -> place of its data, ``None`` for none.
+        Arguments of the estimator by name, and channel -> location of its data, None for none.
 
     Raises:
         ConfigurationError: the job cannot work.
     """
     plan = sagemaker_plan(sagemaker_config, args)
-    told = plan.detail(SageMakerDetails)
-    environ.assign(told.credentials)
-    return dict(told.arguments), None if told.inputs is None else dict(told.inputs)
+    job = plan.detail(SageMakerDetails)
+    environ.assign(job.credentials)
+    return dict(job.arguments), None if job.inputs is None else dict(job.inputs)
 
 
 def sagemaker_plan(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
@@ -291,3 +294,106 @@ def _filter_args(
     shared = {name: value for name, value in vars(args).items() if hasattr(known, name)}
     vars(known).update(shared)
     return known
+
+
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script as one process.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: the script failed; with its exit code.
+    """
+    _, variables = prepare_simple_launcher_cmd_env(args)
+    _run(LaunchPlan("local", Target.of(args), environment=variables))
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script in several processes.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: a process failed; with its exit code.
+    """
+    _run(_elastic_plan(args, prepare_multi_gpu_env(args)))
+
+
+def _elastic_plan(args: argparse.Namespace, variables: dict[str, str]) -> LaunchPlan:
+    settings = settings_of(args)
+    section = settings[RendezvousSection]
+    port = section.main_process_port or DEFAULT_PORT
+    return LaunchPlan(
+        launcher="elastic",
+        target=Target.of(args),
+        processes=args.num_processes,
+        machines=settings.values["num_machines"],
+        machine=section.machine_rank,
+        rendezvous=Rendezvous.of(section, int(getattr(args, "master_port", None) or port)),
+        environment=variables,
+    )
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script with DeepSpeed.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: a process failed; with its exit code.
+    """
+    command, variables = prepare_deepspeed_cmd_env(args)
+    _run(_elastic_plan(args, variables) if command is None else deepspeed_plan(args, variables))
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script on the chips of this TPU host.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        MissingPackageError: torch_xla is not installed.
+    """
+    _run(_tpu_plan(args, "tpu"))
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Run the namespace's script on all hosts of a TPU pod.
+
+    Args:
+        args: every option of ``accelerate launch``, already decided.
+
+    Raises:
+        SystemExit: a host failed; with its exit code.
+    """
+    _run(_tpu_plan(args, "tpu_pod"))
+
+
+def _tpu_plan(args: argparse.Namespace, launcher: str) -> LaunchPlan:
+    settings = settings_of(args).replaced(FLAG, tpu=True)
+    plan = LaunchPlan(launcher, Target.of(args), environment=env.encode(settings, SIMPLE))
+    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
+    """Run the namespace's script as a job on Amazon SageMaker.
+
+    Args:
+        sagemaker_config: the job, as its configuration file describes it.
+        args: every option of ``accelerate launch``.
+
+    Raises:
+        MissingPackageError: the vendor's package is not installed.
+        LaunchError: the job failed.
+    """
+    _run(sagemaker_plan(sagemaker_config, args))
+
+
+def _run(plan: LaunchPlan) -> None:
+    code = launcher_for(plan).run(plan)
+    if code:
+        raise SystemExit(code)

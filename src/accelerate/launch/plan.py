@@ -1,13 +1,17 @@
-"""LaunchPlan: everything decided, nothing done."""
+"""LaunchPlan: everything that was decided, its command line, and how its processes record their errors."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, environ
+from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection
 
 Detail = TypeVar("Detail")
@@ -43,10 +47,16 @@ class Target:
         kind: Kind = "module" if args.module else "program" if args.no_python else "script"
         return cls(kind, args.training_script, tuple(args.training_script_args))
 
+    @property
+    def words(self) -> list[str]:
+        """The words that name it to torchrun, to `accelerate launch` and to DeepSpeed's launcher."""
+        kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[self.kind]
+        return [*kind, self.name, *self.arguments]
+
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the processes meet.
+    """How the processes find each other.
 
     Attributes:
         backend: "static", "c10d", or another one that torch knows.
@@ -71,18 +81,18 @@ class Rendezvous:
     log_dir: str | None = None
 
     @classmethod
-    def of(cls, wanted: RendezvousSection, port: int) -> Rendezvous:
-        """The meeting that the settings describe, at a port that was chosen."""
+    def of(cls, section: RendezvousSection, port: int) -> Rendezvous:
+        """The rendezvous that the settings describe, at a port that was chosen."""
         return cls(
-            backend=wanted.rdzv_backend,
-            address=wanted.main_process_ip or "127.0.0.1",
+            backend=section.rdzv_backend,
+            address=section.main_process_ip or "127.0.0.1",
             port=port,
-            configuration=wanted.rdzv_conf,
-            restarts=wanted.max_restarts,
-            interval=wanted.monitor_interval,
-            role=wanted.role,
-            tee=wanted.tee,
-            log_dir=wanted.log_dir,
+            configuration=section.rdzv_conf,
+            restarts=section.max_restarts,
+            interval=section.monitor_interval,
+            role=section.role,
+            tee=section.tee,
+            log_dir=section.log_dir,
         )
 
 
@@ -97,9 +107,9 @@ class LaunchPlan:
         shares: processes on each machine, where these differ; empty where they do not.
         machines: how many.
         machine: which one this is, from 0.
-        rendezvous: how the processes meet.
+        rendezvous: how the processes find each other.
         environment: only the variables that are added.
-        notes: what was assumed or changed, to be said once.
+        notes: what was assumed or changed, for the user.
         details: what the launcher needs beyond this; see `detail`.
     """
 
@@ -130,8 +140,7 @@ class LaunchPlan:
     def layout(self) -> str:
         """How the processes are shared out over several machines, in words."""
         if self.shares:
-            each = ", ".join(map(str, self.shares))
-            return f"{each} on the {self.machines} machines"
+            return f"{', '.join(map(str, self.shares))} on the {self.machines} machines"
         return f"{self.local_processes} on each of {self.machines} machines"
 
     def detail(self, kind: type[Detail]) -> Detail:
@@ -146,3 +155,92 @@ class LaunchPlan:
         if not isinstance(self.details, kind):
             raise TypeError(f"a plan of the {self.launcher} launcher holds no {kind.__name__}")
         return self.details
+
+
+AGENT = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
+
+
+def local_command(target: Target) -> list[str]:
+    """The words that run a target as one process of this Python."""
+    before = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[target.kind]
+    return [*before, target.name, *target.arguments]
+
+
+def torchrun_arguments(plan: LaunchPlan) -> list[str]:
+    """The arguments of ``torchrun`` that run a plan."""
+    rendezvous = plan.rendezvous
+    endpoint = f"{rendezvous.address}:{rendezvous.port}"
+    words = [
+        *("--nnodes", str(plan.machines)),
+        *("--nproc_per_node", str(plan.local_processes)),
+        *("--node_rank", str(plan.machine)),
+        *("--rdzv_endpoint", endpoint),  # absent, torch would take it from PET_RDZV_ENDPOINT
+        *("--rdzv_backend", rendezvous.backend),
+        *("--max_restarts", str(rendezvous.restarts)),
+        *("--monitor_interval", str(rendezvous.interval)),
+        *("--role", rendezvous.role),
+        *("--tee", rendezvous.tee),
+    ]
+    if rendezvous.configuration:
+        words += ["--rdzv_conf", rendezvous.configuration]
+    if rendezvous.log_dir:
+        words += ["--log_dir", rendezvous.log_dir]
+    return [*words, *plan.target.words]
+
+
+def accelerate_command(settings: Settings, target: Target, *left_out: str) -> list[str]:
+    """The words of an `accelerate launch` on another machine, or later, that decides the same.
+
+    Args:
+        settings: written as flags.
+        target: what it runs.
+        left_out: names of options that it finds out by itself.
+    """
+    if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
+        left_out = (*left_out, "num_cpu_threads_per_process")
+    return [*AGENT, *flags.words(settings, *left_out), *target.words]
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """A search path with one folder more.
+
+    Args:
+        env_var_name: variable that holds the search path.
+        path_to_add: folder that is put at its end.
+
+    Returns:
+        The new value; the variable is not changed.
+    """
+    present = [path for path in environ.current().get(env_var_name, "").split(":") if path]
+    return ":".join([*present, str(path_to_add)])
+
+
+RECORDED = ("local", "elastic")
+"""Launchers that start the script themselves."""
+
+
+def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
+    """A plan whose processes write down what ends them; the same plan where that is not possible.
+
+    Args:
+        plan: what is going to run.
+        folder: where they write.
+    """
+    if plan.launcher not in RECORDED or plan.target.kind == "program":
+        return plan
+    before = ("-m",) if plan.target.kind == "module" else ()
+    target = Target("script", str(ENTRY), (*before, plan.target.name, *plan.target.arguments))
+    added = {FOLDER_VARIABLE: str(folder)}
+    if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
+        added[VERBOSE_VARIABLE] = "1"
+    return replace(plan, target=target, environment={**plan.environment, **added})
+
+
+def folder_of(plan: LaunchPlan) -> Path | None:
+    """Where the processes of a plan write down what ends them; `None` where they do not.
+
+    Args:
+        plan: what is going to run.
+    """
+    folder = plan.environment.get(FOLDER_VARIABLE)
+    return None if folder is None else Path(folder)

@@ -1,30 +1,31 @@
-"""Merged settings + machine -> LaunchPlan; the one place that chooses a launcher. Nothing is started."""
+"""Merged settings + machine -> LaunchPlan; the file that chooses the launcher. Nothing is started."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from accelerate.base import ConfigurationError, LaunchError, read_seconds, wrong_value
+from accelerate.base import ConfigurationError, LaunchError, PrecisionType, read_seconds, wrong_value
 from accelerate.devices import CPU
 from accelerate.launch.backends import Launcher, launcher_named
-from accelerate.launch.engines import check_engine
-from accelerate.launch.environment import device_ids, worker_environment
 from accelerate.launch.layout import (
     CHOSEN as CHOSEN,
     check_layout,
     choose_processes,
     choose_shares,
     choose_threads,
+    device_ids,
     listed,
     where,
+    worker_environment,
 )
 from accelerate.launch.machine import Machine
+from accelerate.launch.network import DEFAULT_PORT
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
-from accelerate.launch.ports import DEFAULT_PORT
-from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings
+from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, deepspeed_checks as checks
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
@@ -52,8 +53,8 @@ def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[
     starter, starter_notes = choose_starter(settings, machine)
     if starter is not None:
         settings = launcher_named(starter).amend(settings, machine)
-    if starter is not None and launcher_named(starter).counts_elsewhere:
-        return _plan_elsewhere(starter, settings, machine, target), settings
+    if starter is not None and launcher_named(starter).counts_remotely:
+        return _plan_remotely(starter, settings, machine, target), settings
     machine = _hardware(settings, machine)
     check_engine(settings, machine)
     settings, shares = choose_shares(settings)
@@ -79,7 +80,7 @@ def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[
     return replace(plan, details=launcher.details(settings, machine, plan)), settings
 
 
-def _plan_elsewhere(name: str, settings: Settings, machine: Machine, target: Target) -> LaunchPlan:
+def _plan_remotely(name: str, settings: Settings, machine: Machine, target: Target) -> LaunchPlan:
     """A plan whose processes are counted on the machines where they run."""
     given = settings.values["num_processes"]
     plan = LaunchPlan(
@@ -110,7 +111,7 @@ def _idle_notes(settings: Settings) -> tuple[str, ...]:
 
 
 def _layout_note(plan: LaunchPlan) -> tuple[str, ...]:
-    """Say how the total is shared, since it is easily taken for the count of one machine."""
+    """Say how the total is distributed, since it is easily taken for the count of one machine."""
     if plan.machines == 1:
         return ()
     total = f"{plan.processes} processes in total: {plan.layout}"
@@ -160,7 +161,7 @@ def check_budget(settings: Settings) -> None:
 
 
 def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
-    """Name the program that starts the processes, if it is not this one; and say what was noticed.
+    """Name the program that starts the processes, if it is not this one, and the notes for the user.
 
     Raises:
         ConfigurationError: a flag asks for SLURM, and there is no allocation.
@@ -187,11 +188,11 @@ def _choose_slurm(settings: Settings, machine: Machine) -> tuple[str | None, tup
         return "sbatch", ()
     if "SLURM_JOB_ID" in (machine.environ or {}):
         return "slurm", ()
-    place, source = where(settings, "slurm"), settings.source("slurm")
+    origin, source = where(settings, "slurm"), settings.source("slurm")
     if source in (FLAG, ENVIRONMENT):
         fix = "Ask for one with salloc or sbatch, or add --submit"
-        raise wrong_value(place, True, "this is not inside an allocation of SLURM", fix)
-    return None, (f"{place} has no effect outside of an allocation",)
+        raise wrong_value(origin, True, "this is not inside an allocation of SLURM", fix)
+    return None, (f"{origin} has no effect outside of an allocation",)
 
 
 def _choose_here(settings: Settings) -> str:
@@ -238,21 +239,21 @@ def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tupl
 
 
 def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Rendezvous, tuple[str, ...]]:
-    wanted = settings[RendezvousSection]
+    section = settings[RendezvousSection]
     if launcher == "local":
         return Rendezvous(), ()
     starter = launcher_named(launcher)
     several = settings.values["num_machines"] > 1
-    if several and not wanted.main_process_ip and not starter.finds_address:
+    if several and not section.main_process_ip and not starter.finds_address:
         fix = "Pass the address of the machine of rank 0"
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", fix)
     _check_streams(settings)
     port, notes = _port(settings, machine, several and not starter.called_once)
-    return Rendezvous.of(wanted, port), notes
+    return Rendezvous.of(section, port), notes
 
 
 def _check_streams(settings: Settings) -> None:
-    """Refuse what torch would refuse of the streams that are shown, and of further settings."""
+    """Refuse streams and further settings that torch would refuse."""
     streams, further = settings.values["tee"], settings.values["rdzv_conf"]
     if not STREAMS.fullmatch(streams):
         fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
@@ -264,20 +265,18 @@ def _check_streams(settings: Settings) -> None:
 
 def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tuple[str, ...]]:
     given = settings.values["main_process_port"]
-    wanted = DEFAULT_PORT if given is None else given
-    if not 0 <= wanted <= 65535:
-        raise wrong_value(
-            where(settings, "main_process_port"), wanted, "ports go from 0 to 65535", "Use 29500"
-        )
+    port = DEFAULT_PORT if given is None else given
+    if not 0 <= port <= 65535:
+        raise wrong_value(where(settings, "main_process_port"), port, "ports go from 0 to 65535", "Use 29500")
     if several:
-        _check_agreed_port(settings, machine, wanted)
-        return wanted, ()
-    if wanted == 0:
+        _check_agreed_port(settings, machine, port)
+        return port, ()
+    if port == 0:
         return machine.free_port(), ()
-    if not machine.port_in_use(wanted):
-        return wanted, ()
-    port = machine.free_port()
-    return port, (f"port {wanted} is in use, {port} is taken instead",)
+    if not machine.port_in_use(port):
+        return port, ()
+    free = machine.free_port()
+    return free, (f"port {port} is in use, {free} is taken instead",)
 
 
 def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
@@ -289,3 +288,38 @@ def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
             f"Port {port} is in use on this machine, where the others would look for it. "
             f"Free it, or pass another --main_process_port on every machine."
         )
+
+
+FILE = "deepspeed_config_file"
+
+
+def check_engine(settings: Settings, machine: Machine) -> None:
+    """Refuse what DeepSpeed cannot train with; nothing where it is not the way of training.
+
+    Args:
+        settings: merged, with the hardware that is chosen.
+        machine: as the run uses it.
+
+    Raises:
+        ConfigurationError: with all that is wrong.
+    """
+    values = settings.values
+    if not values["use_deepspeed"]:
+        return
+    if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
+        fix = "Use bf16"
+        reason = "DeepSpeed does not compute in float16 on the CPU"
+        raise wrong_value(where(settings, "mixed_precision"), "fp16", reason, fix)
+    if not values[FILE]:
+        _check_fields({name: value for name in checks.USUAL if (value := values.get(name)) is not None})
+        return
+    config = checks.read_config(values[FILE], where(settings, FILE))
+    checks.straighten(config)
+    checks.refuse_config(checks.problems_of_config(config), f"Correct {values[FILE]}")
+    fields = {name: checks.look_up(config, key) for name, key in checks.KEYS.items()}
+    _check_fields({name: value for name, value in fields.items() if value not in (None, checks.AUTO)})
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    complete: Any = SimpleNamespace(**{**checks.USUAL, **fields})
+    checks.refuse_config(checks.problems_of_fields(complete), "Correct them")

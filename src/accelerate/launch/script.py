@@ -1,6 +1,6 @@
 """Runs a script as Python itself would, and writes down the error that ends it.
 
-The launcher starts `entry.py` in the place of the script: `python entry.py script.py ...` or
+The launcher starts `entry.py` instead of the script: `python entry.py script.py ...` or
 `python entry.py -m module ...`. The script finds itself as `__main__`, with its own `sys.argv`, `sys.path`
 and `__file__`; a traceback begins with its own lines.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 from types import TracebackType
 
 from accelerate.base import environ, stack_dumps
+from accelerate.launch.children import NOTES
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
-from accelerate.launch.pending_signals import NOTES
 
 
 def run(words: list[str]) -> None:
     """Run a script or a module with its words.
 
     Args:
-        words: what stood on the command line behind this file.
+        words: the command line after this file.
     """
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
@@ -84,7 +84,7 @@ def _own_lines(trace: TracebackType | None) -> TracebackType | None:
 def main(words: list[str]) -> None:
     """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`.
 
-    Ranks that wait for this one can ask where it stands.
+    Ranks that wait for this one can ask for its stack.
     """
     NOTES.install()
     stack_dumps.offer()

@@ -16,7 +16,7 @@ class PrepareForLaunch:
     Args:
         launcher: the user's function.
         distributed_type: how the processes train; with `DistributedType.XLA` the ranks are XLA's business.
-        debug: meet over a file (``ACCELERATE_DEBUG_RDV_FILE``) instead of over a port.
+        debug: use a file as store (``ACCELERATE_DEBUG_RDV_FILE``) instead of a port.
     """
 
     def __init__(

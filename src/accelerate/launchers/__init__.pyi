@@ -21,7 +21,6 @@ from accelerate.launchers.notebook import (
 from accelerate.launchers.processes import (
     CpuWorker as CpuWorker,
     LocalWorkers as LocalWorkers,
-    Rendezvous as Rendezvous,
     run_elastic as run_elastic,
 )
 from accelerate.state import AcceleratorState as AcceleratorState, PartialState as PartialState

@@ -20,12 +20,11 @@ from accelerate.base import (
 )
 from accelerate.devices import DeviceBackend, check_cuda_p2p_ib_support, count_chips, hardware_table
 from accelerate.launch import RENDEZVOUS_FILE, PrepareForLaunch, get_free_port, is_port_in_use
-from accelerate.launchers.cuda_use import describe_cuda_use
 from accelerate.launchers.processes import (
     CpuWorker,
     LocalWorkers,
-    Rendezvous,
     Worker,
+    describe_cuda_use,
     precision_variables,
     run_elastic,
     run_forked,
@@ -86,7 +85,7 @@ def notebook_launcher(
     if backend.own_runtime:
         _run_replicas(function, args, num_processes, mixed_precision)
         return
-    size = _crew_size(num_processes, backend)
+    size = _num_workers(num_processes, backend)
     if size * num_nodes == 1:
         _run_here(function, args, mixed_precision, backend)
         return
@@ -101,16 +100,19 @@ def notebook_launcher(
             worker = CpuWorker(function, Path(folder))
             run_forked(PrepareForLaunch(worker, DistributedType.MULTI_CPU), args, size, Path(folder))
         return
-    meeting = Rendezvous(
+    run_elastic(
+        CpuWorker if backend.is_host else Worker,
+        function,
+        args,
+        workers,
         rdzv_backend,
-        rdzv_endpoint or f"{master_addr}:{port}",
-        rdzv_conf or {},
-        rdzv_id,
-        max_restarts,
-        monitor_interval,
-        log_line_prefix_template,
+        rdzv_conf,
+        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
+        run_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
     )
-    run_elastic(CpuWorker if backend.is_host else Worker, function, args, workers, meeting)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -129,13 +131,13 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     if num_processes < 1:
         raise wrong_value("num_processes", num_processes, "nobody would run", "Give at least 1")
     _refuse_used_notebook(hardware_table.CPU)
-    with tempfile.TemporaryDirectory() as meeting, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as rendezvous, tempfile.TemporaryDirectory() as folder:
         environment = {
             "WORLD_SIZE": str(num_processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "ACCELERATE_USE_CPU": "yes",
-            RENDEZVOUS_FILE: str(Path(meeting) / "rendezvous"),
+            RENDEZVOUS_FILE: str(Path(rendezvous) / "rendezvous"),
             **precision_variables("no"),
             **thread_variables(),
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
@@ -146,7 +148,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 
 def test_launch() -> None:
-    """Check that a process can find its place: build a `PartialState`."""
+    """Check that a process can join the run: build a `PartialState`."""
     PartialState()
 
 
@@ -171,7 +173,7 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
         )
 
 
-def _crew_size(wanted: int | None, backend: DeviceBackend) -> int:
+def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
     """Number of processes on this machine."""
     single = backend.is_host or backend.comm is None
     if wanted is None:

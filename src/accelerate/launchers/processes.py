@@ -1,12 +1,11 @@
-"""The processes that a running program starts: what each of them does, and how they are started and ended."""
+"""Processes that are forked from a running program, and the error of the one that failed first."""
 
 from __future__ import annotations
 
-import os
+import gc
+import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,28 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from accelerate.base import LaunchError, current, patch_environment
-from accelerate.launch import PrepareForLaunch, count_of, hold_loopback_store, run_key
-from accelerate.launchers.cuda_use import describe_cuda_use
+from accelerate.base import LaunchError, are_libraries_initialized, current, patch_environment
+from accelerate.launch import (
+    Failure,
+    PrepareForLaunch,
+    collect,
+    count_of,
+    find_first,
+    hold_loopback_store,
+    run_key,
+)
+from accelerate.nested import iterate_tensors
 from accelerate.state import process_group
 
 _SECONDS_TO_END = 10.0
+# Libraries that may start CUDA when they are imported.
+_CUDA_STARTERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """The processes to start on this machine, and where they meet those of others."""
+    """The processes to start on this machine, and the address and port of rank 0."""
 
     size: int
     machines: int
@@ -50,25 +59,12 @@ class LocalWorkers:
         }
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """What torch's elastic agent is told beside the workers."""
-
-    backend: str
-    endpoint: str
-    settings: Mapping[str, Any]
-    run_id: str
-    max_restarts: int
-    monitor_interval: float
-    log_prefix: str | None
-
-
 class Worker:
-    """The user's function in a process of its own: what it raises is written down, and nothing is returned.
+    """The user's function in a process of its own: its error is written to a file, and nothing is returned.
 
     Args:
         function: The user's function.
-        reports: Folder for the tracebacks of processes that fail.
+        reports: Folder for the errors of processes that fail.
     """
 
     def __init__(self, function: Callable[..., Any], reports: Path) -> None:
@@ -79,10 +75,8 @@ class Worker:
     def __call__(self, *args: Any) -> None:
         try:
             self.function(*args)
-        except BaseException:
-            attempt = count_of(current(), "TORCHELASTIC_RESTART_COUNT", 0)
-            report = self.reports / f"{attempt:04}-{time.time_ns()}-{current().get('RANK', os.getpid())}"
-            report.write_text(traceback.format_exc())
+        except BaseException as error:
+            Failure.of(error, current()).write(self.reports)
             raise
         process_group.close_group()
 
@@ -103,7 +97,7 @@ def run_forked(launcher: PrepareForLaunch, args: tuple[Any, ...], size: int, rep
         launcher: Called in each process with its index and `args`.
         args: For the function.
         size: How many processes.
-        reports: Where the launcher's worker writes down what it raises.
+        reports: Folder of the errors that workers write.
 
     Raises:
         LaunchError: A process failed.
@@ -116,20 +110,11 @@ def run_forked(launcher: PrepareForLaunch, args: tuple[Any, ...], size: int, rep
             pass
     except ProcessException as error:
         _end(context.processes)  # before the reports are read, so that they are whole
-        raise _failed(_first_report(reports) or str(error)) from error
+        raise _failed(reports, error) from error
     finally:
         _end(context.processes)
         for file in context.error_files:  # torch leaves them where they are
             Path(file).unlink(missing_ok=True)
-
-
-def _first_report(reports: Path) -> str:
-    """Return the traceback written first after the last start: the others mostly miss who failed first."""
-    written = sorted(path.name for path in reports.iterdir())
-    if not written:
-        return ""
-    last_start = written[-1].partition("-")[0]
-    return (reports / next(name for name in written if name.startswith(last_start))).read_text()
 
 
 def _end(processes: list[Any]) -> None:
@@ -147,9 +132,20 @@ def run_elastic(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     workers: LocalWorkers,
-    meeting: Rendezvous,
+    rdzv_backend: str = "static",
+    rdzv_configs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Let torch's elastic agent fork the processes, and start them again as asked.
+
+    Args:
+        worker_class: What runs the function in each process.
+        function: The user's function.
+        args: Its arguments.
+        workers: The processes.
+        rdzv_backend: How the machines meet.
+        rdzv_configs: Further settings of torch's rendezvous.
+        options: Further fields of torch's `LaunchConfig`.
 
     Raises:
         LaunchError: A process failed, and no restart was left.
@@ -157,25 +153,19 @@ def run_elastic(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    settings = dict(meeting.settings)
-    if meeting.backend == "static":
-        settings.setdefault("rank", workers.machine)
+    own_rank = {"rank": workers.machine} if rdzv_backend == "static" else {}
     config = LaunchConfig(
         min_nodes=workers.machines,
         max_nodes=workers.machines,
         nproc_per_node=workers.size,
-        run_id=meeting.run_id,
-        rdzv_backend=meeting.backend,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_configs=settings,
-        max_restarts=meeting.max_restarts,
-        monitor_interval=meeting.monitor_interval,
+        rdzv_backend=rdzv_backend,
+        rdzv_configs={**own_rank, **(rdzv_configs or {})},
         start_method="fork",
-        log_line_prefix_template=meeting.log_prefix,
+        **options,
     )
     signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
-    alone = workers.machines == 1 and meeting.backend == "static"
-    held = hold_loopback_store(workers.address, workers.port) if alone else None
+    is_alone = workers.machines == 1 and rdzv_backend == "static"
+    held = hold_loopback_store(workers.address, workers.port) if is_alone else None
     with (
         tempfile.TemporaryDirectory() as folder,
         patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
@@ -184,14 +174,17 @@ def run_elastic(
             elastic_launch(config, worker_class(function, Path(folder)))(*args)
             return
         except ChildFailedError as error:
-            report = _first_report(Path(folder)) or str(error)
+            failed = _failed(Path(folder), error)
         finally:
             del held
     # Raised out here: the agent's exception would keep the agent alive, and the port on which it listens.
-    raise _failed(report)
+    raise failed
 
 
-def _failed(report: str) -> LaunchError:
+def _failed(reports: Path, error: Exception) -> LaunchError:
+    """The error of a run, with the traceback of the process that failed first."""
+    first = find_first(collect(reports, 1))
+    report = str(error) if first is None or first.failure is None else first.failure.trace
     hint = ""
     if "re-initialize CUDA in forked subprocess" in report:
         hint = f"\n\n{describe_cuda_use()}"
@@ -206,3 +199,30 @@ def precision_variables(name: str) -> dict[str, str]:
 def thread_variables() -> dict[str, str]:
     """One thread for each forked process, where the user did not ask for more."""
     return {} if current().get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"}
+
+
+def describe_cuda_use() -> str:
+    """Say that CUDA is in use in this process, so that it cannot be forked, by what, and what to do."""
+    holders = [f"the variable {name!r}" for name in _cuda_variables()]
+    suspects = are_libraries_initialized(*_CUDA_STARTERS)
+    if not holders and any(_on_cuda(thing) for thing in gc.get_objects()):
+        holders = ["a tensor that some object holds"]
+    known = f" It is used by {', '.join(holders)}." if holders else ""
+    known += f" Importing {', '.join(suspects)} may have started it." if suspects else ""
+    return (
+        f"CUDA was already started in this process, and a process that uses it cannot be forked.{known} Move "
+        "everything that touches the GPU (`.cuda()`, `.to('cuda')`, `torch.cuda.*`, imports that start CUDA) "
+        "into the function, restart the notebook and launch again."
+    )
+
+
+def _cuda_variables() -> Iterator[str]:
+    """Names of the notebook's own variables that hold something on a GPU."""
+    for name, value in list(vars(sys.modules["__main__"]).items()):
+        values = value.parameters() if isinstance(value, torch.nn.Module) else iterate_tensors(value)
+        if not name.startswith("_") and any(_on_cuda(tensor) for tensor in values):
+            yield name
+
+
+def _on_cuda(thing: object) -> bool:
+    return issubclass(type(thing), torch.Tensor) and bool(thing.is_cuda)  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
 from accelerate.ops.header import Head
@@ -81,7 +82,7 @@ class Slot:
         """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
         own = [leaves[index] for index in self.indices]
         if len(own) == 1 or len(self.groups) > 1:
-            flat = torch._C._nn.flatten_dense_tensors(own)
+            flat: Tensor = torch_private.flatten_dense_tensors(own)
         else:
             flat = torch.stack(own) if self.groups[0].scalars else torch.cat(own).reshape(-1)
         return flat.detach().resolve_conj().resolve_neg()
@@ -129,7 +130,7 @@ class Slot:
     def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
         """Copy elements into its leaves, in place."""
         own = [leaves[index] for index in self.indices]
-        theirs = list(torch._C._nn.unflatten_dense_tensors(flat, own))
+        theirs = list(torch_private.unflatten_dense_tensors(flat, own))
         if not any(leaf.is_conj() or leaf.is_neg() for leaf in own):
             torch._foreach_copy_(own, theirs)
             return

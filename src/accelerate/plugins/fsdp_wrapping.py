@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from accelerate import torch_private
 from accelerate.base import FSDP_AUTO_WRAP_POLICY, ConfigurationError, wrong_value
 
 if TYPE_CHECKING:
@@ -108,10 +109,8 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
     """
     if policy is None:
         return []
-    from torch.distributed.fsdp.wrap import _Policy
-
-    if isinstance(policy, _Policy):
-        chosen = policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+    if isinstance(policy, torch_private.Policy):
+        chosen = torch_private.run_policy(policy, model)
         return [
             module for module in reversed(list(model.modules())) if module in chosen and module is not model
         ]

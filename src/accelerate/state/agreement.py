@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from accelerate.base import AccelerateError, CheckpointError, StateError, describe, errors
 from accelerate.launch import KEY_VARIABLE

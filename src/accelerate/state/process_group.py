@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.state import rendezvous
@@ -83,7 +83,7 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
         return topology
     timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
     if is_open():
-        return rendezvous.exchange_hosts(topology, distributed_c10d._get_default_store(), timeout)
+        return rendezvous.exchange_hosts(topology, torch_private.default_store(), timeout)
     with _watched(topology, kwargs):
         if not kwargs.get("store"):
             kwargs["store"] = rendezvous.open_store(topology, kwargs.pop("init_method", None), timeout)
@@ -237,7 +237,7 @@ def failed() -> bool:
 def _abandon_group() -> None:
     """Close the group of a process that failed: what it still sends is given up, not finished."""
     if "nccl" in dist.get_backend():
-        distributed_c10d._abort_process_group()
+        torch_private.abort_process_group()
     else:
         dist.destroy_process_group()
 

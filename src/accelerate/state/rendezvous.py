@@ -17,10 +17,10 @@ from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from accelerate import torch_private
 from accelerate.base import StateError, environ
 from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
 from accelerate.state.agreement import StoreChannel, StoreConsensus, spell_absent
@@ -218,7 +218,7 @@ def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> Stor
 
 
 def _connect() -> Store | None:
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = torch_private.default_store()
     if hasattr(store, "clone"):
         try:
             connection: Store = store.clone()

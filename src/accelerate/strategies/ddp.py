@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import torch_private
 from accelerate.base import wrong_value
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
@@ -74,7 +75,7 @@ def _changes(replica: DistributedDataParallel) -> bool:
     """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
     has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
-    return not (fixed or has_sparse or replica._comm_hooks)
+    return not (fixed or has_sparse or torch_private.has_comm_hooks(replica))
 
 
 def _noted_order(replica: DistributedDataParallel) -> list[int]:
@@ -82,7 +83,7 @@ def _noted_order(replica: DistributedDataParallel) -> list[int]:
     notes: Any = replica.logger
     for record in (lambda: None, notes.set_runtime_stats_and_log):
         record()
-        facts: dict[str, Any] = replica._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        facts = torch_private.ddp_statistics(replica)
         if noted := facts.get(_NOW) or facts.get(_NEXT):
             return [int(index) for index in re.findall(r"\d+", noted)]
     return []
@@ -90,10 +91,7 @@ def _noted_order(replica: DistributedDataParallel) -> list[int]:
 
 def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether a gradient that arrives does something, such as a step of an optimizer."""
-    return any(
-        getattr(parameter, "_post_accumulate_grad_hooks", None) or getattr(parameter, "_backward_hooks", None)
-        for parameter in parameters
-    )
+    return any(map(torch_private.has_gradient_hooks, parameters))
 
 
 @contextmanager
@@ -104,24 +102,24 @@ def exchanging(model: nn.Module) -> Iterator[None]:
         model: a prepared module; one without units is left as it is.
     """
     modules: list[Any] = list(model.modules())
-    wrappers = [(unit, unit._sync_gradients) for unit in modules if hasattr(unit, "_sync_gradients")]
+    wrappers = [(unit, on) for unit in modules if (on := torch_private.gradient_sync(unit)) is not None]
     in_place = [unit for unit in modules if hasattr(unit, "set_requires_gradient_sync")]
     for unit, _ in wrappers:
-        unit._sync_gradients = True
+        torch_private.set_gradient_sync(unit, True)
     for unit in in_place:
         unit.set_requires_gradient_sync(True, recurse=False)
     try:
         yield
     finally:
         for unit, kept in wrappers:
-            unit._sync_gradients = kept
+            torch_private.set_gradient_sync(unit, kept)
         for unit in in_place:
             unit.set_requires_gradient_sync(False, recurse=False)
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel in `model`, also under torch.compile's wrapper."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 

@@ -1,4 +1,3 @@
-from accelerate.weights.blocks import find_blocks as find_blocks, has_forward as has_forward
 from accelerate.weights.files import (
     TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS,
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
@@ -12,7 +11,6 @@ from accelerate.weights.files import (
     write_torch as write_torch,
     write_whole_tensors as write_whole_tensors,
 )
-from accelerate.weights.gathered import GatheredParameters as GatheredParameters
 from accelerate.weights.index import (
     INDEX as INDEX,
     Folder as Folder,
@@ -22,17 +20,15 @@ from accelerate.weights.index import (
     read_weight_map as read_weight_map,
     save_offload_index as save_offload_index,
 )
-from accelerate.weights.int8 import (
-    quantize_and_offload_8bit as quantize_and_offload_8bit,
-    quantize_rows as quantize_rows,
-)
-from accelerate.weights.mapping import DTYPES as DTYPES, MappedFile as MappedFile
 from accelerate.weights.modules import (
+    GatheredParameters as GatheredParameters,
     all_tensors as all_tensors,
+    find_blocks as find_blocks,
     get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,
     get_module_leaves as get_module_leaves,
     get_non_persistent_buffers as get_non_persistent_buffers,
+    has_forward as has_forward,
     model_has_dtensor as model_has_dtensor,
     named_module_tensors as named_module_tensors,
 )
@@ -64,6 +60,8 @@ from accelerate.weights.placement import (
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from accelerate.weights.reading import (
+    DTYPES as DTYPES,
+    MappedFile as MappedFile,
     WeightFile as WeightFile,
     Weights as Weights,
     is_extra as is_extra,
@@ -71,10 +69,15 @@ from accelerate.weights.reading import (
 )
 from accelerate.weights.shared import (
     addressable as addressable,
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     drop_shared as drop_shared,
+    find_tied_parameters as find_tied_parameters,
     lacking_names as lacking_names,
     missing_names as missing_names,
     restore_shared as restore_shared,
+    retie_on_same_device as retie_on_same_device,
+    retie_parameters as retie_parameters,
 )
 from accelerate.weights.sizes import (
     Dtype as Dtype,
@@ -98,11 +101,6 @@ from accelerate.weights.store import (
     note_files as note_files,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,
-)
-from accelerate.weights.tied import (
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-    find_tied_parameters as find_tied_parameters,
-    retie_on_same_device as retie_on_same_device,
-    retie_parameters as retie_parameters,
+    quantize_and_offload_8bit as quantize_and_offload_8bit,
+    quantize_rows as quantize_rows,
 )

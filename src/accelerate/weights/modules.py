@@ -1,10 +1,15 @@
-"""Walk the tensors of a module."""
+"""The tensors of a module, the blocks of a model, and whole parameters of DeepSpeed's sharded ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
+
+from accelerate import torch_private
+from accelerate.base import is_deepspeed_available
 
 
 def named_module_tensors(
@@ -39,11 +44,11 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         fqns: whether names are dotted ones, as seen from `module`; otherwise those in their own modules.
     """
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return set(torch_private.non_persistent_buffers(module))
     return {
         f"{path}.{name}" if fqns and path else name
         for path, inner in module.named_modules()
-        for name in inner._non_persistent_buffers_set
+        for name in torch_private.non_persistent_buffers(inner)
     }
 
 
@@ -109,3 +114,85 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (*LISTS, nn.Sequential)
+
+
+def find_blocks(
+    module: nn.Module,
+    name: str = "",
+    whole: Collection[str] = (),
+    opened: Collection[str] = (),
+    repeated: bool = False,
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield the blocks of a module in its order: each tensor belongs to exactly one of them.
+
+    What stands in a list of modules is called through its `forward`, which is not certain of other modules,
+    whose parts may be called one by one. So a block is a module of such a list, without lists of its own; one
+    of a named class; or, anywhere else, the tensors of one module alone.
+
+    Args:
+        module: where to look.
+        name: its own dotted name.
+        whole: names of classes that are always one block.
+        opened: names of modules that are none.
+        repeated: whether the module is part of one that stands in a list.
+
+    Yields:
+        Name, module, and whether the block has the tensors of all modules inside, too.
+    """
+    is_block = type(module).__name__ in whole or (repeated and has_forward(module) and not _has_list(module))
+    if is_block and name not in opened:
+        if next(named_module_tensors(module, recurse=True), None) is not None:
+            yield name, module, True
+        return
+    if next(named_module_tensors(module), None) is not None:
+        yield name, module, False
+    inside = repeated or isinstance(module, CONTAINERS)
+    for child_name, child in module._modules.items():
+        if child is None:
+            continue
+        yield from find_blocks(child, f"{name}.{child_name}" if name else child_name, whole, opened, inside)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: lists of modules, and bare `nn.Module`s, cannot.
+
+    Args:
+        module: any module.
+    """
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, LISTS) or not has_forward(inner) for inner in module.modules())
+
+
+def GatheredParameters(
+    params: Iterable[nn.Parameter] | nn.Parameter,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> AbstractContextManager[Any]:
+    """Return a context in which parameters that ZeRO stage 3 has sharded are whole; called on all ranks.
+
+    Without DeepSpeed parameters are whole anyway, and the context does nothing.
+
+    Args:
+        params: the parameters.
+        modifier_rank: the rank whose changes are kept and sent to the others; None: changes are lost.
+        fwd_module: the module whose forward uses them from elsewhere.
+        enabled: whether it does anything.
+
+    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html
+    """
+    if not is_deepspeed_available():
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    )
+    return gathered

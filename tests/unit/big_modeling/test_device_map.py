@@ -14,7 +14,99 @@ from torch import nn
 
 from accelerate import infer_auto_device_map
 from accelerate.base import ConfigurationError
-from accelerate.big_modeling import Unit, check_device_map, clean_device_map, place_units
+from accelerate.big_modeling import (
+    Unit,
+    check_device_map,
+    clean_device_map,
+    explain_device_map,
+    fallback_allocate,
+    place_in_gaps,
+    place_units,
+    shorten,
+)
+from accelerate.weights import compute_module_sizes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3))
+        self.a = nn.Linear(4, 4)
+
+
+def build() -> nn.ModuleDict:
+    blocks = nn.ModuleList([Block(), Block()])
+    return nn.ModuleDict({"embed": nn.Embedding(10, 4), "layers": blocks, "head": nn.Linear(4, 10)})
+
+
+def test_the_first_that_fits_or_a_part_of_one() -> None:
+    model = build()
+    modules, sizes = list(model.named_children()), compute_module_sizes(model)
+    name, module, left = fallback_allocate(modules, sizes, 170)
+    assert (name, module, [each for each, _ in left]) == ("embed", model["embed"], ["layers", "head"])
+    name, module, left = fallback_allocate(modules, sizes, 100)
+    assert (name, module) == ("layers.0", model["layers"][0])
+    assert [each for each, _ in left] == ["embed", "layers.1", "head"]
+    name, module, left = fallback_allocate(modules, sizes, 15)
+    assert (name, module) == ("layers.0.own", model["layers"][0].own)
+    assert [each for each, _ in left] == ["embed", "layers.0.a", "layers.1", "head"]
+
+
+def test_nothing_fits() -> None:
+    model = build()
+    modules, sizes = list(model.named_children()), compute_module_sizes(model)
+    assert fallback_allocate(modules, sizes, 10) == (None, None, modules)
+    assert fallback_allocate(modules, sizes, 50, ["Block"])[0] is None
+
+
+def test_tied_modules_are_left_together() -> None:
+    model = build()
+    model["head"].weight = model["embed"].weight
+    modules, sizes = list(model.named_children()), compute_module_sizes(model)
+    tied = [["embed.weight", "head.weight"]]
+    assert fallback_allocate(modules, sizes, 170, ["Block"], tied)[0] == "layers.0"
+
+
+def test_gaps_take_the_first_run_that_fits() -> None:
+    units = [Unit((str(index),), size, 0, size) for index, size in enumerate((9, 2, 3, 9, 1))]
+    assert place_in_gaps(units, [None] * 5, {0: 5, 1: 4}, 0) == [None, 0, 0, None, 1]
+    assert place_in_gaps(units, [None] * 5, {0: 5}, 3) == [None, 0, None, None, None]
+    assert place_in_gaps(units, [0, None, None, None, None], {0: 9, 1: 5}, 99) == [0, 1, 1, None, None]
+
+
+def test_a_row_for_each_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False)
+        )
+        model[2].weight = model[0].weight
+    table = explain_device_map(model, {"0": 0, "2": 0, "1": "cpu"}, {0: 2048, 1: 10, "cpu": 1000})
+    assert table.splitlines() == [
+        "device  parameters    buffers     in all  of its limit  modules",
+        "0           1.0 KB    0 bytes     1.0 KB           50%  0, 2",
+        "1          0 bytes    0 bytes    0 bytes            0%",
+        "cpu      128 bytes  136 bytes  264 bytes           26%  1",
+    ]
+    half = explain_device_map(model, {"": "disk"}, dtype="float16").splitlines()[1]
+    assert half.split() == ["disk", "576", "bytes", "72", "bytes", "648", "bytes", "all"]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["embed", "layers.0", "layers.1", "layers.2", "norm"], "embed, layers.0-2, norm"),
+        (["h.0.a", "h.1.a", "h.1.b", "h.3.b"], "h.0-1.a, h.1.b, h.3.b"),
+        ([""], "all"),
+        ([], ""),
+        (
+            [f"{chr(97 + index)}{'x' * 9}" for index in range(9)],
+            "axxxxxxxxx, bxxxxxxxxx, cxxxxxxxxx, dxxxxxxxxx, exxxxxxx ...",
+        ),
+    ],
+)
+def test_names_that_are_counted_become_a_range(names: list[str], text: str) -> None:
+    assert shorten(names) == text
+
 
 LAYER = 20 * 20 * 4
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accelerate import torch_private
 from accelerate.diagnostics import observation
 
 
@@ -30,13 +31,13 @@ def play(monkeypatch: pytest.MonkeyPatch, name: str, entries: list[Any], status:
         assert not includeStackTraces
         return pickle.dumps({"entries": entries, "pg_status": status})
 
-    monkeypatch.setattr(observation.c10d, name, dump, raising=False)
+    monkeypatch.setattr(torch_private, name, dump)
 
 
 @pytest.fixture(autouse=True)
 def no_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in observation._DUMPS:
-        monkeypatch.delattr(observation.c10d, name, raising=False)
+        monkeypatch.setattr(torch_private, name, None)
 
 
 def test_without_a_recorder_nothing_is_said() -> None:
@@ -47,7 +48,7 @@ def test_without_a_recorder_nothing_is_said() -> None:
 def test_progress_and_last_collective_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry(1, "completed"), entry(2, "scheduled"), entry(5, "completed", ("1", ""))]
     status = {"0": {"last_enqueued_collective": 2, "last_completed_collective": 1}}
-    play(monkeypatch, "_dump_fr_trace", entries, status)
+    play(monkeypatch, "dump_fr_trace", entries, status)
     assert observation.describe_recorded() == (
         "default_pg: 1 of 2 collectives completed, the last one is #2 nccl:all_reduce of [3, 4] Float; "
         "1: the last one is #5 nccl:all_reduce of [3, 4] Float"
@@ -62,15 +63,15 @@ def test_the_oldest_unfinished_collective_of_a_device_counts(monkeypatch: pytest
         entry(3, "started"),
         entry(4, "scheduled"),
     ]
-    play(monkeypatch, "_dump_nccl_trace", entries, {})
+    play(monkeypatch, "dump_nccl_trace", entries, {})
     assert 7 <= observation.seconds_on_device() < 8
 
 
 def test_a_device_that_is_done_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, "_dump_nccl_trace", [entry(1, "completed")], {})
+    play(monkeypatch, "dump_nccl_trace", [entry(1, "completed")], {})
     assert observation.seconds_on_device() == 0.0
 
 
 def test_collectives_without_input_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, "_dump_fr_trace", [entry(1, "completed", input_sizes=[], input_dtypes=[])], {})
+    play(monkeypatch, "dump_fr_trace", [entry(1, "completed", input_sizes=[], input_dtypes=[])], {})
     assert observation.describe_recorded().endswith("#1 nccl:all_reduce of nothing")

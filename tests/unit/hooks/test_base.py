@@ -1,3 +1,5 @@
+"""Hooks are attached, chained and removed; one of them casts weights around a forward."""
+
 from __future__ import annotations
 
 import copy
@@ -10,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from accelerate.hooks import (
+    LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -155,3 +158,25 @@ def test_traced_modules() -> None:
     assert torch.equal(module(X), 2 * (X + 1))
     remove_hook_from_module(module)
     assert torch.equal(module(X), 2 * X)
+
+
+def test_weights_are_small_in_between() -> None:
+    layer = nn.Linear(4, 4)
+    expected = nn.Linear(4, 4)
+    expected.load_state_dict({name: each.bfloat16() for name, each in layer.state_dict().items()})
+    add_hook_to_module(layer, LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False))
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        assert layer.weight.dtype == torch.bfloat16
+        assert torch.equal(layer(x), expected(x))
+    remove_hook_from_module(layer)
+    assert layer.weight.dtype == torch.float32
+
+
+def test_arguments_are_attributes() -> None:
+    hook = LayerwiseCastingHook(torch.float16, torch.float32, True)
+    assert vars(hook) == {
+        "storage_dtype": torch.float16,
+        "compute_dtype": torch.float32,
+        "non_blocking": True,
+    }

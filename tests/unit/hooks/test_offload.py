@@ -1,11 +1,30 @@
+"""Models that wait on the CPU between their forwards, and modules whose tensors are offloaded."""
+
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from accelerate.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, offload_with_hook
+from accelerate import Accelerator, disk_offload, load_checkpoint_in_model
+from accelerate.base import ConfigurationError
+from accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    align_module_device,
+    attach_align_device_hook,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    is_any_offloaded,
+    offload_with_hook,
+    remove_hook_from_submodules,
+)
 
 X = torch.ones(1, 2)
 
@@ -53,3 +72,100 @@ def test_where_nothing_is_said_it_is_this_process_s_device() -> None:
     assert hook.prev_module_hook is None
     layer = add_hook_to_module(nn.Linear(2, 2), hook)
     assert layer(X).shape == (1, 2)
+
+
+def build() -> nn.Module:
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8)]), "head": nn.Linear(4, 4)}
+    )
+    model["tied"] = nn.Linear(4, 4, bias=False)
+    model["tied"].weight = model["head"].weight
+    return model
+
+
+def test_who_is_offloaded() -> None:
+    layer = nn.Linear(2, 2)
+    assert not has_offloaded_params(layer)
+    add_hook_to_module(layer, AlignDevicesHook("cpu"))
+    assert not has_offloaded_params(layer)
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
+    assert has_offloaded_params(layer)
+
+
+def test_an_offloaded_module_comes_for_a_moment() -> None:
+    model = build()
+    attach_align_device_hook(model, "cpu", offload=True)
+    inner = model["layers"][0].linear1
+    for layer in (model["head"], inner):
+        before = layer._hf_hook.execution_device
+        with align_module_device(layer):
+            assert layer.weight.device.type == "cpu"
+        assert layer.weight.is_meta
+        with align_module_device(layer, "meta"):
+            assert layer._hf_hook.execution_device == "meta"
+        assert layer._hf_hook.execution_device == before
+    with pytest.raises(ZeroDivisionError), align_module_device(model["head"]):
+        _ = 1 / 0
+    assert model["head"].weight.is_meta
+
+
+def test_any_other_module_moves_and_comes_back() -> None:
+    layer = nn.Linear(2, 2)
+    with align_module_device(layer):
+        assert layer.weight.device.type == "cpu"
+    layer.inner = nn.Linear(2, 2)
+    weight = layer.inner.weight
+    with align_module_device(layer, "cpu"):
+        assert layer.inner.weight is weight
+
+
+def test_the_state_dict_of_all() -> None:
+    model = build()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attach_align_device_hook(model, "cpu", offload=True)
+    found = get_state_dict_offloaded_model(model)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    plain = nn.Linear(2, 2)
+    assert list(get_state_dict_offloaded_model(plain)) == ["weight", "bias"]
+    with pytest.raises(ConfigurationError, match="weight, bias have no values"):
+        get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
+
+
+def test_the_part_of_one_module() -> None:
+    model = build()
+    expected = model["head"].bias.detach().clone()
+    attach_align_device_hook(model, "cpu", offload=True)
+    state = {"head.weight": "", "other": 1}
+    found = get_state_dict_from_offload(model["head"], "head.weight", state)
+    assert found is state
+    assert state["other"] == 1
+    assert not state["head.weight"].is_meta
+    state["head.bias"] = ""
+    assert torch.equal(get_state_dict_from_offload(model["head"], "head.bias", state)["head.bias"], expected)
+
+
+@pytest.mark.usefixtures("states")
+def test_an_accelerator_saves_what_is_offloaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = build()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    disk_offload(model, tmp_path / "weights")
+    assert is_any_offloaded(model)
+    assert not is_any_offloaded(nn.Linear(2, 2))
+    found = accelerator.get_state_dict(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    accelerator.save_model(model, tmp_path / "saved")
+    again = build()
+    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    remove_hook_from_submodules(model)
+
+
+def test_a_module_comes_back_from_the_meta_device_with_its_values() -> None:
+    module = nn.Linear(2, 2)
+    before = module.weight.tolist()
+    with align_module_device(module, "meta"):
+        assert module.weight.is_meta
+    assert module.weight.tolist() == before

@@ -1,11 +1,24 @@
-"""Processes write down what ends them, and the launcher reads it."""
+"""What processes write down about their end, and which failure is the cause."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.launch import Exits, Failure, collect, count_of, shortened
+import pytest
+
+from accelerate.data_loader import Failure as Sent
+from accelerate.launch import (
+    Exits,
+    Failure,
+    Kind,
+    Outcome,
+    collect,
+    count_of,
+    find_first,
+    find_suspects,
+    shortened,
+)
 
 
 def describe(message: str, **variables: str) -> Failure:
@@ -62,3 +75,143 @@ def test_a_wrong_count_does_not_take_the_place_of_the_failure() -> None:
     assert count_of({"RANK": "3"}, "RANK", 0) == 3
     assert [count_of({"RANK": text}, "RANK", 7) for text in ("", "x", "-1", "9" * 5000, "\u00b2")] == [7] * 5
     assert Failure.of(RuntimeError("gone"), {"RANK": "x"}).headline == "RuntimeError: gone"
+
+
+OWN = Failure(
+    rank=1,
+    world_size=4,
+    attempt=0,
+    host="node",
+    pid=1,
+    moment=9.0,
+    kind=("ValueError", "Exception"),
+    headline="ValueError: bad value",
+    trace='Traceback (most recent call last):\n  File "t.py", line 3, in f\nValueError: bad value\n',
+    place="t.py:3",
+)
+TORCH_TRACE = 'Traceback\n  File "/x/torch/distributed/distributed_c10d.py", line 1, in f\nX\n'
+
+
+def lost(headline: str, kind: str = "RuntimeError", trace: str = "") -> Failure:
+    """Of rank 0, and written before `OWN`."""
+    return replace(
+        OWN, rank=0, moment=1.0, kind=(kind, "Exception"), headline=f"{kind}: {headline}", trace=trace
+    )
+
+
+CONSEQUENCES = [
+    lost(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    ),
+    lost("Connection closed by peer [1]"),
+    lost("NCCL error in: x", "DistBackendError"),
+    lost("wait timeout after 300000ms, keys: /x", "DistStoreError"),
+    lost("failed to recv, got 0 bytes", "DistNetworkError"),
+    lost("Broken pipe", trace=TORCH_TRACE),
+    lost("Connection reset by peer", "ConnectionResetError", TORCH_TRACE),
+    lost("Timed out waiting 1800000ms for recv operation to complete", trace=TORCH_TRACE),
+]
+
+
+@pytest.mark.parametrize("consequence", CONSEQUENCES, ids=lambda failure: failure.headline[:30])
+def test_an_error_of_the_script_is_the_cause_of_lost_connections_written_before(consequence: Failure) -> None:
+    first = find_first(Outcome(1, (consequence, OWN), Exits({0: 1, 1: 1})))
+    assert first is not None
+    assert (first.kind, first.failure) == (Kind.OWN, OWN)
+
+
+@pytest.mark.parametrize("consequence", CONSEQUENCES[:2], ids=("gloo", "peer"))
+@pytest.mark.parametrize("code", [-9, -11, -15, 3])
+def test_a_rank_that_ended_silently_is_the_cause_of_lost_connections(consequence: Failure, code: int) -> None:
+    first = find_first(Outcome(1, (consequence,), Exits({0: 1, 1: code, 2: -15}, asked=(2,))))
+    assert first is not None
+    assert (first.kind, first.rank) == (Kind.SILENT, 1)
+
+
+@pytest.mark.parametrize(
+    "headline",
+    [
+        "KeyError: 'store'",
+        "ReadTimeout: HTTPSConnectionPool(host='x', port=443): Read timed out.",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "KeyError: Caught KeyError in DataLoader worker process 0.",
+        "RuntimeError: DataLoader worker (pid(s) 3592) exited unexpectedly",
+    ],
+)
+def test_errors_of_the_script_that_only_sound_like_lost_ranks(headline: str) -> None:
+    own = replace(OWN, headline=headline, kind=(headline.partition(":")[0], "Exception"))
+    first = find_first(Outcome(1, (CONSEQUENCES[0], own)))
+    assert first is not None
+    assert (first.kind, first.rank) == (Kind.OWN, 1)
+
+
+def test_of_errors_of_the_script_the_earliest_is_the_cause() -> None:
+    early = replace(OWN, rank=3, moment=2.0)
+    assert [each.rank for each in find_suspects(Outcome(1, (OWN, early)))] == [3, 1]
+
+
+def test_what_the_launcher_ended_is_never_the_cause() -> None:
+    seen = Exits({0: 1, 1: -15, 2: -9}, asked=(1, 2), killed=(2,))
+    assert [each.rank for each in find_suspects(Outcome(1, (CONSEQUENCES[0],), seen))] == [0]
+    assert find_first(Outcome(143, (), Exits({0: -15, 1: -2}, asked=(0,), asked_by=15))) is not None
+    assert find_first(Outcome(130, (), Exits({0: -2}, asked=(0,), asked_by=2))) is None
+
+
+def test_an_error_that_follows_the_signal_of_the_launcher_comes_last() -> None:
+    late = replace(OWN, moment=11.0)
+    seen = Exits({0: 1, 1: 1}, asked=(1,), asked_at=10.0)
+    assert [each.kind for each in find_suspects(Outcome(1, (CONSEQUENCES[0], late), seen))] == [
+        Kind.LOST,
+        Kind.AFTER,
+    ]
+    soon = replace(OWN, moment=9.9)
+    assert find_suspects(Outcome(1, (CONSEQUENCES[0], soon), seen))[0].failure == soon
+
+
+def test_a_rank_that_finished_is_the_cause_only_where_others_waited_for_it() -> None:
+    seen = Exits({0: 1, 1: 0})
+    first = find_first(Outcome(1, (CONSEQUENCES[0],), seen))
+    assert first is not None
+    assert (first.kind, first.rank) == (Kind.LEFT, 1)
+    assert [each.kind for each in find_suspects(Outcome(1, (replace(OWN, rank=0),), seen))] == [Kind.OWN]
+    assert find_suspects(Outcome(3, (), Exits({0: 3, 1: 0})))[0].rank == 0
+
+
+def test_what_an_error_says_of_another_rank_comes_after_that_rank() -> None:
+    said = replace(
+        OWN,
+        rank=0,
+        moment=1.0,
+        kind=("StateError", "AccelerateError", "Exception"),
+        headline="StateError: Rank 1 did not come within 60 s: its machine may be down.",
+    )
+    hang = replace(OWN, rank=2, moment=2.0, kind=("Hang",), headline="hang: rank 2 waits")
+    found = find_suspects(Outcome(1, (said, hang, OWN), Exits({0: 1, 1: 1, 2: 1, 3: -9})))
+    assert [(each.kind, each.rank) for each in found] == [
+        (Kind.OWN, 1),
+        (Kind.SILENT, 3),
+        (Kind.HANG, 2),
+        (Kind.OF_OTHERS, 0),
+    ]
+
+
+def test_a_signal_is_more_telling_than_an_exit_code() -> None:
+    assert [each.rank for each in find_suspects(Outcome(1, (), Exits({0: 1, 1: -11})))] == [1, 0]
+
+
+def test_the_rank_that_reads_for_all_comes_before_those_that_were_sent_its_error() -> None:
+    try:
+        Sent.of(KeyError("sample 21")).raise_here()
+    except KeyError as error:
+        received = replace(Failure.of(error, {"RANK": "2"}), moment=1.0)
+    read = replace(received, rank=0, moment=9.0, trace=OWN.trace)
+    found = find_suspects(Outcome(1, (received, read)))
+    assert [(each.kind, each.rank) for each in found] == [(Kind.OWN, 0), (Kind.OF_OTHERS, 2)]
+
+
+def test_processes_without_a_rank_keep_their_files_apart(tmp_path: Path) -> None:
+    first = replace(describe("first"), pid=1, moment=1.0)
+    second = replace(describe("second"), pid=2, moment=2.0)
+    for failure in (second, first):
+        failure.write(tmp_path)
+    assert collect(tmp_path, 1).failures == (first, second)

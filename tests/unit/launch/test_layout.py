@@ -1,10 +1,15 @@
-"""How many processes run, and where."""
+"""How many processes run, and with which variables."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from accelerate.devices import CUDA, NPU
+from accelerate.launch import Machine, device_ids, worker_environment
 from accelerate.launch.layout import _number_of_others
+from accelerate.settings import FLAG, Layer, merge_layers
 
 
 @pytest.mark.parametrize(
@@ -19,3 +24,31 @@ from accelerate.launch.layout import _number_of_others
 )
 def test_one_process_of_a_larger_run_is_named_as_such(variables: dict[str, str], said: str) -> None:
     assert _number_of_others(variables) == said
+
+
+def test_device_ids_are_split() -> None:
+    assert device_ids("0, 2") == ("0", "2")
+    assert device_ids("all") == device_ids(None) == ()
+
+
+def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> None:
+    settings = merge_layers(Layer(FLAG, {"gpu_ids": "0,2"}))
+    assert worker_environment(settings, Machine(NPU, 4), "elastic")["ASCEND_RT_VISIBLE_DEVICES"] == "0,2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "present", "queues"),
+    [
+        ({"megatron_lm_tp_degree": 2}, {}, "1"),
+        ({"megatron_lm_context_parallel_size": 2}, {}, "1"),
+        ({"megatron_lm_tp_degree": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
+        ({"megatron_lm_tp_degree": 2, "megatron_lm_use_custom_fsdp": True}, {}, None),
+        ({"megatron_lm_pp_degree": 2}, {}, None),
+    ],
+)
+def test_kernels_of_megatron_come_in_one_queue(
+    fields: dict[str, Any], present: dict[str, str], queues: str | None
+) -> None:
+    settings = merge_layers(Layer(FLAG, {"use_megatron_lm": True, **fields}))
+    added = worker_environment(settings, Machine(CUDA, 4, environ=present), "elastic")
+    assert added.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues

@@ -10,7 +10,8 @@ import pytest
 
 from accelerate.base import ConfigurationError, clear_environment, current
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import LaunchPlan, namespace, namespace_launchers
+from accelerate.launch import LaunchPlan, namespace
+from accelerate.launch.backends import DeepSpeedLauncher, ElasticLauncher, Launcher, LocalLauncher
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
 BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}
@@ -89,20 +90,20 @@ def test_deepspeeds_own_launcher_has_a_command() -> None:
 def test_launchers_with_a_namespace_run_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[LaunchPlan] = []
 
-    class Recorder:
-        def run(self, plan: LaunchPlan) -> int:
-            plans.append(plan)
-            return 3
+    def record(launcher: Launcher, plan: LaunchPlan) -> int:
+        plans.append(plan)
+        return 3
 
-    monkeypatch.setattr(namespace_launchers, "launcher_for", lambda plan: Recorder())
+    for kind in (LocalLauncher, ElasticLauncher, DeepSpeedLauncher):
+        monkeypatch.setattr(kind, "run", record)
     several = decided(OBSERVED["deepspeed"])
     more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}
     vars(several).update(num_machines=2, **more)
     calls = [
-        (namespace_launchers.simple_launcher, decided(OBSERVED["simple_cpu"])),
-        (namespace_launchers.multi_gpu_launcher, decided(OBSERVED["multi_gpu"])),
-        (namespace_launchers.deepspeed_launcher, decided(OBSERVED["deepspeed"])),
-        (namespace_launchers.deepspeed_launcher, several),
+        (namespace.simple_launcher, decided(OBSERVED["simple_cpu"])),
+        (namespace.multi_gpu_launcher, decided(OBSERVED["multi_gpu"])),
+        (namespace.deepspeed_launcher, decided(OBSERVED["deepspeed"])),
+        (namespace.deepspeed_launcher, several),
     ]
     for launcher, args in calls:
         with pytest.raises(SystemExit) as caught:

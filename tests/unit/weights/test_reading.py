@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,128 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.base import CheckpointError
-from accelerate.weights import Weights, load_state_dict, open_weights, write_safetensors
+from accelerate.weights import DTYPES, MappedFile, Weights, load_state_dict, open_weights, write_safetensors
+
+
+def test_every_format_comes_back(tmp_path: Path) -> None:
+    state = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype) if dtype != torch.bool else torch.eye(2).bool()
+        for dtype in DTYPES.values()
+    }
+    state |= {"none": torch.empty(0, 3), "one": torch.tensor(3.5)}
+    save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    opened = MappedFile(tmp_path / "x.safetensors")
+    for name, tensor in state.items():
+        read = opened.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+        assert read.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def in_use(path: Path) -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(str(path) in line for line in maps)
+
+
+def test_memory_goes_with_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(5000), "b": torch.full((5000,), 2.0)}, path)
+    opened = MappedFile(path)
+    assert in_use(path) == 0
+    a, b = opened.read("a"), opened.read("b")
+    assert in_use(path) == 2
+    a.zero_()
+    assert opened.read("a").sum() == 5000, "changes do not reach the file"
+    assert b.sum() == 10000
+    del a, b
+    assert in_use(path) == 0
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {"a": 3},
+        {"a": {}},
+        entry(shape=[3]),
+        entry(data_offsets=[0, 800]),
+        entry(data_offsets=[8, 0]),
+        entry(data_offsets=[-8, 0]),
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be(tmp_path: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match="x cannot be read as safetensors"):
+        MappedFile(tmp_path / "x")
+
+
+def test_a_format_that_is_not_known_spoils_its_tensor_alone(tmp_path: Path) -> None:
+    text = json.dumps({**entry(), "b": {"dtype": "F4", "shape": [4], "data_offsets": [8, 10]}}).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(10))
+    opened = MappedFile(tmp_path / "x")
+    assert opened.read("a").tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match="b of .*x has a number format that this torch does not know"):
+        opened.read("b")
+
+
+def test_a_file_that_is_gone_or_torn(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content in (None, b"", b"torn", (99).to_bytes(8, "little") + b"{}"):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            MappedFile(path)
+    save_file({"a": torch.ones(2)}, path)
+    opened = MappedFile(path)
+    with pytest.raises(CheckpointError, match="x has no tensor of the name b"):
+        opened.read("b")
+    path.write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="a cannot be read from"):
+        opened.read("a")
+
+
+def test_the_file_that_was_opened_is_read(tmp_path: Path) -> None:
+    """Training may save where it has loaded from."""
+    path, other = tmp_path / "x", tmp_path / "y"
+    save_file({"a": torch.ones(2)}, path)
+    opened = MappedFile(path)
+    save_file({"b": torch.ones(9), "a": torch.zeros(2)}, other)
+    other.replace(path)
+    assert opened.read("a").tolist() == [1, 1]
+    assert copy.deepcopy(opened).read("a").tolist() == [0, 0]
+    path.unlink()
+    assert opened.read("a").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [True, 4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]},
+        {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
+    ],
+)
+def test_headers_with_other_values_than_sizes_are_refused(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"a": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        MappedFile(tmp_path / "x.safetensors")
+
+
+def test_a_deeply_nested_header_is_refused(tmp_path: Path) -> None:
+    header = b"[" * 100_000
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        MappedFile(tmp_path / "x.safetensors")
+
 
 CPU = torch.device("cpu")
 STATE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}

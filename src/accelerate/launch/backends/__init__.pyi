@@ -6,15 +6,30 @@ from accelerate.launch.backends.base import (
 )
 from accelerate.launch.backends.deepspeed import (
     FILE_VARIABLE as FILE_VARIABLE,
+    DeepSpeedLauncher as DeepSpeedLauncher,
     python_path as python_path,
     variable_file as variable_file,
 )
-from accelerate.launch.backends.elastic import ATTEMPTS as ATTEMPTS, ElasticLauncher as ElasticLauncher
-from accelerate.launch.backends.local import LocalLauncher as LocalLauncher
-from accelerate.launch.backends.mpi import dialect_of as dialect_of, hosts_of as hosts_of
-from accelerate.launch.backends.ranks import Ranks as Ranks
-from accelerate.launch.backends.sagemaker import SageMakerDetails as SageMakerDetails
+from accelerate.launch.backends.elastic import (
+    ATTEMPTS as ATTEMPTS,
+    ElasticLauncher as ElasticLauncher,
+    LocalLauncher as LocalLauncher,
+    Ranks as Ranks,
+)
+from accelerate.launch.backends.mpi import (
+    MpiLauncher as MpiLauncher,
+    dialect_of as dialect_of,
+    hosts_of as hosts_of,
+)
+from accelerate.launch.backends.sagemaker import (
+    SageMakerDetails as SageMakerDetails,
+    SageMakerLauncher as SageMakerLauncher,
+    _convert_nargs_to_dict as _convert_nargs_to_dict,
+)
+from accelerate.launch.backends.slurm import SbatchLauncher as SbatchLauncher, SlurmLauncher as SlurmLauncher
 from accelerate.launch.backends.tpu import (
     TpuDetails as TpuDetails,
+    TpuLauncher as TpuLauncher,
+    TpuPodLauncher as TpuPodLauncher,
     precision_variables as precision_variables,
 )

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import ClassVar
 
+from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
 from accelerate.settings import Settings
 
 
-class Launcher(ABC):
-    """One way of starting processes.
+@dataclass(frozen=True)
+class Command:
+    """The details of a launcher that runs another program, all of whose words are known with the plan.
+
+    Attributes:
+        words: the command line.
+        environment: variables that the program gets in addition to those of this process.
+        files: path -> text of the files that are written first, and kept.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Launcher:
+    """One way of starting processes: by default, a command that `details` describes.
 
     1. While a plan is made: `amend`, then `details`. Both are pure: they ask `machine`, and start nothing.
     2. When it is shown: `command`.
     3. When it is carried out: `run`, once, in the process of the command.
 
     Attributes:
-        counts_elsewhere: how many processes there are is decided on other machines.
+        counts_remotely: the machines that run the processes decide how many there are.
         finds_address: nobody has to say where the machine of rank 0 is.
         called_once: it is called on one machine only, and starts the others.
     """
 
-    counts_elsewhere: ClassVar[bool] = False
+    counts_remotely: ClassVar[bool] = False
     finds_address: ClassVar[bool] = False
     called_once: ClassVar[bool] = False
 
@@ -41,35 +57,34 @@ class Launcher(ABC):
         """What `command` and `run` need beyond the rest of the plan; they read it by `LaunchPlan.detail`."""
         return None
 
-    @abstractmethod
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The words that a shell would be told to do the same."""
+        """The command line that does the same in a shell."""
+        return list(plan.detail(Command).words)
 
     def files(self, plan: LaunchPlan) -> Mapping[str, str]:
         """Path -> text of the files that `run` writes first, and keeps."""
-        return {}
+        return plan.details.files if isinstance(plan.details, Command) else {}
 
-    @abstractmethod
     def run(self, plan: LaunchPlan) -> int:
         """Start the processes, wait for them, and return the exit code of the run.
 
         Signals that end the launcher (SIGINT, SIGTERM, SIGHUP) end its processes too.
         """
+        return run_child(self.command(plan), {})
 
 
-_BACKENDS = "accelerate.launch.backends"
 LAUNCHERS = {
-    "local": f"{_BACKENDS}.local:LocalLauncher",
-    "elastic": f"{_BACKENDS}.elastic:ElasticLauncher",
-    "mpi": f"{_BACKENDS}.mpi:MpiLauncher",
-    "slurm": f"{_BACKENDS}.slurm:SlurmLauncher",
-    "sbatch": f"{_BACKENDS}.slurm:SbatchLauncher",
-    "deepspeed": f"{_BACKENDS}.deepspeed:DeepSpeedLauncher",
-    "tpu": f"{_BACKENDS}.tpu:TpuLauncher",
-    "tpu_pod": f"{_BACKENDS}.tpu:TpuPodLauncher",
-    "sagemaker": f"{_BACKENDS}.sagemaker:SageMakerLauncher",
+    "local": "LocalLauncher",
+    "elastic": "ElasticLauncher",
+    "mpi": "MpiLauncher",
+    "slurm": "SlurmLauncher",
+    "sbatch": "SbatchLauncher",
+    "deepspeed": "DeepSpeedLauncher",
+    "tpu": "TpuLauncher",
+    "tpu_pod": "TpuPodLauncher",
+    "sagemaker": "SageMakerLauncher",
 }
-"""Name in a plan -> where its class is; imported when it is used."""
+"""Name in a plan -> its class, which this package offers and which is imported when it is used."""
 
 
 def launcher_named(name: str) -> Launcher:
@@ -78,8 +93,7 @@ def launcher_named(name: str) -> Launcher:
     Args:
         name: key of `LAUNCHERS`.
     """
-    module, _, class_name = LAUNCHERS[name].partition(":")
-    launcher: Launcher = getattr(import_module(module), class_name)()
+    launcher: Launcher = getattr(import_module(__package__), LAUNCHERS[name])()
     return launcher
 
 

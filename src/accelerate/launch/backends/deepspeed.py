@@ -7,12 +7,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.base import ConfigurationError, environ, wrong_value
-from accelerate.launch.backends.base import Launcher
-from accelerate.launch.backends.mpi import hosts_of, meeting_environment
+from accelerate.launch.backends.base import Command, Launcher
+from accelerate.launch.backends.mpi import hosts_of, rendezvous_environment
 from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan
@@ -22,32 +21,13 @@ from accelerate.settings.sections import DeepSpeedSection
 RUNNER = "deepspeed.launcher.runner"
 NO_SSH = "nossh"
 KNOWS_ADDRESS = ("pdsh", "slurm")
-"""Launchers that ask the first host for its address, or tell the workers themselves."""
+"""Launchers that ask the first host for its address, or set it in the workers themselves."""
 ALL_SLOTS = ("openmpi", "mpich", "mvapich")
 """Launchers that use every slot of the host file, and take neither counts nor filters."""
 
 SLOTS = re.compile(r"^[^#\s]\S*\s+slots=(\d{1,9})\b", re.MULTILINE)
 FILE_VARIABLE = "DS_ENV_FILE"
 USUAL_FILE = ".deepspeed_env"
-
-
-@dataclass(frozen=True)
-class DeepSpeedDetails:
-    """What DeepSpeed's launcher is told beyond the plan.
-
-    Attributes:
-        launcher: its name for the way of starting.
-        hostfile: path; ``None`` leaves it at DeepSpeed's usual place.
-        include: hosts and devices to use.
-        exclude: hosts and devices to leave out.
-        address: of machine 0; ``None`` lets DeepSpeed ask.
-    """
-
-    launcher: str
-    hostfile: str | None = None
-    include: str | None = None
-    exclude: str | None = None
-    address: str | None = None
 
 
 class DeepSpeedLauncher(Launcher):
@@ -57,13 +37,13 @@ class DeepSpeedLauncher(Launcher):
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
         """Check what each of the launchers needs, and count the machines of the host file."""
-        wanted = settings[DeepSpeedSection]
+        section = settings[DeepSpeedSection]
         values = settings.values
-        _check_filters(wanted)
-        if wanted.deepspeed_hostfile:
-            text = machine.read_file(wanted.deepspeed_hostfile)
-            settings = _count(settings, wanted, wanted.deepspeed_hostfile, text)
-        launcher = wanted.deepspeed_multinode_launcher
+        _check_filters(section)
+        if section.deepspeed_hostfile:
+            text = machine.read_file(section.deepspeed_hostfile)
+            settings = _count(settings, section, section.deepspeed_hostfile, text)
+        launcher = section.deepspeed_multinode_launcher
         if launcher not in KNOWS_ADDRESS and not values["main_process_ip"]:
             fix = "Pass the address of the machine of rank 0"
             raise wrong_value("--main_process_ip", None, f"the launcher {launcher} needs it", fix)
@@ -73,67 +53,53 @@ class DeepSpeedLauncher(Launcher):
             raise wrong_value("--machine_rank", values["machine_rank"], reason, fix)
         return settings
 
-    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> DeepSpeedDetails:
-        """Read DeepSpeed's part of the settings."""
-        wanted = settings[DeepSpeedSection]
-        return DeepSpeedDetails(
-            launcher=str(wanted.deepspeed_multinode_launcher),
-            hostfile=wanted.deepspeed_hostfile,
-            include=wanted.deepspeed_inclusion_filter,
-            exclude=wanted.deepspeed_exclusion_filter,
-            address=settings.values["main_process_ip"],
-        )
-
-    def command(self, plan: LaunchPlan) -> list[str]:
-        """The words of DeepSpeed's launcher."""
-        told = plan.detail(DeepSpeedDetails)
-        kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[plan.target.kind]
-        return [
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
+        """Write the words of DeepSpeed's launcher; `environment` is for the workers on all machines."""
+        section = settings[DeepSpeedSection]
+        address = settings.values["main_process_ip"]
+        words = [
             *(sys.executable, "-m", RUNNER),
-            *(("--hostfile", told.hostfile) if told.hostfile else ()),
-            *_starter(told, plan),
-            *_share(told, plan),
-            *(("--master_addr", told.address) if told.address else ()),
+            *(("--hostfile", section.deepspeed_hostfile) if section.deepspeed_hostfile else ()),
+            *_starter(section, plan),
+            *_devices(section, plan),
+            *(("--master_addr", address) if address else ()),
             *("--master_port", str(plan.rendezvous.port)),
             "--no_local_rank",
-            *kind,
-            plan.target.name,
-            *plan.target.arguments,
+            *plan.target.words,
         ]
+        return Command(tuple(words), rendezvous_environment(plan) if address else plan.environment)
 
     def run(self, plan: LaunchPlan) -> int:
         """Call DeepSpeed's launcher, and return its exit code."""
-        told = plan.detail(DeepSpeedDetails)
-        variables = meeting_environment(plan) if told.address else dict(plan.environment)
-        variables["PYTHONPATH"] = python_path()
+        variables = {**plan.detail(Command).environment, "PYTHONPATH": python_path()}
         with variable_file(variables) as path:
             return run_child(self.command(plan), {**variables, FILE_VARIABLE: str(path)})
 
 
 def python_path() -> str:
-    """The search path of the workers: the one of this process, and the folder of now."""
+    """The search path of the workers: that of this process, and the current folder."""
     present = environ.current().get("PYTHONPATH")
     return f"{present}:{Path.cwd()}" if present else str(Path.cwd())
 
 
-def _check_filters(wanted: DeepSpeedSection) -> None:
-    if wanted.deepspeed_inclusion_filter and wanted.deepspeed_exclusion_filter:
+def _check_filters(section: DeepSpeedSection) -> None:
+    if section.deepspeed_inclusion_filter and section.deepspeed_exclusion_filter:
         raise ConfigurationError(
             "--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other. "
             "Keep one of them."
         )
 
-    filters = wanted.deepspeed_inclusion_filter or wanted.deepspeed_exclusion_filter
-    if filters and wanted.deepspeed_multinode_launcher in ALL_SLOTS:
-        reason = f"the launcher {wanted.deepspeed_multinode_launcher} uses every slot of the host file"
+    filters = section.deepspeed_inclusion_filter or section.deepspeed_exclusion_filter
+    if filters and section.deepspeed_multinode_launcher in ALL_SLOTS:
+        reason = f"the launcher {section.deepspeed_multinode_launcher} uses every slot of the host file"
         raise wrong_value("filter", filters, reason, "Leave the hosts out of the host file instead")
 
 
-def _count(settings: Settings, wanted: DeepSpeedSection, path: str, text: str) -> Settings:
+def _count(settings: Settings, section: DeepSpeedSection, path: str, text: str) -> Settings:
     """Take the number of machines, and for some launchers of processes, from the host file."""
     if not settings.given("num_machines"):
         settings = settings.replaced(path, num_machines=max(1, len(hosts_of(text))))
-    launcher = wanted.deepspeed_multinode_launcher
+    launcher = section.deepspeed_multinode_launcher
     slots = sum(int(count) for count in SLOTS.findall(text))
     total = settings.values["num_processes"]
     if launcher not in ALL_SLOTS or not slots or total == slots:
@@ -144,20 +110,19 @@ def _count(settings: Settings, wanted: DeepSpeedSection, path: str, text: str) -
     return settings.replaced(path, num_processes=slots)
 
 
-def _starter(told: DeepSpeedDetails, plan: LaunchPlan) -> list[str]:
-    if told.launcher == NO_SSH:
-        return ["--no_ssh", "--node_rank", str(plan.machine)]
-    return ["--launcher", told.launcher]
+def _starter(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
+    launcher = str(section.deepspeed_multinode_launcher)
+    return ["--no_ssh", "--node_rank", str(plan.machine)] if launcher == NO_SSH else ["--launcher", launcher]
 
 
-def _share(told: DeepSpeedDetails, plan: LaunchPlan) -> list[str]:
-    """A filter says which devices are used; otherwise it is the first ones of each machine."""
-    if told.launcher in ALL_SLOTS:
+def _devices(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
+    """A filter says which devices are used; without one it is the first ones of each machine."""
+    if section.deepspeed_multinode_launcher in ALL_SLOTS:
         return []
-    if told.include:
-        return ["--include", told.include]
-    if told.exclude:
-        return ["--exclude", told.exclude]
+    if section.deepspeed_inclusion_filter:
+        return ["--include", section.deepspeed_inclusion_filter]
+    if section.deepspeed_exclusion_filter:
+        return ["--exclude", section.deepspeed_exclusion_filter]
     return ["--num_nodes", str(plan.machines), "--num_gpus", str(plan.local_processes)]
 
 
@@ -172,8 +137,8 @@ def variable_file(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _own_lines() -> list[str]:
-    """Lines of the files that DeepSpeed would have read."""
+    """The lines of the files that DeepSpeed reads by default."""
     name = environ.current().get(FILE_VARIABLE, USUAL_FILE)
-    places = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))
-    texts = (place.read_text(encoding="utf-8") for place in places if place.is_file())
+    paths = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))
+    texts = (path.read_text(encoding="utf-8") for path in paths if path.is_file())
     return [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]

@@ -1,29 +1,162 @@
-"""Several processes: torch's elastic agent, in this process."""
+"""The processes of this machine: one child, or several under torch's elastic agent."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from accelerate.base import ConfigurationError, LaunchError, current, patch_environment, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    LaunchError,
+    current,
+    patch_environment,
+    spell_ranks,
+    wrong_value,
+)
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.backends.ranks import Ranks, started_by_agent
-from accelerate.launch.children import GRACE_VARIABLE, exit_code, grace, say, taken_signals
-from accelerate.launch.command import torchrun_arguments
-from accelerate.launch.failures import collect
-from accelerate.launch.first_failure import find_first
-from accelerate.launch.local_store import hold_loopback_store, run_key
-from accelerate.launch.pending_signals import REQUESTS
-from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.ports import get_free_port
-from accelerate.launch.reach import check_reach
-from accelerate.launch.recording import folder_of
+from accelerate.launch.children import (
+    GRACE_VARIABLE,
+    REQUESTS,
+    blocked,
+    continue_stopped,
+    exit_code,
+    grace,
+    ignored_for_good,
+    run_to_end,
+    say,
+    taken_signals,
+)
+from accelerate.launch.failures import Exits, Kind, collect, find_first
+from accelerate.launch.network import check_reach, get_free_port, hold_loopback_store, run_key
+from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
+POLL = 0.05
+SECONDS_FOR_CAUSE = 2.0
+"""How long ranks may go on when one has failed as it lost another, which may still write down its error."""
+
+
+class LocalLauncher(Launcher):
+    """Runs the target as one child process.
+
+    It does not replace this process: other programs call `launch_command` as a function and expect it to
+    return, and the launcher can say how the script ended.
+    """
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        """The target's own words."""
+        return local_command(plan.target)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Start the target, forward signals to it, and return its exit code."""
+        folder = folder_of(plan)  # only our entry unblocks what is blocked at its start
+        end = run_to_end(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
+        if folder and end.killed_after:
+            Exits({0: -signal.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
+        return end.code
+
+
+class Ranks:
+    """The processes that torch's elastic agent starts on this machine; a restart replaces them.
+
+    The agent asks its processes to end and waits: for a stopped one, which cannot answer, as for one that
+    saves a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
+
+    Args:
+        folder: where they write down what ends them; None where they do not, since they are not our entry.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._context: Any = None
+        self._seen = Exits({})
+        self._early: list[int] = []
+        self._ignored = ignored_for_good()
+
+    def on_request(self, number: int, frame: FrameType | None) -> None:
+        """Forward a request to all ranks; before they are started, keep it until they are."""
+        name = signal.Signals(number).name
+        running = self._running()
+        if self._seen.asked or not running:
+            self._early.append(number)
+            say(f"{name} received: no process runs now, so it is passed on to those that are started next")
+            return
+        for handle in running.values():
+            handle.proc.send_signal(number)
+        say(f"{name} received and passed on to {len(running)} process{'' if len(running) == 1 else 'es'}")
+
+    def start(self, context: Any, start: Callable[[], None]) -> None:
+        """Start the processes.
+
+        Args:
+            context: torch's `SubprocessContext`.
+            start: starts them.
+        """
+        for number in self._ignored:
+            if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set a handler of its own
+                signal.signal(number, signal.SIG_IGN)
+        with blocked(REQUESTS if self._folder is not None else ()):
+            start()
+            self._context = context
+            self._seen = Exits({}, attempt=int(context.envs[0]["TORCHELASTIC_RESTART_COUNT"]))
+        while self._early:
+            self.on_request(self._early.pop(0), None)
+
+    def end(self, number: int) -> None:
+        """Ask all that run to end, and wait for them; those that are left after the timeout are recorded.
+
+        Args:
+            number: of the signal that asks them.
+        """
+        self._wait_for_cause()
+        running = self._running()
+        if not running:
+            return
+        if not self._seen.asked:
+            self._seen = replace(self._seen, asked=tuple(running), asked_by=number, asked_at=time.time())
+        for handle in running.values():
+            handle.close(death_sig=signal.Signals(number))
+        seconds = grace()
+        deadline = time.monotonic() + seconds
+        while (running := self._running()) and time.monotonic() < deadline:
+            continue_stopped([handle.proc.pid for handle in running.values()], os.killpg)
+            time.sleep(POLL)
+        self._seen = replace(self._seen, killed=tuple(running))
+        if running:
+            late = f"{spell_ranks(list(running))} did not end within {seconds} s after"
+            say(f"{late} {signal.Signals(number).name} and {'is' if len(running) == 1 else 'are'} killed")
+
+    def exits(self) -> Exits:
+        """What was seen of the processes."""
+        codes = {rank: handle.proc.poll() for rank, handle in self._handles().items()}
+        return replace(self._seen, codes={rank: code for rank, code in codes.items() if code is not None})
+
+    def _wait_for_cause(self) -> None:
+        """Wait where all failures so far come from ranks that lost another, or the first one still ends."""
+        deadline = time.monotonic() + SECONDS_FOR_CAUSE
+        while self._folder is not None and self._running() and time.monotonic() < deadline:
+            first = find_first(replace(collect(self._folder, 1), seen=self.exits()))
+            if first is None or (first.kind <= Kind.SILENT and first.rank not in self._running()):
+                return
+            time.sleep(POLL)
+
+    def _handles(self) -> dict[int, Any]:
+        """Rank -> torch's handle of its process."""
+        if self._context is None:
+            return {}
+        handlers, envs = self._context.subprocess_handlers, self._context.envs
+        return {int(envs[local_rank]["RANK"]): handler for local_rank, handler in handlers.items()}
+
+    def _running(self) -> dict[int, Any]:
+        return {rank: handle for rank, handle in self._handles().items() if handle.proc.poll() is None}
 
 
 class ElasticLauncher(Launcher):
@@ -39,7 +172,7 @@ class ElasticLauncher(Launcher):
         A port that another program takes between the plan and the start is replaced on one machine.
 
         Raises:
-            LaunchError: the processes did not meet.
+            LaunchError: the rendezvous failed.
         """
         _make_log_folder(plan)
         ranks = Ranks(folder_of(plan))
@@ -52,10 +185,13 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    from accelerate import torch_private
+
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **_key(plan)}
-            with patch_environment(**variables), started_by_agent(ranks):
+            key = run_key(current()) if plan.machines == 1 else {}  # several machines need one from outside
+            variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **key}
+            with patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
                 return _run_agent(plan, ranks)
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
@@ -77,7 +213,9 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    held = hold_loopback_store(plan.rendezvous.address, plan.rendezvous.port) if _is_alone(plan) else None
+    rendezvous = plan.rendezvous
+    is_alone = plan.machines == 1 and rendezvous.backend == "static"
+    held = hold_loopback_store(rendezvous.address, rendezvous.port) if is_alone else None
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
     except ValueError as error:  # before a process is started
@@ -95,16 +233,6 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     finally:
         del held
     return 0
-
-
-def _is_alone(plan: LaunchPlan) -> bool:
-    """Whether the agent of this machine opens the store itself, and no other machine needs to reach it."""
-    return plan.machines == 1 and plan.rendezvous.backend == "static"
-
-
-def _key(plan: LaunchPlan) -> dict[str, str]:
-    """The key of the run; several machines have one where it was handed to each of them."""
-    return run_key(current()) if plan.machines == 1 else {}
 
 
 def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
@@ -125,7 +253,7 @@ def _make_log_folder(plan: LaunchPlan) -> None:
             os.makedirs(folder, exist_ok=True)
     except OSError as error:
         reason = f"this folder cannot be made ({error.strerror})"
-        raise wrong_value("--log_dir", folder, reason, "Choose another place") from error
+        raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
 
 
 def _code_after(number: signal.Signals) -> int:
@@ -138,10 +266,10 @@ def _code_after(number: signal.Signals) -> int:
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> LaunchError:
-    meeting = plan.rendezvous
+    rendezvous = plan.rendezvous
     reason = " ".join(str(error).split())
     return LaunchError(
-        f"The processes did not meet at {meeting.address}:{meeting.port}: {reason} "
+        f"The processes did not meet at {rendezvous.address}:{rendezvous.port}: {reason} "
         f"Check that this address is that of machine 0, that the port is free there and open between the "
         f"machines, and that every machine was started."
     )

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate.base import ConfigurationError, environ, wrong_value
-from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import run_child
-from accelerate.launch.command import local_command
+from accelerate.base import ConfigurationError, wrong_value
+from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.plan import LaunchPlan, local_command
 from accelerate.settings import Settings
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 INHERITED = ("PYTHONPATH",)
-"""Variables of this process that the others need too; Open MPI hands on only what it is told to."""
+"""Variables of this process that the others need too; Open MPI exports only those that it is given."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one kind of mpirun spells what all of them can do.
+    """The spelling of options in one implementation of mpirun.
 
     Attributes:
         name: as users know it.
         marks: texts of ``mpirun --version``, in small letters, any of which names it.
         hostfile: the flag before the path.
         per_machine: the words for processes on each machine, with ``{}`` for the count.
-        variable: the words that hand on a variable, with ``{name}`` and ``{text}``.
+        variable: the words that export a variable, with ``{name}`` and ``{text}``.
         as_root: words that are needed to run as root.
-        binding: words that leave each process free to use several cores, where that is not so anyway.
+        binding: words that let each process use several cores, where that is not the default.
     """
 
     name: str
@@ -69,33 +66,18 @@ def dialect_of(version: str) -> Dialect:
         ConfigurationError: it is none of those known.
     """
     text = version.lower()
-    found = next((each for each in DIALECTS if any(mark in text for mark in each.marks)), None)
-    if found is None:
-        known = ", ".join(each.name for each in DIALECTS)
+    dialect = next((dialect for dialect in DIALECTS if any(mark in text for mark in dialect.marks)), None)
+    if dialect is None:
+        known = ", ".join(dialect.name for dialect in DIALECTS)
         first = version.strip().split("\n")[0]
         raise ConfigurationError(f"mpirun --version says {first!r}. Use an mpirun of {known}.")
-    return found
+    return dialect
 
 
 def hosts_of(text: str) -> list[str]:
     """The hosts of a host file, each once: ``name``, ``name slots=4``, ``name:4``; ``#`` starts a comment."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     return list(dict.fromkeys(re.sub(r":\d+$", "", line[0]) for line in lines if line))
-
-
-@dataclass(frozen=True)
-class MpiDetails:
-    """What mpirun is told beyond the plan.
-
-    Attributes:
-        hostfile: path.
-        dialect: how it is told.
-        as_root: whether root calls it.
-    """
-
-    hostfile: str
-    dialect: Dialect
-    as_root: bool = False
 
 
 class MpiLauncher(Launcher):
@@ -119,43 +101,30 @@ class MpiLauncher(Launcher):
             raise wrong_value("--main_process_ip", None, f"the first host of {path} is {hosts[0]}", fix)
         return settings.replaced(path, main_process_ip=hosts[0])
 
-    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> MpiDetails:
-        """Ask which mpirun this is."""
-        return MpiDetails(
-            settings.values["mpirun_hostfile"], dialect_of(machine.mpi_version()), machine.is_root
-        )
-
-    def command(self, plan: LaunchPlan) -> list[str]:
-        """The words of mpirun, in its dialect."""
-        told = plan.detail(MpiDetails)
-        dialect = told.dialect
-        return [
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
+        """Write the words of this machine's mpirun, in its dialect."""
+        dialect = dialect_of(machine.mpi_version())
+        present = machine.environ or {}
+        inherited = {name: present[name] for name in INHERITED if name in present}
+        variables = {**inherited, **rendezvous_environment(plan)}
+        words = [
             "mpirun",
-            *(dialect.as_root if told.as_root else ()),
-            *(dialect.hostfile, told.hostfile),
+            *(dialect.as_root if machine.is_root else ()),
+            *(dialect.hostfile, settings.values["mpirun_hostfile"]),
             *("-n", str(plan.processes)),
             *(word.format(plan.local_processes) for word in dialect.per_machine),
             *dialect.binding,
-            *_variables(dialect, meeting_environment(plan)),
+            *(
+                word.format(name=name, text=text)
+                for name, text in sorted(variables.items())
+                for word in dialect.variable
+            ),
             *local_command(plan.target),
         ]
-
-    def run(self, plan: LaunchPlan) -> int:
-        """Call mpirun, and return its exit code."""
-        return run_child(self.command(plan), {})
+        return Command(tuple(words))
 
 
-def _variables(dialect: Dialect, variables: Mapping[str, str]) -> list[str]:
-    present = environ.current()
-    inherited = {name: present[name] for name in INHERITED if name in present}
-    return [
-        word.format(name=name, text=text)
-        for name, text in sorted({**inherited, **variables}.items())
-        for word in dialect.variable
-    ]
-
-
-def meeting_environment(plan: LaunchPlan) -> dict[str, str]:
-    """The plan's variables, with those that say where the processes meet."""
-    meeting = plan.rendezvous
-    return {**plan.environment, "MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
+def rendezvous_environment(plan: LaunchPlan) -> dict[str, str]:
+    """The plan's variables, with the address and the port of the rendezvous."""
+    rendezvous = plan.rendezvous
+    return {**plan.environment, "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}

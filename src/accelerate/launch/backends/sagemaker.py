@@ -16,7 +16,6 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.hyperparameters import _convert_nargs_to_dict
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.settings import Settings, env
@@ -34,7 +33,7 @@ class SageMakerDetails:
 
     Attributes:
         arguments: of the estimator.
-        inputs: channel -> place of its data; ``None`` for none.
+        inputs: channel -> location of its data; None for none.
         credentials: variables of AWS, never shown.
     """
 
@@ -46,7 +45,7 @@ class SageMakerDetails:
 class SageMakerLauncher(Launcher):
     """Submits the target as a training job, and waits for it."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SageMakerDetails:
         """Describe the job."""
@@ -59,10 +58,10 @@ class SageMakerLauncher(Launcher):
 
     def command(self, plan: LaunchPlan) -> list[str]:
         """The call of the vendor's package, with its arguments one by one."""
-        told = plan.detail(SageMakerDetails)
-        given = {name: value for name, value in told.arguments.items() if value is not None}
+        job = plan.detail(SageMakerDetails)
+        given = {name: value for name, value in job.arguments.items() if value is not None}
         words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
-        return [ESTIMATOR, *words, *([f"fit:inputs={json.dumps(told.inputs)}"] if told.inputs else [])]
+        return [ESTIMATOR, *words, *([f"fit:inputs={json.dumps(job.inputs)}"] if job.inputs else [])]
 
     def run(self, plan: LaunchPlan) -> int:
         """Submit the job, and wait until it has ended.
@@ -71,19 +70,19 @@ class SageMakerLauncher(Launcher):
             MissingPackageError: the vendor's package is missing, or has no such estimator.
             LaunchError: AWS refused the job, or it failed.
         """
-        told = plan.detail(SageMakerDetails)
-        with patch_environment(**told.credentials):
+        job = plan.detail(SageMakerDetails)
+        with patch_environment(**job.credentials):
             estimator_class = _import_estimator()
-            submit(estimator_class, told)
+            submit(estimator_class, job)
         return 0
 
 
-def submit(estimator_class: Any, told: SageMakerDetails) -> None:
+def submit(estimator_class: Any, job: SageMakerDetails) -> None:
     """Make the estimator, and run the job to its end.
 
     Args:
         estimator_class: the vendor's.
-        told: the job.
+        job: what to submit.
 
     Raises:
         LaunchError: AWS refused the job, or it failed.
@@ -91,13 +90,13 @@ def submit(estimator_class: Any, told: SageMakerDetails) -> None:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        estimator = estimator_class(**told.arguments)
-        estimator.fit(inputs=told.inputs)
+        estimator = estimator_class(**job.arguments)
+        estimator.fit(inputs=job.inputs)
     except (BotoCoreError, ClientError, RuntimeError, ValueError) as error:
-        hidden = _hide(" ".join(str(error).split()), told.credentials)
+        hidden = _hide(" ".join(str(error).split()), job.credentials)
         raise LaunchError(f"The SageMaker job did not succeed: {hidden}") from None
-    job = estimator.latest_training_job
-    print(f"The SageMaker job {job.name} has ended. Its model: {estimator.model_data}", flush=True)
+    name = estimator.latest_training_job.name
+    print(f"The SageMaker job {name} has ended. Its model: {estimator.model_data}", flush=True)
 
 
 def _hide(text: str, credentials: Mapping[str, str]) -> str:
@@ -231,3 +230,44 @@ def table_rows(text: str, path: str, columns: tuple[str, str]) -> list[tuple[str
     if wrong is not None:
         raise wrong_value(path, wrong, "a row has two cells with a tab between", "Correct the row")
     return [(row[0], row[1]) for row in cells[1:]]
+
+
+def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
+    """Read a script's own arguments as names and values; a flag without a value is ``True``.
+
+    Args:
+        nargs: words such as ``--epochs 3 --fast``.
+
+    Raises:
+        ConfigurationError: a value has no name before it.
+    """
+    result: dict[str, Any] = {}
+    name: str | None = None
+    for word in nargs:
+        if word.startswith("--") or (word.startswith("-") and not _is_number(word)):
+            name, _, text = word.lstrip("-").partition("=")
+            result[name] = _value_of(text) if "=" in word else True
+        elif name is None:
+            raise wrong_value("argument", word, "it belongs to no option", "Write arguments as --name value")
+        else:
+            result[name] = _value_of(word)
+    return result
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _value_of(word: str) -> Any:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 
@@ -20,36 +19,18 @@ from accelerate.base import (
     whole_number,
     wrong_value,
 )
-from accelerate.launch.backends.base import Launcher
+from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.children import run_child
-from accelerate.launch.command import accelerate_command
 from accelerate.launch.layout import where
-from accelerate.launch.local_store import run_key
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.network import run_key
+from accelerate.launch.plan import LaunchPlan, accelerate_command
 from accelerate.settings import ENVIRONMENT, FLAG, Settings
 
 ALLOCATION = "SLURM allocation"
 OWN = ("slurm", "submit", "slurm_options", "slurm_script")
 DECIDED_THERE = ("machine_rank", "gpu_ids")
-"""What an agent finds out where it runs; devices of a machine were shared out by SLURM."""
-
-
-@dataclass(frozen=True)
-class SlurmDetails:
-    """What srun is told beyond the plan.
-
-    Attributes:
-        agent: the words of the agent that each machine runs, but for the rank of the machine.
-        target: the words that follow them.
-        cores: of each machine, for its agent; ``None`` where SLURM does not say.
-        options: further words for srun.
-    """
-
-    agent: tuple[str, ...]
-    target: tuple[str, ...]
-    cores: int | None
-    options: tuple[str, ...]
+"""What an agent decides where it runs; SLURM has assigned the devices of its machine."""
 
 
 class SlurmLauncher(Launcher):
@@ -62,42 +43,35 @@ class SlurmLauncher(Launcher):
         facts = machine.environ or {}
         nodes = _whole(facts, "SLURM_JOB_NUM_NODES") or _whole(facts, "SLURM_NNODES") or 1
         settings = _agreed_machines(settings, nodes)
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         if settings.values["main_process_ip"] is None:
-            found["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
+            values["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
-            found["main_process_port"] = port_of_step(facts)
+            values["main_process_port"] = port_of_step(facts)
         if settings.values["num_processes"] in (None, -1):
             machines = settings.values["num_machines"]
-            found["num_processes"] = machines * (_processes(facts) or machine.devices)
-        return settings.replaced(ALLOCATION, **found)
+            values["num_processes"] = machines * (_processes(facts) or machine.devices)
+        return settings.replaced(ALLOCATION, **values)
 
-    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SlurmDetails:
-        """Write the agent: this command again, for one machine, with everything that was decided."""
-        words = accelerate_command(settings, plan.target, *OWN, *DECIDED_THERE)
-        end = len(words) - 1 - len(plan.target.arguments)
-        end -= plan.target.kind != "script"
-        cores = per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
-        return SlurmDetails(
-            agent=(*words[:end], "--no_slurm"),
-            target=tuple(words[end:]),
-            cores=min(cores) if cores else None,
-            options=tuple(_options(settings)),
-        )
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
+        """Write the words of srun; each agent reads the rank of its machine in its shell.
 
-    def command(self, plan: LaunchPlan) -> list[str]:
-        """The words of srun; each agent learns the rank of its machine from its shell."""
-        told = plan.detail(SlurmDetails)
+        An agent is this command again, for one machine, with everything that was decided.
+        """
         rank = '"$SLURM_NODEID"' if plan.machines > 1 else "0"
-        agent = f"exec {shlex.join(told.agent)} --machine_rank {rank} {shlex.join(told.target)}"
-        return [
+        words = accelerate_command(settings, plan.target, *OWN, *DECIDED_THERE)
+        end = len(words) - len(plan.target.words)
+        agent = f"exec {shlex.join(words[:end])} --no_slurm --machine_rank {rank} {shlex.join(words[end:])}"
+        cores = per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
+        srun = [
             "srun",
             *("--nodes", str(plan.machines), "--ntasks", str(plan.machines), "--ntasks-per-node", "1"),
-            *(("--cpus-per-task", str(told.cores)) if told.cores else ()),
+            *(("--cpus-per-task", str(min(cores))) if cores else ()),
             "--kill-on-bad-exit=1",
-            *told.options,
+            *_options(settings),
             *("sh", "-c", agent),
         ]
+        return Command(tuple(srun))
 
     def run(self, plan: LaunchPlan) -> int:
         """Call srun, and return its exit code.
@@ -109,11 +83,11 @@ class SlurmLauncher(Launcher):
 
 
 def _agreed_machines(settings: Settings, nodes: int) -> Settings:
-    wanted = settings.values["num_machines"]
+    machines = settings.values["num_machines"]
     explicit = settings.source("num_machines") in (FLAG, ENVIRONMENT)
-    if explicit and wanted > nodes:
+    if explicit and machines > nodes:
         reason = f"the allocation has {nodes}"
-        raise wrong_value("--num_machines", wanted, reason, "Leave it out, or ask SLURM for more")
+        raise wrong_value("--num_machines", machines, reason, "Leave it out, or ask SLURM for more")
     return settings if explicit else settings.replaced(ALLOCATION, num_machines=nodes)
 
 
@@ -140,25 +114,12 @@ def _whole(facts: Mapping[str, str], name: str) -> int | None:
     return number if number > 0 else None
 
 
-@dataclass(frozen=True)
-class SbatchDetails:
-    """A batch script.
-
-    Attributes:
-        path: where it is written.
-        text: what is written.
-    """
-
-    path: Path
-    text: str
-
-
 class SbatchLauncher(Launcher):
     """Writes a batch script that launches inside its allocation, and submits it."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
-    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SbatchDetails:
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the script: this command again, without the submission."""
         name = Path(plan.target.name).stem
         given = settings.values["slurm_script"]
@@ -169,17 +130,8 @@ class SbatchLauncher(Launcher):
             *(f"#SBATCH {option}" for option in _directives(name, plan.machines, options)),
             f"exec {shlex.join(words)}",
         ]
-        path = Path(given) if given else Path(f"{name}.sbatch")
-        return SbatchDetails(path, "\n".join(lines) + "\n")
-
-    def command(self, plan: LaunchPlan) -> list[str]:
-        """The words that submit the script."""
-        return ["sbatch", "--parsable", str(plan.detail(SbatchDetails).path)]
-
-    def files(self, plan: LaunchPlan) -> Mapping[str, str]:
-        """The batch script."""
-        script = plan.detail(SbatchDetails)
-        return {str(script.path): script.text}
+        path = str(Path(given or f"{name}.sbatch"))
+        return Command(("sbatch", "--parsable", path), files={path: "\n".join(lines) + "\n"})
 
     def run(self, plan: LaunchPlan) -> int:
         """Write the script, submit it, and print its path and the job's number.
@@ -188,19 +140,20 @@ class SbatchLauncher(Launcher):
             ConfigurationError: the script cannot be written, or there is no sbatch.
             LaunchError: SLURM did not take the job.
         """
-        script = plan.detail(SbatchDetails)
-        command = self.command(plan)
+        ((path, text),) = self.files(plan).items()
+        variables = {**environ.current(), **plan.environment}
         try:
-            script.path.write_text(script.text, encoding="utf-8")
-            variables = {**environ.current(), **plan.environment}
-            submitted = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+            Path(path).write_text(text, encoding="utf-8")
+            submitted = subprocess.run(
+                self.command(plan), env=variables, capture_output=True, text=True, check=False
+            )
         except OSError as error:
             raise ConfigurationError(f"{error.filename} cannot be used: {error.strerror}.") from error
         if submitted.returncode:
             reason = " ".join(submitted.stderr.split())
-            raise LaunchError(f"sbatch did not take {script.path}: {reason}")
+            raise LaunchError(f"sbatch did not take {path}: {reason}")
         job = submitted.stdout.strip().partition(";")[0]
-        print(f"Submitted {script.path.resolve()} as job {job}.", flush=True)
+        print(f"Submitted {Path(path).resolve()} as job {job}.", flush=True)
         sys.stderr.write(submitted.stderr)
         return 0
 

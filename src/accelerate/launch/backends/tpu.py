@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import ConfigurationError, MissingPackageError, patch_environment, wrong_value
-from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import run_child
-from accelerate.launch.command import accelerate_command, local_command
+from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.plan import LaunchPlan, Target, accelerate_command, local_command
 from accelerate.launch.worker import PrepareForLaunch
 from accelerate.settings import FLAG, Settings
 from accelerate.settings.sections import TpuSection
@@ -37,7 +35,7 @@ def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TpuDetails:
-    """What a host is told beyond the plan.
+    """What the processes of a host need beyond the plan.
 
     Attributes:
         function: of the script, which each process calls.
@@ -53,7 +51,7 @@ class TpuDetails:
 class TpuLauncher(Launcher):
     """Runs a function of the target in one process for each chip of this host."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> TpuDetails:
         """Refuse what cannot be imported, and choose the variables."""
@@ -79,13 +77,13 @@ class TpuLauncher(Launcher):
             MissingPackageError: torch_xla is not installed.
             ConfigurationError: the script has no such function.
         """
-        told = plan.detail(TpuDetails)
+        details = plan.detail(TpuDetails)
         spawn = _spawn()
-        with patch_environment(**{**plan.environment, **told.variables}):
+        with patch_environment(**{**plan.environment, **details.variables}):
             before, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
             try:
-                function = function_of(plan.target, told.function)
-                spawn(PrepareForLaunch(function, "XLA"), args=(), nprocs=told.processes)
+                function = function_of(plan.target, details.function)
+                spawn(PrepareForLaunch(function, "XLA"), args=(), nprocs=details.processes)
             finally:
                 sys.argv = before
         return 0
@@ -105,7 +103,7 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
     """A function of a script or module, which is imported for it.
 
     Args:
-        target: script or module; what stands under ``if __name__ == "__main__"`` is not run.
+        target: script or module; code under ``if __name__ == "__main__"`` is not run.
         name: of the function.
 
     Raises:
@@ -128,23 +126,12 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class PodDetails:
-    """How the hosts of a pod are reached.
-
-    Attributes:
-        words: of the command that does it.
-    """
-
-    words: tuple[str, ...]
-
-
 class TpuPodLauncher(Launcher):
     """Starts `accelerate launch` on all hosts of a pod."""
 
-    counts_elsewhere = True
+    counts_remotely = True
 
-    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> PodDetails:
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the command: by torch_xla where it has one, else by gcloud."""
         pod = settings[TpuSection]
         if not pod.tpu_name:
@@ -155,19 +142,11 @@ class TpuPodLauncher(Launcher):
         inner = accelerate_command(there, plan.target, "tpu_use_sudo", "vm", "env")
         start = [*(("sudo", "-E") if pod.tpu_use_sudo else ()), "accelerate-launch", *inner[3:]]
         if machine.has_module(POD_MODULE):
-            return PodDetails(tuple(_by_module(pod, variables, start)))
+            return Command(tuple(_by_module(pod, variables, start)))
         if pod.vm:
             fix = "Install such a torch_xla, or leave --vm out to use all hosts"
             raise wrong_value("--vm", ",".join(pod.vm), f"choosing hosts needs {POD_MODULE}", fix)
-        return PodDetails(tuple(_by_gcloud(pod, variables, start)))
-
-    def command(self, plan: LaunchPlan) -> list[str]:
-        """The words that reach the hosts."""
-        return list(plan.detail(PodDetails).words)
-
-    def run(self, plan: LaunchPlan) -> int:
-        """Reach the hosts, and return the exit code."""
-        return run_child(self.command(plan), {})
+        return Command(tuple(_by_gcloud(pod, variables, start)))
 
 
 def _given_variables(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.overrides import TorchFunctionMode
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.strategies.axes.base import Axis
 
 logger = get_logger(__name__)
 
-
-_ATTENTION = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional offers outside of contexts
 CALL = "accelerator.maybe_context_parallel"
 PARTS = 2
 """Pieces of a sequence on each rank, one from either end: later positions attend to more, so this balances
@@ -62,18 +61,15 @@ class ContextAxis(Axis):
         """Return torch's context, in which attention reaches over all ranks of the axis."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
 
         if not self._is_prepared:
             raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
         given, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
         mesh = self._mesh["cp"]
         _check_buffers(given, dims, mesh.size())
-        if mesh.device_type == "cpu":
-            from accelerate.strategies.axes.context import register_cpu_kernels
-
+        if of_device(torch.device(mesh.device_type)).is_host:
             register_cpu_kernels()
-        set_rotate_method(self._handler.cp_comm_strategy)
+        torch_private.set_rotate_method(self._handler.cp_comm_strategy)
         split = context_parallel(
             mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
@@ -134,7 +130,7 @@ class _AnyAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _ATTENTION:
+        if func is torch_private.scaled_dot_product_attention:
             self.calls += 1
             if not any(isinstance(arg, self._shared) for arg in args):
                 func = torch.nn.functional.scaled_dot_product_attention
@@ -165,8 +161,6 @@ def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
 
 
 _SEQUENCE_DIM = 2
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def register_cpu_kernels() -> None:
@@ -175,14 +169,14 @@ def register_cpu_kernels() -> None:
     Raises:
         ConfigurationError: this torch keeps no such table.
     """
-    table = getattr(ring, "custom_ops", None)
+    table = torch_private.attention_handlers
     if table is None:
         raise ConfigurationError(
             f"Context parallelism on the CPU was built for torch 2.13, and torch {torch.__version__} has no "
             "place for it. Install torch 2.13, use accelerators, or leave cp_size at 1."
         )
-    table.setdefault(_FORWARD.default, _attend)
-    table.setdefault(_BACKWARD.default, _attend_backward)
+    table.setdefault(torch_private.cpu_attention.default, _attend)
+    table.setdefault(torch_private.cpu_attention_backward.default, _attend_backward)
 
 
 def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -191,10 +185,10 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
     options.pop("attn_mask", None)
     mesh = query.device_mesh
-    results = ring._templated_ring_attention(
+    results = torch_private.ring_attention(
         mesh.get_group(),
         _SEQUENCE_DIM,
-        _FORWARD,
+        torch_private.cpu_attention,
         query=_local(query),
         key=_local(key),
         value=_local(value),
@@ -208,10 +202,10 @@ def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """`(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale)`."""
     gradient, query, key, value, output, sums, dropout, is_causal = args[:8]
     mesh = query.device_mesh
-    results = ring._templated_ring_attention_backward(
+    results = torch_private.ring_attention_backward(
         mesh.get_group(),
         _SEQUENCE_DIM,
-        _BACKWARD.default,
+        torch_private.cpu_attention_backward.default,
         grad_out=_local(gradient),
         grad_out_name="grad_out",
         query=_local(query),

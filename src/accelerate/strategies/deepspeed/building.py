@@ -208,26 +208,6 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer | None:
     return optimizer
 
 
-def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler follow the steps of an optimizer that has taken the place of its own.
-
-    Args:
-        scheduler: of torch; its optimizer's groups are those of the new one.
-        optimizer: steps.
-    """
-    if scheduler.optimizer is optimizer:
-        return
-    scheduler.optimizer = optimizer
-    step = optimizer.step
-
-    def noted_step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
-        return step(*args, **kwargs)
-
-    noted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = noted_step  # type: ignore[method-assign]
-
-
 _COMMON = ("lr", "betas", "eps", "weight_decay")
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
 from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
@@ -223,7 +224,7 @@ class DeepSpeed(Strategy):
             return DeepSpeedSchedulerWrapper(self.build.built_scheduler, [wrapper] if wrapper else [])
         inner = building.innermost(self.build.built_optimizer)
         if inner is not None and getattr(scheduler, "optimizer", None) is self.build.optimizer:
-            building.point_scheduler(scheduler, inner)
+            torch_private.point_scheduler(scheduler, inner)
         return scheduler
 
     # Step

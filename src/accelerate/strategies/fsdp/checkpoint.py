@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
+from accelerate import torch_private
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, wrong_value
 from accelerate.checkpointing import (
     MODEL,
@@ -122,7 +122,7 @@ def load_fsdp_model(
         apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
         stored = set(state)
     wanted = set(names.values())
-    return LoadedKeys(sorted(wanted - stored), sorted(stored - own))
+    return torch_private.IncompatibleKeys(sorted(wanted - stored), sorted(stored - own))
 
 
 def save_fsdp_optimizer(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.checkpointing import (
     GROUPS,
@@ -94,71 +95,41 @@ def local_ranges(root: FSDP) -> list[LocalRange]:
         ConfigurationError: a parameter is not contiguous in memory.
     """
     ranges: list[LocalRange] = []
-    for prefix, unit in root.named_modules():
-        if isinstance(unit, FSDP) and unit._handle is not None:
-            _reshard(unit._handle)
-            ranges += _ranges_of(unit, f"{prefix}." if prefix else "")
+    for prefix, unit in torch_private.flat_units(root):
+        unit.reshard()
+        ranges += _ranges_of(unit, f"{prefix}." if prefix else "")
     return ranges
 
 
-def _reshard(handle: Any) -> None:
-    """Free whole parameters that are kept since a forward without a backward: they would outlive a load."""
-    has_run = hasattr(handle.flat_param, "_full_param_padded")
-    if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
-        handle.reshard(True)
-        handle.post_reshard()
-
-
-def _ranges_of(unit: Any, prefix: str) -> Iterator[LocalRange]:
-    handle, flat = unit._handle, unit._handle.flat_param
-    aliases = _aliases(flat, prefix)
-    shard = getattr(flat, "_local_shard", flat).detach()
-    own = flat._params if handle._use_orig_params else None
-    for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
+def _ranges_of(unit: torch_private.FlatUnit, prefix: str) -> Iterator[LocalRange]:
+    aliases, shard, own = _aliases(unit, prefix), unit.shard, unit.originals
+    for index, (fqn, shape) in enumerate(zip(unit.names, unit.shapes, strict=True)):
         name = clean_name(prefix + fqn)
-        if not flat._contiguities[index]:
+        if not unit.are_contiguous[index]:
             raise ConfigurationError(
                 f"{name} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
                 "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
             )
-        start, at, count = _range(handle, index)
+        start, at, count = unit.local_range(index)
         yield LocalRange(
             (name, *aliases.get(name, ())),
             tuple(shape),
             start,
             shard.narrow(0, at, count),
-            flat if own is None else own[index],
+            unit.flat if own is None else own[index],
             shard.numel() if own is None else count,
             at if own is None else 0,
-            _copies(unit),
+            unit.replicas,
         )
 
 
-def _range(handle: Any, index: int) -> Shape:
-    """Return the first element of a parameter on this rank, its offset in the shard, and their number."""
-    if not handle.uses_sharded_strategy:
-        first, last = handle._get_flat_param_offsets()[index]
-        return 0, first, last - first + 1
-    info = handle.flat_param._shard_param_infos[index]
-    if not info.in_shard:
-        return 0, 0, 0
-    return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
-
-
-def _aliases(flat: Any, prefix: str) -> dict[str, list[str]]:
+def _aliases(unit: torch_private.FlatUnit, prefix: str) -> dict[str, list[str]]:
     """Return the further names of tied parameters."""
-    names: dict[str, list[str]] = {}
-    for tied in flat._shared_param_infos:
-        first = clean_name(f"{prefix}{tied.prim_module_name}.{tied.prim_param_name}".replace("..", "."))
-        names.setdefault(first, []).append(
-            clean_name(f"{prefix}{tied.module_name}.{tied.param_name}".replace("..", "."))
-        )
-    return names
-
-
-def _copies(unit: Any) -> tuple[int, int]:
-    group = vars(unit).get("_inter_node_pg") if unit._handle.uses_sharded_strategy else unit.process_group
-    return (1, 0) if group is None else (group.size(), group.rank())
+    aliases: dict[str, list[str]] = {}
+    for first, further in unit.tied:
+        first, further = (clean_name(f"{prefix}{name}".replace("..", ".")) for name in (first, further))
+        aliases.setdefault(first, []).append(further)
+    return aliases
 
 
 def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
@@ -169,10 +140,10 @@ def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
             return clean_name(f"{prefix}.{name}" if prefix else name)
 
         for name, parameter in module._parameters.items():
-            if parameter is not None and name != "_flat_param" and full(name) not in known:
+            if parameter is not None and name != torch_private.FLAT_PARAMETER and full(name) not in known:
                 yield full(name), parameter
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in torch_private.non_persistent_buffers(module):
                 yield full(name), buffer
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield full("_extra_state"), module.get_extra_state()
@@ -181,14 +152,13 @@ def _others(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
 def whole_shapes(root: FSDP) -> dict[str, Any]:
     """Return what whole weights of a model have by name, without values; in any order of memory."""
     shapes: dict[str, Any] = {}
-    for prefix, unit in root.named_modules():
-        if isinstance(unit, FSDP) and unit._handle is not None:
-            flat, path = unit._handle.flat_param, f"{prefix}." if prefix else ""
-            aliases = _aliases(flat, path)
-            for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):
-                name = clean_name(path + fqn)
-                empty = torch.empty(shape, dtype=flat.dtype, device="meta")
-                shapes.update(dict.fromkeys((name, *aliases.get(name, ())), empty))
+    for prefix, unit in torch_private.flat_units(root):
+        path = f"{prefix}." if prefix else ""
+        aliases = _aliases(unit, path)
+        for fqn, shape in zip(unit.names, unit.shapes, strict=True):
+            name = clean_name(path + fqn)
+            empty = torch.empty(shape, dtype=unit.flat.dtype, device="meta")
+            shapes.update(dict.fromkeys((name, *aliases.get(name, ())), empty))
     return {**shapes, **dict(_others(root, set(shapes)))}
 
 

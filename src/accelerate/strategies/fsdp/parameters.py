@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, listed, wrong_value
 
 Value = TypeVar("Value")
-
-WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""What wrappers call the module inside them; no part of the names that users know."""
 
 
 def clean_name(name: str) -> str:
@@ -24,7 +22,7 @@ def clean_name(name: str) -> str:
     Args:
         name: as `named_parameters` of a wrapped model gives it.
     """
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+    return ".".join(part for part in name.split(".") if part not in torch_private.WRAPPED)
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Value]) -> dict[str, Value]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.base import listed
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
@@ -210,8 +211,7 @@ def fsdp2_apply_ac(accelerator: ShardingRun, model: Model) -> Model:
 
 def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = False) -> None:
     """Wrap modules inside a model, wherever they stand, so that they recompute in backward."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrappers
-
+    torch_wrappers = torch_private.checkpoint_wrapper
     wrapped: dict[nn.Module, nn.Module] = {}
     wrap: Callable[[nn.Module], nn.Module] = partial(
         torch_wrappers.checkpoint_wrapper, checkpoint_impl=torch_wrappers.CheckpointImpl.NO_REENTRANT
@@ -228,13 +228,12 @@ def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = Fals
 
 def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return for each module that recomputes its outermost wrapper."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         inner = module
-        while isinstance(inner, ActivationWrapper):
-            inner = inner._checkpoint_wrapped_module
+        while isinstance(inner, torch_private.checkpoint_wrapper.ActivationWrapper):
+            inner = torch_private.recomputed_module(inner)
         if inner is not module:
             found.setdefault(inner, module)
     return found

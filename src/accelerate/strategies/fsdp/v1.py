@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, listed
 from accelerate.checkpointing import ShardOwner
 from accelerate.nested import recursively_apply
@@ -50,7 +51,7 @@ from accelerate.strategies.fsdp.sharding import (
 from accelerate.strategies.fsdp.units import choose_units, holdings, kept_in_float32
 from accelerate.strategies.request import Context
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
 PASSED_ON = (
     "sharding_strategy",
@@ -161,9 +162,7 @@ class FullySharded(Sharded):
         with ExitStack() as stack:
             for root in roots:
                 stack.enter_context(FSDP.summon_full_params(root, writeback=False))
-            for unit in units:
-                unit.__dict__["forward"] = unit.module
-                stack.callback(unit.__dict__.pop, "forward")
+            stack.enter_context(torch_private.unit_forwards_skipped(units))
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -263,19 +262,16 @@ class FullySharded(Sharded):
 
 def root_of(model: nn.Module) -> FSDP | None:
     """Return the outermost unit of a model, also under torch.compile's wrapper; None without units."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, FSDP) else None
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
     """Iterate over the parameters of a sharded model that lie in parts, with the ranks that have them."""
-    for unit in FSDP.fsdp_modules(model):
-        handle = unit._handle
-        if handle is None or unit.process_group is None or not handle.uses_sharded_strategy:
-            continue
-        flat = handle.flat_param
-        for parameter in flat._params or () if unit._use_orig_params else (flat,):
-            yield parameter, unit.process_group
+    for _, unit in torch_private.flat_units(model):
+        if unit.group is not None and unit.is_sharded:
+            for parameter in (unit.flat,) if unit.originals is None else unit.originals:
+                yield parameter, unit.group
 
 
 def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -283,12 +279,14 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
     Without `use_orig_params` several names stand for the one flat parameter that holds them.
     """
-    found = {name: p for name, p in named_parameters(model).items() if not name.endswith("_flat_param")}
-    for prefix, unit in model.named_modules():
-        if not isinstance(unit, FSDP) or unit._handle is None or unit._use_orig_params:
-            continue
-        flat = unit._handle.flat_param
-        found.update({clean_name(f"{prefix}.{name}").lstrip("."): flat for name in flat._fqns})
+    found = {
+        name: p
+        for name, p in named_parameters(model).items()
+        if not name.endswith(torch_private.FLAT_PARAMETER)
+    }
+    for prefix, unit in torch_private.flat_units(model):
+        if unit.originals is None:
+            found.update({clean_name(f"{prefix}.{name}").lstrip("."): unit.flat for name in unit.names})
     return found
 
 
@@ -297,7 +295,9 @@ def _names_of(optimizer: Any, root: FSDP) -> Names:
     names: dict[int, list[str]] = {}
     for name, parameter in joined_parameters(root).items():
         names.setdefault(id(parameter), []).append(name)
-    shown = slice(1) if root._use_orig_params else slice(None)  # tied ones once, joined ones each
+    shown = (
+        slice(1) if torch_private.uses_original_parameters(root) else slice(None)
+    )  # tied ones once, joined ones each
     return [
         [name for p in group["params"] for name in names[id(p)][shown]] for group in optimizer.param_groups
     ]

@@ -1,14 +1,24 @@
+"""The processes of this machine: one child, or those of torch's elastic agent."""
+
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
-from accelerate.base import LaunchError
-from accelerate.launch import LaunchPlan, Target
-from accelerate.launch.backends import ATTEMPTS, ElasticLauncher, Ranks, elastic
+from accelerate.base import ConfigurationError, LaunchError
+from accelerate.launch import FORWARDED, GRACE_VARIABLE, REQUESTS, Failure, LaunchPlan, Target, exit_code
+from accelerate.launch.backends import ATTEMPTS, ElasticLauncher, LocalLauncher, Ranks, elastic
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
 TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINUSE")
@@ -80,3 +90,222 @@ def test_an_interrupt_before_the_agent_runs_ends_the_launcher_where_it_was_ignor
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run(code: str, **environment: str) -> int:
+    return LocalLauncher().run(
+        LaunchPlan("local", Target("program", sys.executable, ("-c", code)), environment=environment)
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_the_exit_code_is_that_of_the_script(code: int) -> None:
+    assert run(f"raise SystemExit({code})") == code
+
+
+def test_the_environment_is_added(tmp_path: Path) -> None:
+    assert run("import os; raise SystemExit(int(os.environ['SAMPLE']))", SAMPLE="5") == 5
+
+
+def test_a_script_that_a_signal_ends_has_the_exit_code_of_a_shell() -> None:
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 137
+    assert exit_code(-15) == 143
+    assert exit_code(3) == 3
+
+
+def test_signals_are_forwarded_and_handlers_put_back() -> None:
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    assert run(code) == 143
+    assert {number: signal.getsignal(number) for number in FORWARDED} == before
+
+
+def test_another_thread_can_launch_too() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run("raise SystemExit(3)")))
+    thread.start()
+    thread.join()
+    assert codes == [3]
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    plan = LaunchPlan("local", Target("program", "/nowhere/program"))
+    with pytest.raises(ConfigurationError, match="/nowhere/program cannot be started: No such file"):
+        LocalLauncher().run(plan)
+
+
+SLEEP = "import time; time.sleep(60)"
+IGNORES = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); " + SLEEP
+CAUSE = Failure.of(ValueError("mine"), {"RANK": "1"})
+LOST = replace(CAUSE, rank=0, headline="RuntimeError: gloo: Connection closed by peer")
+
+
+class Handle:
+    """What torch holds of a process; it leads a group of its own."""
+
+    def __init__(self, code: str) -> None:
+        command = [sys.executable, "-c", code]
+        self.proc = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+
+    def close(self, death_sig: signal.Signals) -> None:
+        os.killpg(self.proc.pid, death_sig)
+
+
+class Context:
+    """Stands in for torch's: ranks 4, 5 ... of a machine that is not the first."""
+
+    def __init__(self, codes: list[str], attempt: int = 0) -> None:
+        self.codes = codes
+        self.subprocess_handlers: dict[int, Handle] = {}
+        self.envs = {
+            at: {"RANK": str(at + 4), "TORCHELASTIC_RESTART_COUNT": str(attempt)} for at in range(len(codes))
+        }
+
+    def start(self) -> None:
+        self.subprocess_handlers = {at: Handle(code) for at, code in enumerate(self.codes)}
+
+    def wait(self, at: int) -> int:
+        return self.subprocess_handlers[at].proc.wait(timeout=20)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Context]]:
+    contexts: list[Context] = []
+
+    def start(ranks: Ranks, *codes: str, attempt: int = 0) -> Context:
+        contexts.append(Context(list(codes), attempt))
+        ranks.start(contexts[-1], contexts[-1].start)
+        return contexts[-1]
+
+    yield start
+    for handle in (each for context in contexts for each in context.subprocess_handlers.values()):
+        handle.proc.kill()
+        handle.proc.wait()
+        assert handle.proc.stdout is not None
+        handle.proc.stdout.close()
+
+
+Start = Callable[..., Context]
+
+
+def test_a_request_reaches_all_ranks(started: Start) -> None:
+    ranks = Ranks(None)
+    context = started(ranks, SLEEP, SLEEP)
+    ranks.on_request(signal.SIGUSR1, None)
+    assert [context.wait(at) for at in (0, 1)] == [-signal.SIGUSR1] * 2
+
+
+def test_a_request_before_the_start_waits_for_it(started: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(None)
+    ranks.on_request(signal.SIGUSR2, None)
+    assert "SIGUSR2 received: no process runs now" in capfd.readouterr().err
+    context = started(ranks, SLEEP, SLEEP)
+    assert [context.wait(at) for at in (0, 1)] == [-signal.SIGUSR2] * 2
+    assert "SIGUSR2 received and passed on to 2 processes." in capfd.readouterr().err
+
+
+def test_a_request_while_the_ranks_end_is_for_those_that_are_started_again(started: Start) -> None:
+    ranks = Ranks(None)
+    started(ranks, SLEEP)
+    ranks.end(signal.SIGTERM)
+    ranks.on_request(signal.SIGUSR1, None)
+    again = started(ranks, SLEEP, attempt=1)
+    assert again.wait(0) == -signal.SIGUSR1
+    assert ranks.exits().attempt == 1
+
+
+def test_ranks_of_the_entry_start_with_requests_blocked(started: Start, tmp_path: Path) -> None:
+    asks = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    assert started(Ranks(tmp_path), asks).wait(0) == len(REQUESTS)
+    assert started(Ranks(None), asks).wait(0) == 0
+
+
+def stop(context: Context, at: int) -> psutil.Process:
+    """Stop a process, and return when it is."""
+    process = psutil.Process(context.subprocess_handlers[at].proc.pid)
+    process.send_signal(signal.SIGSTOP)
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    return process
+
+
+def test_a_stopped_rank_ends_when_it_is_asked_to(started: Start) -> None:
+    ranks = Ranks(None)
+    context = started(ranks, SLEEP, SLEEP)
+    stop(context, 0)
+    ranks.end(signal.SIGTERM)
+    assert [context.wait(at) for at in (0, 1)] == [-signal.SIGTERM] * 2
+    assert ranks.exits().killed == ()
+    assert ranks.exits().asked == (4, 5)
+
+
+def test_a_stopped_rank_stays_stopped_while_the_run_goes_on(started: Start) -> None:
+    ranks = Ranks(None)
+    context = started(ranks, SLEEP, SLEEP)
+    stopped = stop(context, 0)
+    ranks.on_request(signal.SIGUSR1, None)
+    assert context.wait(1) == -signal.SIGUSR1
+    assert stopped.status() == psutil.STATUS_STOPPED
+
+
+def test_ranks_that_do_not_end_are_known(
+    started: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(GRACE_VARIABLE, "1")
+    ranks = Ranks(None)
+    context = started(ranks, IGNORES, SLEEP, "raise SystemExit(3)", "")
+    assert context.subprocess_handlers[0].proc.stdout is not None
+    context.subprocess_handlers[0].proc.stdout.readline()
+    assert (context.wait(2), context.wait(3)) == (3, 0)
+    ranks.end(signal.SIGTERM)
+    assert "rank 4 did not end within 1 s after SIGTERM and is killed." in capfd.readouterr().err
+    context.subprocess_handlers[0].close(signal.SIGKILL)
+    assert context.wait(0) == -signal.SIGKILL
+    seen = ranks.exits()
+    assert seen.codes == {4: -9, 5: -15, 6: 3, 7: 0}
+    assert (seen.asked, seen.killed, seen.asked_by) == ((4, 5), (4,), signal.SIGTERM)
+    assert seen.asked_at == pytest.approx(time.time(), abs=60)
+
+
+def test_a_rank_that_still_writes_down_why_it_failed_gets_time_for_it(started: Start, tmp_path: Path) -> None:
+    """Rank 4 has lost rank 5, which is about to end by itself."""
+    replace(LOST, rank=4).write(tmp_path)
+    ranks = Ranks(tmp_path)
+    context = started(ranks, "raise SystemExit(1)", "import time; time.sleep(0.5); raise SystemExit(7)")
+    assert context.wait(0) == 1
+    ranks.end(signal.SIGTERM)
+    assert context.wait(1) == 7
+    assert ranks.exits().asked == ()
+
+
+def test_where_the_cause_is_known_the_others_are_ended_at_once(started: Start, tmp_path: Path) -> None:
+    replace(CAUSE, rank=4).write(tmp_path)
+    ranks = Ranks(tmp_path)
+    context = started(ranks, "raise SystemExit(1)", "import time; time.sleep(0.5); raise SystemExit(7)")
+    assert context.wait(0) == 1
+    ranks.end(signal.SIGTERM)
+    assert context.wait(1) == -signal.SIGTERM
+    assert ranks.exits().asked == (5,)
+
+
+def test_nohup_holds_though_the_agent_sets_a_handler(started: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ranks = Ranks(None)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as the agent does, with a handler
+        asks = "import signal; raise SystemExit(3 + (signal.getsignal(1) == signal.SIG_IGN))"
+        assert started(ranks, asks).wait(0) == 4
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_rank_that_failed_first_may_end_by_itself(started: Start, tmp_path: Path) -> None:
+    """Rank 5 has written its error down, and rank 4, which lost it, is the first to have ended."""
+    replace(LOST, rank=4).write(tmp_path)
+    replace(CAUSE, rank=5).write(tmp_path)
+    ranks = Ranks(tmp_path)
+    context = started(ranks, "raise SystemExit(1)", "import time; time.sleep(0.5); raise SystemExit(7)")
+    assert context.wait(0) == 1
+    ranks.end(signal.SIGTERM)
+    assert context.wait(1) == 7

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base import ConfigurationError, patch_environment
+from accelerate.base import ConfigurationError
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
 from accelerate.launch.backends import dialect_of, hosts_of, launcher_for
 from accelerate.settings import FLAG, Layer, merge_layers
@@ -20,11 +20,16 @@ VERSIONS = {
 
 
 def made(
-    version: str, *, hosts: str = "first slots=2\nsecond slots=2\n", root: bool = False, **more: Any
+    version: str,
+    *,
+    hosts: str = "first slots=2\nsecond slots=2\n",
+    root: bool = False,
+    environ: dict[str, str] | None = None,
+    **more: Any,
 ) -> LaunchPlan:
     machine = Machine(
         cores=8,
-        environ={},
+        environ=environ or {},
         port_in_use=lambda port: False,
         mpi_version=lambda: version,
         read_file=lambda path: hosts,
@@ -63,9 +68,8 @@ HEADS = {
 
 @pytest.mark.parametrize("name", sorted(HEADS))
 def test_each_dialect_has_its_command(name: str) -> None:
-    plan = made(VERSIONS[name], dynamo_backend="eager")
-    with patch_environment(PYTHONPATH="/mine"):
-        written = words(plan)
+    plan = made(VERSIONS[name], environ={"PYTHONPATH": "/mine"}, dynamo_backend="eager")
+    written = words(plan)
     head = HEADS[name].split()
     assert written[: len(head)] == head
     assert written[-4:] == [sys.executable, "a.py", "--lr", "1"]

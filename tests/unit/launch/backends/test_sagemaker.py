@@ -16,7 +16,6 @@ from accelerate.launch import (
     Target,
     explain,
     namespace,
-    namespace_launchers,
     resolve_plan,
 )
 from accelerate.launch.backends import SageMakerDetails, launcher_for
@@ -222,5 +221,5 @@ def test_the_entry_point_with_a_namespace_gives_the_same_job(tmp_path: Path) -> 
 
 def test_the_launcher_with_a_namespace_submits_it(tmp_path: Path, vendor: type[Estimator]) -> None:
     config, args = job_files(tmp_path)
-    namespace_launchers.sagemaker_launcher(config, args)
+    namespace.sagemaker_launcher(config, args)
     assert vendor.calls[0][0] == ARGUMENTS

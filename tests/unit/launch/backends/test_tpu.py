@@ -10,7 +10,7 @@ import pytest
 
 from accelerate.base import ConfigurationError, MissingPackageError, current
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import LaunchPlan, Machine, Target, namespace, namespace_launchers, resolve_plan
+from accelerate.launch import LaunchPlan, Machine, Target, namespace, resolve_plan
 from accelerate.launch.backends import TpuDetails, launcher_for, precision_variables
 from accelerate.settings import FLAG, Layer, merge_layers
 
@@ -162,11 +162,11 @@ def test_the_entry_points_with_a_namespace(spawned: Spawned, script: str) -> Non
     args.env = ["A=1"]
     namespace.prepare_tpu(args, environment, pod=True)
     assert args.env == ["A=1", "XLA_USE_BF16=1", "ACCELERATE_DEBUG_MODE=true"]
-    namespace_launchers.tpu_launcher(args)
+    namespace.tpu_launcher(args)
     assert seen_by(script) == [(["--lr", "1"], "1", "1")]
 
 
 def test_the_pod_launcher_with_a_namespace_needs_a_name() -> None:
     args = launch_command_parser().parse_args(["--tpu", "--tpu_cluster", "train.py"])
     with pytest.raises(ConfigurationError, match="the hosts of a pod are found by its name"):
-        namespace_launchers.tpu_pod_launcher(args)
+        namespace.tpu_pod_launcher(args)

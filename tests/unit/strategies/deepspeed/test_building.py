@@ -118,18 +118,6 @@ def test_the_innermost_optimizer_is_torchs():
     assert building.innermost(SimpleNamespace()) is None
 
 
-def test_a_scheduler_follows_the_optimizer_that_steps():
-    first = torch.optim.SGD(parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
-    second = torch.optim.SGD(first.param_groups, lr=0.1)
-    building.point_scheduler(scheduler, second)
-    second.step()
-    scheduler.step()  # warns if it takes the step for missing
-    assert second.param_groups[0]["lr"] == 0.05
-    building.point_scheduler(scheduler, second)
-    assert scheduler.optimizer is second
-
-
 def test_a_model_that_is_not_trained_computes_in_the_format_of_the_run():
     model = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), True, {"bf16": {"enabled": True}})
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accelerate.base.errors import ConfigurationError
-from accelerate.launch.hyperparameters import _convert_nargs_to_dict
+from accelerate.launch.backends import _convert_nargs_to_dict
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,500 @@
+"""The private names of torch that the package uses, each with its reason and its fallback.
+
+A name of a torch module is a row of `NAMES`, loaded when it is first used as an attribute of this module. The
+functions below read private attributes of torch's objects. Where an attribute of such an object, or of torch
+itself, has to be replaced, a function here does it. `tests/architecture/test_torch_private.py` checks this.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accelerate.base import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class PrivateName(NamedTuple):
+    """One private name of a torch module.
+
+    Attributes:
+        path: The module, a colon, and the name in it, dotted where it is nested; a module alone for itself.
+        reason: What it is used for, and why no public name serves.
+        fallback: Returns what is used where torch has no such name; None where the feature needs it.
+    """
+
+    path: str
+    reason: str
+    fallback: Callable[[], Any] | None = None
+
+
+def _split_like() -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
+    def split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    return split
+
+
+NAMES: dict[str, PrivateName] = {
+    "default_store": PrivateName(
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "The store of the default process group, for messages between ranks; torch returns it nowhere else.",
+    ),
+    "abort_process_group": PrivateName(
+        "torch.distributed.distributed_c10d:_abort_process_group",
+        "Closes a process group without waiting for its collectives, as destroy_process_group may do.",
+        lambda: dist.destroy_process_group,
+    ),
+    "dump_nccl_trace": PrivateName(
+        "torch._C._distributed_c10d:_dump_nccl_trace",
+        "The flight recorder of NCCL, for reports about hangs; builds without NCCL have none.",
+        lambda: None,
+    ),
+    "dump_fr_trace": PrivateName(
+        "torch._C._distributed_c10d:_dump_fr_trace",
+        "The flight recorder of the other backends, for reports about hangs; some builds have none.",
+        lambda: None,
+    ),
+    "flatten_dense_tensors": PrivateName(
+        "torch._C._nn:flatten_dense_tensors",
+        "Joins tensors of any shapes in one call; the public way is a Python loop for each collective.",
+        lambda: lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors]),
+    ),
+    "unflatten_dense_tensors": PrivateName(
+        "torch._C._nn:unflatten_dense_tensors",
+        "Splits a flat tensor into views in one call; the public way is a Python loop for each collective.",
+        _split_like,
+    ),
+    "scaled_dot_product_attention": PrivateName(
+        "torch._C._nn:scaled_dot_product_attention",
+        "Attention as it is outside of context_parallel, which replaces the public name while it is open.",
+        lambda: nn.functional.scaled_dot_product_attention,
+    ),
+    "set_rotate_method": PrivateName(
+        "torch.distributed.tensor.experimental._attention:set_rotate_method",
+        "How context parallelism exchanges keys and values; context_parallel has no argument for it.",
+    ),
+    "attention_handlers": PrivateName(
+        "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",
+        "Maps attention kernels to their context parallel form; it has none for the kernels of the CPU.",
+        lambda: None,
+    ),
+    "ring_attention": PrivateName(
+        "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention",
+        "Ring attention around any kernel, here that of the CPU.",
+    ),
+    "ring_attention_backward": PrivateName(
+        "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention_backward",
+        "The backward pass of ring attention around any kernel, here that of the CPU.",
+    ),
+    "cpu_attention": PrivateName(
+        "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "The CPU's attention kernel, which ring attention calls on each rank.",
+    ),
+    "cpu_attention_backward": PrivateName(
+        "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "The backward pass of the CPU's attention kernel.",
+    ),
+    "hybrid_shard_zero2": PrivateName(
+        "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
+        "A sharding strategy of FSDP 1 that its documentation names, under a private name.",
+        lambda: None,
+    ),
+    "Policy": PrivateName(
+        "torch.distributed.fsdp.wrap:_Policy",
+        "The base class of FSDP 1's wrapping policies, such as the public ModuleWrapPolicy.",
+        lambda: (),
+    ),
+    "IncompatibleKeys": PrivateName(
+        "torch.nn.modules.module:_IncompatibleKeys",
+        "The class of what load_state_dict returns, so that callers get the same one from sharded loads.",
+        lambda: namedtuple("IncompatibleKeys", "missing_keys unexpected_keys"),
+    ),
+    "checkpoint_wrapper": PrivateName(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "Wrappers that recompute a module in backward; FSDP's documentation uses them under this name.",
+    ),
+    "StorageInfo": PrivateName(
+        "torch.distributed.checkpoint.filesystem:_StorageInfo",
+        "Where a shard lies in its file, in the .metadata of torch.distributed.checkpoint.",
+    ),
+    "MemoryFormat": PrivateName(
+        "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+        "Memory formats in the .metadata of torch.distributed.checkpoint.",
+    ),
+    "OldMemoryFormat": PrivateName(
+        "torch.distributed._shard.sharded_tensor.metadata:MEM_FORMAT_ENCODING",
+        "Memory formats in the .metadata that older versions of torch wrote.",
+        lambda: resolve_name("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
+    ),
+    "OldTensorProperties": PrivateName(
+        "torch.distributed._shard.sharded_tensor.metadata:TensorProperties",
+        "Properties of tensors in the .metadata that older versions of torch wrote.",
+        lambda: resolve_name("torch.distributed.checkpoint.metadata:TensorProperties"),
+    ),
+    "pin_memory": PrivateName(
+        "torch.utils.data._utils.pin_memory:pin_memory",
+        "Pins all tensors in a batch as DataLoader does; without it the batch stays in pageable memory.",
+        lambda: lambda batch, device=None: batch,
+    ),
+    "SingleProcessIterator": PrivateName(
+        "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
+        "The iterator of a DataLoader without workers, whose indices can be drawn in advance.",
+        lambda: None,
+    ),
+}
+"""Name in this module -> the private name of torch."""
+
+
+def __getattr__(name: str) -> Any:
+    row = NAMES.get(name)
+    if row is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = resolve_name(row.path)
+    except (ImportError, AttributeError) as error:
+        if row.fallback is None:
+            raise ConfigurationError(
+                f"torch {torch.__version__} has no {row.path}, which is needed here "
+                f"({row.reason}) Install a version of torch that this package is tested with."
+            ) from error
+        value = row.fallback()
+    globals()[name] = value  # the next look-up finds it without coming here
+    return value
+
+
+# Modules and tensors
+
+WAIT_FOR_BATCH, WORKER_LOOP = "_get_data", "_worker_loop"
+"""Functions of a DataLoader as stacks show them: what waits for a batch, and what a worker runs."""
+WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Names under which wrappers of torch hold their module; they are in the names of its parameters."""
+FLAT_PARAMETER = "_flat_param"
+"""The name of FSDP 1's flat parameter in its module."""
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module in torch.compile's wrapper, which has no public name for it, or the module."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called, which leaves only a private mark."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's buffers that state dicts leave out, which torch does not list."""
+    return module._non_persistent_buffers_set
+
+
+def state_dict_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's hooks on saving and loading state dicts, which torch registers but does not list."""
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_hooks)
+    return [hook for registered in hooks for hook in registered.values()]
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook runs when a gradient arrives; torch registers hooks but does not list them."""
+    names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+    return any(getattr(parameter, name, None) for name in names)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 if torch does not count it."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """Register the dimensions of a mesh as one dimension of its root mesh, and return that mesh."""
+    return mesh._flatten(name)
+
+
+def run_policy(policy: Any, model: nn.Module) -> Any:
+    """Return the modules that a wrapping policy of FSDP 1 chooses; publicly, only FSDP's constructor does."""
+    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+
+
+def recomputed_module(wrapper: Any) -> Any:
+    """Return the module in a wrapper of `checkpoint_wrapper`, which has no public name for it."""
+    return wrapper._checkpoint_wrapped_module
+
+
+def can_record_memory(memory: Any) -> bool:
+    """Return whether a device's memory module records allocations; documented under a private name."""
+    return hasattr(memory, "_record_memory_history")
+
+
+def record_memory(memory: Any, **options: Any) -> None:
+    """Start to record allocations, or stop with `enabled=None`."""
+    memory._record_memory_history(**options)
+
+
+def dump_memory(memory: Any, path: str) -> None:
+    """Write the recorded allocations to a file."""
+    memory._dump_snapshot(path)
+
+
+# Loaders and samplers
+
+
+def requested_samples(sampler: Any) -> Any:
+    """Return the num_samples that a RandomSampler was built with; its public attribute hides a None."""
+    return sampler._num_samples
+
+
+def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Replace what gives a `SingleProcessIterator` its indices by `wrap` of it, and return the new one.
+
+    Only so are the indices known before the samples are read.
+    """
+    iterator._sampler_iter = wrap(iterator._sampler_iter)
+    return iterator._sampler_iter
+
+
+def loader_workers(iterator: Any) -> Any:
+    """Return the worker processes of a DataLoader's iterator, for reports about waits; empty without any."""
+    return getattr(iterator, "_workers", ())
+
+
+def loader_progress(iterator: Any) -> tuple[int, int]:
+    """Return values that change with each batch and each pass of an iterator with workers."""
+    order = getattr(
+        iterator, "_sampler_iter", None
+    )  # torchdata asks its workers for states before it has one
+    return getattr(iterator, "_rcvd_idx", 0), id(order)
+
+
+def loader_tasks(iterator: Any) -> list[Any]:
+    """Return the batches that workers were asked for, in order: the worker's number, then what arrived."""
+    return [task for _, task in sorted(getattr(iterator, "_task_info", {}).copy().items())]
+
+
+# Processes
+
+
+@contextmanager
+def agent_hooks(
+    start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None]
+) -> Iterator[None]:
+    """Let torch's elastic agent start and end the processes of this machine through functions of the caller.
+
+    The agent waits for processes that do not answer, and has no public place for another way to end them.
+
+    Args:
+        start: Called with the agent's context and with the function that starts its processes.
+        close: Called with the number of the signal; the agent then kills what is left.
+    """
+    from torch.distributed.elastic import multiprocessing
+
+    original = multiprocessing.SubprocessContext
+
+    class HookedContext(original):  # type: ignore[misc, valid-type]
+        def _start(self) -> None:
+            start(self, super()._start)
+
+        def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+            close(int(death_sig))
+            super()._close(signal.SIGKILL, timeout)
+
+    multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent looks it up
+    try:
+        yield
+    finally:
+        multiprocessing.SubprocessContext = original  # type: ignore[misc]
+
+
+def num_collectives(group: Any) -> int:
+    """Return how many collectives this process has issued on a process group; no public counter has it."""
+    return int(group._get_sequence_number_for_group())
+
+
+def drop_group_references() -> None:
+    """Remove what keeps the closed default process group alive, besides torch itself.
+
+    gloo closes its connections, and so ends the waits of other ranks, with the last reference to the group.
+    Replicas of DistributedDataParallel hold one, and an `Accelerator` may hold these. The group is a default
+    of the functions of `torch.distributed.nn` where that was first imported after the group was opened.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            for name in ("reducer", "logger", "process_group"):
+                vars(thing).pop(name, None)
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default
+                for default in function.__defaults__
+            )
+    gc.collect()
+
+
+# DistributedDataParallel
+
+
+def ddp_statistics(replica: Any) -> Any:
+    """Return what the reducer logs; only there torch says in which order gradients were ready."""
+    return replica._get_ddp_logging_data()
+
+
+def has_comm_hooks(replica: DistributedDataParallel) -> bool:
+    """Return whether a communication hook is registered; torch registers one and does not say so."""
+    return bool(replica._comm_hooks)
+
+
+# FSDP 1
+
+
+def gradient_sync(unit: Any) -> bool | None:
+    """Return whether a unit of FSDP 1 reduces gradients in the next backward pass; None for other modules."""
+    return getattr(unit, "_sync_gradients", None)
+
+
+def set_gradient_sync(unit: Any, enabled: bool) -> None:
+    """Set it: FSDP 1 has `no_sync` to turn it off, and nothing to turn it on inside of that."""
+    unit._sync_gradients = enabled
+
+
+def uses_original_parameters(unit: Any) -> bool:
+    """Return whether a unit of FSDP 1 was built with use_orig_params, which is no public attribute."""
+    return bool(unit._use_orig_params)
+
+
+@contextmanager
+def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
+    """Let units of FSDP 1 call their modules without gathering: inside summon_full_params all is gathered."""
+    with ExitStack() as stack:
+        for unit in units:
+            vars(unit)["forward"] = unit.module
+            stack.callback(vars(unit).pop, "forward")
+        yield
+
+
+class FlatUnit:
+    """The flat parameter of a unit of FSDP 1, whose layout has no public access.
+
+    Attributes:
+        flat: The flat parameter.
+        originals: The parameters in it, with use_orig_params; otherwise None.
+        names: The names of the parameters in it, as seen from the unit.
+        shapes: Their shapes.
+        are_contiguous: Whether their elements are contiguous in memory.
+        group: The ranks that share it.
+        is_sharded: Whether each rank has a part of it only.
+    """
+
+    def __init__(self, unit: FullyShardedDataParallel) -> None:
+        handle: Any = unit._handle
+        self._handle = handle
+        self._replicas = (
+            vars(unit).get("_inter_node_pg") if handle.uses_sharded_strategy else unit.process_group
+        )
+        self.flat: Any = handle.flat_param
+        self.originals: Sequence[nn.Parameter] | None = self.flat._params if unit._use_orig_params else None
+        self.names: Sequence[str] = self.flat._fqns
+        self.shapes: Sequence[torch.Size] = self.flat._shapes
+        self.are_contiguous: Sequence[bool] = self.flat._contiguities
+        self.group = unit.process_group
+        self.is_sharded: bool = handle.uses_sharded_strategy
+
+    @property
+    def shard(self) -> Any:
+        """The elements on this rank."""
+        return getattr(self.flat, "_local_shard", self.flat).detach()
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many ranks have the same elements, and the number of this one among them."""
+        return (1, 0) if self._replicas is None else (self._replicas.size(), self._replicas.rank())
+
+    @property
+    def tied(self) -> Iterator[tuple[str, str]]:
+        """The first name of each tied parameter, with each of its further names, as seen from the unit."""
+        for info in self.flat._shared_param_infos:
+            yield f"{info.prim_module_name}.{info.prim_param_name}", f"{info.module_name}.{info.param_name}"
+
+    def local_range(self, index: int) -> tuple[int, int, int]:
+        """Return a parameter's first element on this rank, its offset in `shard`, and how many there are."""
+        if not self.is_sharded:
+            offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
+            first, last = [span for span, is_padding in offsets if not is_padding][index]
+            return 0, first, last - first + 1
+        info = self.flat._shard_param_infos[index]
+        if not info.in_shard:
+            return 0, 0, 0
+        return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
+
+    def reshard(self) -> None:
+        """Free whole parameters kept since a forward without a backward: a load would not change them."""
+        has_run = hasattr(self.flat, "_full_param_padded")
+        if has_run and self.is_sharded and not self._handle.needs_unshard():
+            self._handle.reshard(True)
+            self._handle.post_reshard()
+
+
+def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
+    """Iterate over the units of FSDP 1 in a module that have a flat parameter, each after its path.
+
+    Args:
+        root: The outermost unit, or a module around units.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for path, unit in root.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield path, FlatUnit(unit)
+
+
+# Optimizers and schedulers
+
+
+@contextmanager
+def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[..., Any]) -> Iterator[None]:
+    """Let an optimizer have another `step` inside the block, and `original` after it.
+
+    A GradScaler steps the optimizer that it has unscaled, by identity, and does not return whether it did.
+    """
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        optimizer.step = original
+
+
+def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scheduler follow the steps of an optimizer that replaces its own.
+
+    torch's schedulers warn unless the step of their optimizer sets the marks that they put on it.
+
+    Args:
+        scheduler: Of torch; the groups of its optimizer are those of the new one.
+        optimizer: Steps.
+    """
+    if scheduler.optimizer is optimizer:
+        return
+    scheduler.optimizer = optimizer
+    step = optimizer.step
+
+    def noted_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        return step(*args, **kwargs)
+
+    noted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = noted_step  # type: ignore[method-assign]

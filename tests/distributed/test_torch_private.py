@@ -1,0 +1,83 @@
+"""What FSDP 1 keeps under private names is there in the installed torch, and is what is expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from accelerate import torch_private
+from accelerate.state import PartialState
+
+SHARED, CPU = ShardingStrategy.SHARD_GRAD_OP, torch.device("cpu")
+
+
+def check_units() -> list[str]:
+    PartialState()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = ModuleWrapPolicy({nn.Linear})
+    assert isinstance(policy, torch_private.Policy)
+    assert set(torch_private.run_policy(policy, model)) == set(model)
+    root = FSDP(model, sharding_strategy=SHARED, auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
+    units = dict(torch_private.flat_units(root))
+    assert [list(unit.names) for unit in units.values()] == [["weight", "bias"]] * 2
+    unit = next(iter(units.values()))
+    assert unit.shard.numel() == 10
+    assert unit.replicas == (1, 0)
+    assert list(unit.tied) == []
+    assert all(unit.are_contiguous)
+    root(torch.ones(1, 4))
+    unit.reshard()
+    assert torch_private.uses_original_parameters(root)
+    assert torch_private.gradient_sync(root)
+    assert torch_private.gradient_sync(model[0].module) is None
+    with root.no_sync():
+        assert not torch_private.gradient_sync(root)
+        torch_private.set_gradient_sync(root, True)
+        assert torch_private.gradient_sync(root)
+        torch_private.set_gradient_sync(root, False)  # no_sync checks it
+    inner: Any = root.module
+    with FSDP.summon_full_params(root, writeback=False), torch_private.unit_forwards_skipped([root]):
+        assert vars(root)["forward"] is inner
+    assert "forward" not in vars(root)
+    flat = FSDP(nn.Linear(2, 2), sharding_strategy=SHARED, device_id=CPU)
+    return [name.rpartition(".")[2] for name, _ in flat.named_parameters()]
+
+
+def layout() -> list[Any]:
+    PartialState()
+    root = FSDP(nn.Linear(2, 3), use_orig_params=True, device_id=CPU)
+    ((path, unit),) = torch_private.flat_units(root)
+    root(torch.ones(1, 2))
+    unit.reshard()
+    return [path, unit.is_sharded, unit.shard.numel(), unit.replicas, [unit.local_range(at) for at in (0, 1)]]
+
+
+def test_each_rank_knows_its_elements(run):
+    first, second = run(layout, processes=2)
+    assert first == ["", True, 6, (1, 0), [(0, 0, 6), (0, 0, 0)]]
+    assert second == ["", True, 6, (1, 0), [(0, 0, 0), (0, 2, 3)]]
+
+
+def test_units_have_what_is_read(run):
+    assert run(check_units, processes=2) == [[torch_private.FLAT_PARAMETER]] * 2
+
+
+def replicated_layout() -> list[Any]:
+    PartialState()
+    kind = ShardingStrategy.NO_SHARD
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        root = FSDP(nn.Linear(2, 3), sharding_strategy=kind, use_orig_params=True, device_id=CPU)
+    ((_, unit),) = torch_private.flat_units(root)
+    return [unit.replicas, *(unit.local_range(at) for at in (0, 1))]
+
+
+def test_padding_between_replicated_parameters_is_not_counted(run):
+    """torch aligns each parameter to 16 bytes: after 6 elements the next one begins at 8."""
+    first, second = run(replicated_layout, processes=2)
+    assert first == [(2, 0), (0, 0, 6), (0, 8, 3)]
+    assert second == [(2, 1), (0, 0, 6), (0, 8, 3)]
