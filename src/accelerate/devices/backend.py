@@ -49,6 +49,7 @@ class DeviceBackend:
         has_streams: Whether copies from it are ordered by streams and events.
         checks_fork: Whether a process in which its driver was started cannot be forked.
         notebook_variables: Variables set while a notebook trains on one such device.
+        deepspeed_variables: Variables that name it for DeepSpeed, where DeepSpeed does not detect it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class DeviceBackend:
     has_streams: bool = False
     checks_fork: bool = False
     notebook_variables: tuple[tuple[str, str], ...] = ()
+    deepspeed_variables: tuple[tuple[str, str], ...] = ()
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""

@@ -93,6 +93,7 @@ HPU = GaudiBackend(
     module="torch.hpu",
     rng_type=RNGType.HPU,
     extension="habana_frameworks.torch",
+    deepspeed_variables=(("DEEPSPEED_USE_HPU", "true"),),
 )
 NEURON = DeviceBackend(
     name="neuron",
@@ -137,6 +138,7 @@ CPU = CpuBackend(
     module="torch.cpu",
     rng_type=RNGType.TORCH,
     largest_index=127,
+    deepspeed_variables=(("DS_ACCELERATOR", "cpu"),),
     is_host=True,
     shares_host_memory=True,
     has_float64=True,

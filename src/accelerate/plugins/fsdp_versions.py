@@ -41,6 +41,9 @@ class FsdpVersion(ABC):
     has_local_states: ClassVar[bool]
     """Whether states can be saved as LOCAL_STATE_DICT."""
 
+    takes_state_dict_options: ClassVar[bool]
+    """Whether states are read and set with torch's `StateDictOptions`."""
+
     offloads_activations: ClassVar[bool]
     """Whether activations that are kept can wait on the CPU."""
 
@@ -152,6 +155,7 @@ class VersionOne(FsdpVersion):
     takes_any_mesh = False
     is_spmd_on_xla = False
     has_local_states = True
+    takes_state_dict_options = False
     offloads_activations = False
 
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
@@ -236,6 +240,7 @@ class VersionTwo(FsdpVersion):
     takes_any_mesh = True
     is_spmd_on_xla = True
     has_local_states = False
+    takes_state_dict_options = True
     offloads_activations = True
 
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accelerate.base import ConfigurationError, DistributedType
-from accelerate.devices import mark_step, row_axes, share_rows, use_mesh
+from accelerate.devices import mark_step, of_device, row_axes, share_rows, use_mesh
 from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
@@ -260,7 +260,7 @@ class XlaFullyShard(XlaReplicas):
     def _share_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
         """Let each device compute its rows."""
         for tensor in iterate_tensors(output):
-            if tensor.device.type == "xla":
+            if of_device(tensor.device).own_runtime:
                 share_rows(tensor, self.mesh)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from accelerate.base import PreparationError, environ, packages
 from accelerate.compilation import compile_regions_deepspeed
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.plugins import TorchDynamoPlugin
@@ -28,12 +29,6 @@ from accelerate.strategies.request import Context
 logger = get_logger(__name__)
 
 
-KIND_VARIABLE = "DS_ACCELERATOR"
-"""The variable that names the kind of hardware for DeepSpeed; without it, DeepSpeed detects one."""
-
-HPU_VARIABLE = "DEEPSPEED_USE_HPU"
-
-
 def begin(context: Context) -> None:
     """Let DeepSpeed use the process group of the run, and open one where a run has a single process.
 
@@ -41,8 +36,7 @@ def begin(context: Context) -> None:
     """
     packages.require("deepspeed", "Training with DeepSpeedPlugin")
     found = environ.current()
-    kind = context.device.type
-    wanted = {KIND_VARIABLE: "cpu"} if kind == "cpu" else {HPU_VARIABLE: "true"} if kind == "hpu" else {}
+    wanted = dict(of_device(context.device).deepspeed_variables)
     if not process_group.is_open():
         process_group.open_group(context.topology, context.backend)
     wanted.update(_place_of(context.topology))

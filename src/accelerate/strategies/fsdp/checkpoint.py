@@ -35,6 +35,7 @@ from accelerate.checkpointing import (
     weights_change,
 )
 from accelerate.ops import run_on_all_ranks
+from accelerate.plugins import version_of
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.fsdp.all_ranks import write_shards, write_whole
 from accelerate.strategies.fsdp.base import IN_SHARDS
@@ -314,7 +315,7 @@ def _set_model_state_dict(
 
 def _prepare_sd_options(fsdp_plugin: Any) -> Any:
     """Return torch's `StateDictOptions` that suit a plugin; None for FSDP 1, whose modules have their own."""
-    if fsdp_plugin.fsdp_version != 2:
+    if not version_of(fsdp_plugin).takes_state_dict_options:
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 

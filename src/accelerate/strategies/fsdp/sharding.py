@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate import torch_private
 from accelerate.base import listed
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
 from accelerate.strategies.fsdp.loading import MainWeights, fsdp2_load_full_state_dict
@@ -155,7 +156,7 @@ def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:
     """Return an offload policy that works on the devices of a mesh: CPUs have no memory to pin for."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
+    if isinstance(policy, CPUOffloadPolicy) and of_device(torch.device(mesh.device_type)).is_host:
         return CPUOffloadPolicy(pin_memory=False)
     return policy
 
@@ -204,7 +205,7 @@ def fsdp2_apply_ac(accelerator: ShardingRun, model: Model) -> Model:
             "auto_wrap_policy, so that there are units to recompute."
         )
     # A CPU's activations are where offloading would bring them.
-    offload = plugin.activation_checkpointing_offload and accelerator.device.type != "cpu"
+    offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
     recompute(model, units, offload)
     return model
 

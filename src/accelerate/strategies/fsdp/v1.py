@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, listed
 from accelerate.checkpointing import ShardOwner
+from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.bundle import as_list
 from accelerate.strategies.fsdp import clipping
@@ -121,11 +122,12 @@ class FullySharded(Sharded):
 
     def _shard(self, model: nn.Module, units: list[nn.Module], exact: list[nn.Module]) -> nn.Module:
         plugin, device = self.plugin, self.context.device
+        on_host = of_device(device).is_host
         chosen: dict[int, Any] = dict.fromkeys(map(id, units), True)
         for module in exact:
             chosen[id(module)] = {"mixed_precision": _in_float32(plugin.mixed_precision_policy)}
         arguments = {name: getattr(plugin, name) for name in PASSED_ON}
-        if device.type == "cpu" and arguments.pop("sync_module_states"):
+        if on_host and arguments.pop("sync_module_states"):
             send_from_main(model, device)  # torch itself sends between accelerators only
         elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
             hollow = plugin.param_init_fn or partial(_to_empty, device=device)
@@ -135,7 +137,7 @@ class FullySharded(Sharded):
             model,
             auto_wrap_policy=CustomPolicy(lambda module: chosen.get(id(module), False)) if units else None,
             mixed_precision=plugin.mixed_precision_policy,
-            cpu_offload=None if device.type == "cpu" else plugin.cpu_offload,
+            cpu_offload=None if on_host else plugin.cpu_offload,
             ignored_states=list(ignored) or None,
             device_id=device if device.index is not None else torch.device(device.type),
             device_mesh=self._mesh(plugin.sharding_strategy),
@@ -213,7 +215,7 @@ class FullySharded(Sharded):
 
     @property
     def _offloads(self) -> bool:
-        return bool(self.context.device.type != "cpu")
+        return bool(not of_device(self.context.device).is_host)
 
     def model_shards(self, model: nn.Module) -> ShardOwner:
         """Return what saves and loads this process's part of a model."""
