@@ -16,7 +16,7 @@ SEED = 0
 LEAST_SHARE = 0.85
 KILLED = {"killed", "timeout"}
 # mutmut generates all mutants, and notes which tests call which function, before it runs this one.
-FIRST = "accelerate.base.duration.x_read_seconds__mutmut_1"
+FIRST = "accelerate.base.versions.x_compare_versions__mutmut_1"
 
 
 def list_mutants() -> dict[str, dict[str, str]]:

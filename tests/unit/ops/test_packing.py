@@ -211,6 +211,6 @@ def test_what_fills_the_room_exactly_travels_in_it() -> None:
 
 def test_buffers_are_filled_up_to_their_limit() -> None:
     lengths, dtypes = [4, 4, 1, 3, 8], (torch.int8, torch.int8, torch.int8, torch.uint8, torch.int8)
-    assert packing._load([0, 1, 2, 3, 4], lengths, 8, dtypes, True) == [[0, 1], [2, 3], [4]]
-    assert packing._load([0, 1, 2, 3, 4], lengths, 8, dtypes, False) == [[0, 1], [2], [4], [3]]
-    assert packing._load([4, 0, 1], lengths, 6, dtypes, True) == [[4], [0], [1]]
+    assert packing._distribute([0, 1, 2, 3, 4], lengths, 8, dtypes, True) == [[0, 1], [2, 3], [4]]
+    assert packing._distribute([0, 1, 2, 3, 4], lengths, 8, dtypes, False) == [[0, 1], [2], [4], [3]]
+    assert packing._distribute([4, 0, 1], lengths, 6, dtypes, True) == [[4], [0], [1]]

@@ -1,0 +1,15 @@
+"""What `make mutate` runs is there: a module that is renamed would drop out without a word."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_listed_modules_and_tests_exist() -> None:
+    section = (ROOT / "pyproject.toml").read_text().partition("[tool.mutmut]")[2]
+    paths = re.findall(r'"((?:src|tests)/[^"]+\.py)"', section)
+    assert len(paths) > 100
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
