@@ -68,12 +68,15 @@ class RankServer:
         )
 
 
+SERVER = RankServer()
+
+
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
-    server = RankServer()
-    server.ask({"folder": os.getcwd(), "environments": [], "timeout": START_SECONDS})
-    yield server
-    server.close()
+    """The one server of this process: each conftest that imports this fixture gets the same."""
+    SERVER.ask({"folder": os.getcwd(), "environments": [], "timeout": START_SECONDS})
+    yield SERVER
+    SERVER.close()
 
 
 @pytest.fixture

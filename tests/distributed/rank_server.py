@@ -1,8 +1,9 @@
-"""Forks the ranks of distributed tests from one process that has imported torch already.
+"""Forks the ranks of distributed tests from one process that has imported torch and accelerate already.
 
 Run as a program by `conftest.py` beside it: it reads one request (a line of JSON) after another from stdin,
 forks the ranks, waits for them and answers with a line of JSON. A fork costs milliseconds where a fresh
-interpreter spends seconds on `import torch`. The server itself starts no thread, so forking is safe.
+interpreter spends seconds on imports. The server itself starts no thread, so forking is safe, and it calls
+nothing of what it imports: each rank starts with the modules as their import leaves them.
 
 A request: {"folder": str, "environments": [{...}, ...], "timeout": seconds,
             "grace": seconds that the others get to end after one has failed (optional)}
@@ -12,6 +13,7 @@ A reply:   {"codes": [exit code, ...], "first": index of the first rank that fai
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -28,14 +30,23 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 
 PRELOADED = (
-    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.optim.lr_scheduler",
     "torch.utils.data",
+    "torch._dynamo",  # the first optimizer imports it
+    "torch._inductor.config",
     "pytest",
+    "accelerate.accelerator",
+    "accelerate.local_sgd",
+    "accelerate.plugins.comm_hooks",
+    "accelerate.utils",
 )
 TICK = 0.01
 GRACE = 5.0
@@ -156,14 +167,27 @@ def become_rank(folder: Path, index: int, environment: dict[str, str]) -> None:
     faulthandler.enable()
     stack = open(folder / f"{index}.stack", "w")  # noqa: SIM115 (open as long as the rank lives)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    warnings.simplefilter("error")
+    numpy.random.seed()  # forks would all draw the same numbers
+    skip_static_destructors()
+
+
+def skip_static_destructors() -> None:
+    """End this process without the C++ destructors of the libraries that were loaded before the fork.
+
+    They remove each operator of torch from its dispatch table, which takes longer than most tests. Python's
+    own end comes first and is complete: threads, `atexit`, modules, objects and their destructors.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)  # the last one registered is called first
 
 
 def call(folder: Path, index: int) -> None:
     """Call the test's function and leave its return value, or the traceback, in the folder.
 
     Raises:
-        SystemExit: always, with 0 or 1: the interpreter ends as in a script, running what waits for its exit.
+        SystemExit: always, with 0, 1 or the code of the function's own: the interpreter ends as in a script,
+            running what waits for its exit.
     """
     try:
         name, path, function, arguments = pickle.loads((folder / "call").read_bytes())
@@ -171,9 +195,9 @@ def call(folder: Path, index: int) -> None:
         for part in function.split("."):
             target = getattr(target, part)
         value = pickle.dumps(target(*pickle.loads(arguments)))
-    except BaseException:
+    except BaseException as error:
         (folder / f"{index}.error").write_text(traceback.format_exc())
-        raise SystemExit(1) from None
+        raise SystemExit(error.code if isinstance(error, SystemExit) else 1) from None
     (folder / f"{index}.result").write_bytes(value)
     raise SystemExit(0)
 
@@ -195,8 +219,12 @@ def serve_one(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     reply = os.dup(1)
     os.dup2(2, 1)
+    warnings.simplefilter("error")
     for name in PRELOADED:
         importlib.import_module(name)
+    assert psutil.Process().num_threads() == 1, (
+        "an import has started a thread: ranks cannot be forked safely"
+    )
     gc.freeze()  # ranks end three times as fast when they need not walk what was there before them
     # Ranks close the descriptor; an object that closes it again would hit whatever has its number by then.
     requests = open(os.dup(0), "rb", buffering=0, closefd=False)  # noqa: SIM115

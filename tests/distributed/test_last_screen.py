@@ -1,11 +1,14 @@
-"""The last screen of a run that failed names the cause: scripts without torch that fail in many ways."""
+"""The last screen of a run that failed names the cause: scripts without torch that fail in many ways.
+
+The launcher is a fork that has imported torch; `test_launch.py` starts it as users do.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from accelerate.commands.launch import main
 from accelerate.diagnostics import MOST_LINES
 
 LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
@@ -31,31 +35,44 @@ class Screen(NamedTuple):
 Fail = Callable[..., Screen]
 
 
+NO_RANK: dict[str, str | None] = dict.fromkeys(
+    (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ACCELERATE_USE_CPU",
+    )
+)
+
+
+def launch(folder: str, words: list[str]) -> None:
+    """Be the launcher; in a folder, since the screen names the script as the command line does."""
+    os.chdir(folder)
+    sys.argv = ["accelerate-launch", *words]
+    main()
+
+
 @pytest.fixture
-def fail(tmp_path: Path) -> Iterator[Fail]:
+def fail(end: Callable[..., Any], tmp_path: Path) -> Iterator[Fail]:
     folders: list[Path] = []
 
     def fail(script: str, *options: str, grace: int = 15) -> Screen:
         (tmp_path / "train.py").write_text(HEAD + script)
         words = ["--cpu", "--num_processes", "2", "--main_process_port", "0", *options, "train.py"]
-        ended = subprocess.run(
-            ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace}"]
-            + [sys.executable, "-m", "accelerate.commands.launch", *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=tmp_path,
-            check=False,
-        )
-        found = re.search(
-            r"^=+ accelerate launch: the run failed =+$.*", ended.stderr, re.DOTALL | re.MULTILINE
-        )
-        assert found is not None, ended.stderr
+        env = {**NO_RANK, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace)}
+        ended = end(launch, str(tmp_path), words, processes=1, env=env, timeout=120)
+        (code,), (err,) = ended.codes, ended.outputs
+        found = re.search(r"^=+ accelerate launch: the run failed =+$.*", err, re.DOTALL | re.MULTILINE)
+        assert found is not None, err
         path = re.search(r"For machines: (\S+)", found[0])
         assert path is not None
         folders.append(Path(path[1]).parent)
         assert len(found[0].splitlines()) <= MOST_LINES
-        return Screen(ended.returncode, found[0], ended.stderr, json.loads(Path(path[1]).read_text()))
+        return Screen(code, found[0], err, json.loads(Path(path[1]).read_text()))
 
     yield fail
     for folder in folders:

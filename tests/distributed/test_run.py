@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -59,6 +61,24 @@ def leave_a_process() -> int:
 
 def end_badly() -> None:
     os._exit(7)
+
+
+class EndsBadly:
+    def __del__(self) -> None:
+        os._exit(9)
+
+
+def leave_an_object_that_ends_badly() -> None:
+    globals()["kept"] = EndsBadly()
+
+
+def print_at_the_end() -> None:
+    atexit.register(print, "at the end")
+    sys.exit(3)
+
+
+def draw() -> list[float]:
+    return [float(numpy.random.random()), random.random()]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -110,6 +130,18 @@ def test_refuses_processes_left_behind(run: Run) -> None:
 def test_tells_of_a_rank_that_ends_without_a_word(run: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="exit code 7 before its function returned"):
         run(end_badly, processes=1)
+
+
+def test_a_rank_has_a_whole_end(run: Run, end: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="exit code 9 after its function had returned"):
+        run(leave_an_object_that_ends_badly, processes=1)
+    codes, outputs = end(print_at_the_end, processes=1)
+    assert (codes, outputs) == ([3], ["at the end\n"])
+
+
+def test_generators_without_a_seed_differ(run: Run) -> None:
+    first, second = run(draw)
+    assert not set(first) & set(second)
 
 
 def test_refuses_a_function_that_other_processes_cannot_find(run: Run) -> None:
