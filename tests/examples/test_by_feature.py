@@ -1,4 +1,7 @@
-"""Each script of `examples/by_feature`, unchanged, on two processes and on one."""
+"""Each script of `examples/by_feature`, unchanged, on two processes and on one.
+
+Most run in forked ranks; some go through the launcher.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
+LAUNCHED = "early_stopping"
+
+RunRanks = Callable[..., str]
 
 # Script -> (its options for a quick run, what it prints beside the accuracy on two processes).
 RUNS = {
@@ -76,9 +83,17 @@ def test_every_script_is_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("script", RUNS)
-def test_two_processes(script: str, tmp_path: Path) -> None:
+def test_two_processes(run_ranks: RunRanks, script: str) -> None:
     options, expected = RUNS[script]
-    printed = launch(script, options, 2, tmp_path)
+    check_output(run_ranks(FOLDER / f"{script}.py", *options.split()), expected)
+
+
+def test_launched_on_two_processes(tmp_path: Path) -> None:
+    options, expected = RUNS[LAUNCHED]
+    check_output(launch(LAUNCHED, options, 2, tmp_path), expected)
+
+
+def check_output(printed: str, expected: str) -> None:
     accuracies = ACCURACY.findall(printed)
     assert len(accuracies) == 1, "the main process alone prints"
     assert float(accuracies[0]) >= WANTED_ACCURACY
@@ -92,12 +107,13 @@ def test_one_process(tmp_path: Path) -> None:
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY
 
 
-def test_going_on_ends_as_one_run_does(tmp_path: Path) -> None:
-    whole = launch("checkpointing", "--project_dir whole --num_epochs 4", 2, tmp_path)
-    launch("checkpointing", "--num_epochs 2", 2, tmp_path)
-    rest = launch("checkpointing", "--num_epochs 4 --resume", 2, tmp_path)
+def test_going_on_ends_as_one_run_does(run_ranks: RunRanks, tmp_path: Path) -> None:
+    script, whole, parts = FOLDER / "checkpointing.py", str(tmp_path / "whole"), str(tmp_path / "parts")
+    undisturbed = run_ranks(script, "--project_dir", whole, "--num_epochs", "4")
+    run_ranks(script, "--project_dir", parts, "--num_epochs", "2")
+    rest = run_ranks(script, "--project_dir", parts, "--num_epochs", "4", "--resume")
     assert "2 epochs are done" in rest
-    assert ACCURACY.findall(rest) == ACCURACY.findall(whole)
+    assert ACCURACY.findall(rest) == ACCURACY.findall(undisturbed)
 
 
 def test_tracked_values_are_in_the_folder(tmp_path: Path) -> None:
