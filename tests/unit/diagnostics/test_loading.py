@@ -102,13 +102,13 @@ def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> No
         wait = look_until(thread, is_for_batch(1))
         said = (
             rf"worker 1 \(process \d+\), which owes the next batch, sleeps.*line {line_of('ACTS')}, in __get"
+            r".*worker 0 \(process \d+\) sleeps[^:]*$"  # its batch has arrived
         )
         text = describe_until(wait, said)
         again = loader_watch.find_wait(stacks.innermost(thread.ident or 0))
         gate.release()
     assert re.search(said, text, re.DOTALL), text
     assert "line 1 in" not in text
-    assert re.search(r"worker 0 \(process \d+\) sleeps[^:]*$", text), text
     assert again is not None
     assert again.token == wait.token
 
