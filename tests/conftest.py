@@ -27,7 +27,7 @@ FIXED_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_accelerate_tests"),
 }
 STATES = ("AcceleratorState", "PartialState", "GradientState")
-PATIENCE = 2.0  # seconds that threads and processes get to end after their test
+PATIENCE = 5.0  # seconds that threads and processes get to end after their test
 POLL = 0.02
 
 
@@ -62,14 +62,14 @@ def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(empty_home: None) -> Iterator[None]:
     """Fail a test that leaks an environment variable, thread, process, port, process group or state."""
-    before = [(watch, watch.list_all()) for watch in WATCHES]
-    variables, processes = dict(os.environ), list_processes()
+    variables = dict(os.environ)
+    before = {watch: watch.list_all() for watch in WATCHES}
     yield
-    leaks = [describe(watch, left) for watch, known in before if (left := list_left(watch, known))]
+    leaks = [describe(watch, left) for watch, known in before.items() if (left := list_left(watch, known))]
     reset_states()
     restore_variables(variables)
-    kill_processes(list_processes() - processes)
     if leaks:
+        kill_processes(list_processes() - before[PROCESSES])
         pytest.fail("this test left behind\n  " + "\n  ".join(leaks), pytrace=False)
 
 
@@ -83,9 +83,10 @@ def states() -> Iterator[None]:
 def list_left(watch: Watch, known: set[Hashable]) -> list[Hashable]:
     """What differs from before the test, after a moment in which things may end by themselves."""
     deadline = time.monotonic() + watch.patience
-    if watch.compare(watch.list_all(), known):
-        gc.collect()  # a loader's workers end with the last reference to it
-    while (left := watch.compare(watch.list_all(), known)) and time.monotonic() < deadline:
+    while left := watch.compare(watch.list_all(), known):
+        gc.collect()  # a loader's workers end with the last reference to it, which a thread may hold
+        if time.monotonic() > deadline:
+            break
         time.sleep(POLL)
     return sorted(left, key=str)
 
@@ -150,10 +151,11 @@ def reset_states() -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
+PROCESSES = Watch("child processes", list_processes, PATIENCE)
 WATCHES = (
     Watch("environment variables", list_variables, compare=set.symmetric_difference),
     Watch("threads", list_threads, PATIENCE),
-    Watch("child processes", list_processes, PATIENCE),
+    PROCESSES,
     Watch("listening ports", list_ports, PATIENCE),
     Watch("process groups", list_process_groups),
     Watch("states (a test that builds one asks for the fixture `states`)", list_states),
