@@ -14,7 +14,7 @@ from accelerate.big_modeling import get_max_memory
 from accelerate.devices import BACKENDS, CPU, MPS, XLA, hardware_table
 from accelerate.launch import Machine, worker_environment
 from accelerate.precision import MixedPrecision
-from accelerate.rng import _source_of, set_seed
+from accelerate.rng import _state_access, set_seed
 from accelerate.settings import FLAG, Layer, merge_layers
 from accelerate.state import PartialState, Topology, process_group
 from accelerate.state.partial import _label
@@ -120,9 +120,9 @@ def test_its_generator_is_seeded_and_synchronized(
     if backend in NUMBERED:
         assert (f"{backend.module}.manual_seed_all", 3) in fake_torch.calls
     if backend.rng_type not in (None, RNGType.TORCH):
-        source = _source_of(backend.rng_type, None)
-        assert source is not None
-        source.write(source.read())
+        access = _state_access(backend.rng_type, None)
+        assert access is not None
+        access.write(access.read())
         assert any(path.endswith("set_rng_state") for path in fake_torch.paths)
 
 
