@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.state.process_group import close_group
 from accelerate.strategies import adopt_order, order_of
 
 Run = Callable[..., list[Any]]
@@ -61,7 +62,7 @@ def compare(**options: Any) -> Any:
         return orders, held, same, again, gradients(plain, 2) == later
     finally:
         gc.collect()
-        dist.destroy_process_group()
+        close_group()
 
 
 def compare_views() -> Any:
@@ -101,7 +102,7 @@ def leave_alone(kind: str) -> Any:
         return order_of(model), arrived, all(each.grad is None for each in model.parameters())
     finally:
         gc.collect()
-        dist.destroy_process_group()
+        close_group()
 
 
 @pytest.mark.parametrize("kind", ["unused", "hook", "short", "twice", "sparse"])
