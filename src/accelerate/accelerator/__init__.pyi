@@ -1,3 +1,4 @@
+from accelerate.accelerator import checkpoint_items as checkpoint_items
 from accelerate.accelerator.arguments import (
     Arguments as Arguments,
     build_request as build_request,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from accelerate import plugins, settings, strategies
 from accelerate.base import (
     ConfigurationError,
     DynamoBackend,
@@ -20,26 +21,9 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MegatronLMPlugin,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
 from accelerate.scheduler import StepPolicy
-from accelerate.settings import decode, retired_variables
-from accelerate.settings.sections import Fp8Section
+from accelerate.settings import sections
 from accelerate.state import is_initialized
-from accelerate.strategies import RunRequest
 
 _UNSET = object()
 """Default of arguments for which `False` is a choice."""
@@ -52,15 +36,6 @@ _FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
 _MEGATRON_VARIABLE = "ACCELERATE_USE_MEGATRON_LM"
 _MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _TENSOR_PARALLEL_VARIABLE = "ACCELERATE_USE_TP"
-
-_HANDLER_FIELDS: dict[str, type[KwargsHandler]] = {
-    "ddp": DistributedDataParallelKwargs,
-    "scaler": GradScalerKwargs,
-    "autocast": AutocastKwargs,
-    "process_group": InitProcessGroupKwargs,
-    "profile": ProfileKwargs,
-}
-"""Fields of a run request that hold one kind of handler each."""
 
 Given = TypeVar("Given")
 Plugin = TypeVar("Plugin")
@@ -75,24 +50,24 @@ class Arguments:
     mixed_precision: PrecisionType | PrecisionName | None = None
     gradient_accumulation_steps: int = 1
     cpu: bool = False
-    dataloader_config: DataLoaderConfiguration | None = None
+    dataloader_config: plugins.DataLoaderConfiguration | None = None
     rng_types: Sequence[RNGName | RNGType] | None = None
     project_dir: str | os.PathLike[str] | None = None
-    project_config: ProjectConfiguration | None = None
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    project_config: plugins.ProjectConfiguration | None = None
+    gradient_accumulation_plugin: plugins.GradientAccumulationPlugin | None = None
     step_scheduler_with_optimizer: StepPolicy = True
-    kwargs_handlers: Sequence[KwargsHandler] | None = None
+    kwargs_handlers: Sequence[plugins.KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | DynamoName | None = None
-    dynamo_plugin: TorchDynamoPlugin | None = None
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
-    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
-    deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    dynamo_plugin: plugins.TorchDynamoPlugin | None = None
+    fsdp_plugin: plugins.FullyShardedDataParallelPlugin | None = None
+    deepspeed_plugin: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None
+    deepspeed_plugins: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None
     torch_tp_plugin: Any = None
-    megatron_lm_plugin: MegatronLMPlugin | None = None
+    megatron_lm_plugin: plugins.MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
 
-def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunRequest:
+def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategies.RunRequest:
     """Return the checked request for a run.
 
     Arguments win over the environment; where both speak and disagree, one line of the log names both.
@@ -105,8 +80,8 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         ConfigurationError: for a value that cannot work.
     """
     _refuse_older_plugin(arguments, environ)
-    notes = retired_variables(environ)
-    return RunRequest(
+    notes = settings.retired_variables(environ)
+    return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
         cpu=arguments.cpu or read_flag(environ, _CPU_VARIABLE),
         device_placement=arguments.device_placement,
@@ -117,19 +92,19 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> RunReques
         project=_project(arguments),
         dynamo=_dynamo(arguments),
         fsdp=_plugin_of(
-            FullyShardedDataParallelPlugin,
+            plugins.FullyShardedDataParallelPlugin,
             "fsdp_plugin",
             arguments.fsdp_plugin,
             read_flag(environ, _FSDP_VARIABLE),
         ),
         deepspeed=_deepspeed(arguments, environ),
         megatron=_plugin_of(
-            MegatronLMPlugin,
+            plugins.MegatronLMPlugin,
             "megatron_lm_plugin",
             arguments.megatron_lm_plugin,
             read_flag(environ, _MEGATRON_VARIABLE),
         ),
-        fp8_library=decode(Fp8Section, environ).fp8_backend,
+        fp8_library=settings.decode(sections.Fp8Section, environ).fp8_backend,
         parallelism=_plugin_of(
             ParallelismConfig,
             "parallelism_config",
@@ -191,7 +166,7 @@ def _mixed_precision(
 
 def _accumulation(
     arguments: Arguments, environ: Mapping[str, str], notes: list[str]
-) -> GradientAccumulationPlugin:
+) -> plugins.GradientAccumulationPlugin:
     given: int | None = arguments.gradient_accumulation_steps
     plugin = arguments.gradient_accumulation_plugin
     if plugin is not None and given != 1:
@@ -209,7 +184,7 @@ def _accumulation(
         "gradient_accumulation_steps", given, _ACCUMULATION_VARIABLE, _steps_found(environ), notes
     )
     if plugin is None:
-        return GradientAccumulationPlugin(num_steps=_positive(1 if steps is None else steps))
+        return plugins.GradientAccumulationPlugin(num_steps=_positive(1 if steps is None else steps))
     return (
         plugin if plugin.num_steps is not None else replace(plugin, num_steps=1 if steps is None else steps)
     )
@@ -261,12 +236,12 @@ def _rng_types(arguments: Arguments) -> list[RNGName | RNGType] | None:
     return [RNGType(_member("rng_types", kind, known)) for kind in arguments.rng_types]
 
 
-def _dataloader_config(arguments: Arguments) -> DataLoaderConfiguration:
+def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:
     config = arguments.dataloader_config
     if arguments.split_batches is _UNSET:
-        return config if config is not None else DataLoaderConfiguration()
+        return config if config is not None else plugins.DataLoaderConfiguration()
     if config is None:
-        return DataLoaderConfiguration(split_batches=arguments.split_batches)
+        return plugins.DataLoaderConfiguration(split_batches=arguments.split_batches)
     if config.split_batches != arguments.split_batches:
         raise wrong_value(
             "split_batches",
@@ -277,8 +252,8 @@ def _dataloader_config(arguments: Arguments) -> DataLoaderConfiguration:
     return config
 
 
-def _project(arguments: Arguments) -> ProjectConfiguration:
-    project = arguments.project_config or ProjectConfiguration()
+def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
+    project = arguments.project_config or plugins.ProjectConfiguration()
     folder = arguments.project_dir
     if folder is None:
         return project
@@ -294,7 +269,7 @@ def _project(arguments: Arguments) -> ProjectConfiguration:
     return project
 
 
-def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
+def _dynamo(arguments: Arguments) -> plugins.TorchDynamoPlugin:
     if arguments.dynamo_plugin is not None and arguments.dynamo_backend is not None:
         raise wrong_value(
             "dynamo_backend",
@@ -304,7 +279,7 @@ def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
         )
     if arguments.dynamo_plugin is not None:
         return arguments.dynamo_plugin
-    return TorchDynamoPlugin(backend=arguments.dynamo_backend)
+    return plugins.TorchDynamoPlugin(backend=arguments.dynamo_backend)
 
 
 def _plugin_of(
@@ -322,7 +297,7 @@ def _plugin_of(
 
 def _deepspeed(
     arguments: Arguments, environ: Mapping[str, str]
-) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None:
+) -> plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None:
     if arguments.deepspeed_plugin is not None and arguments.deepspeed_plugins is not None:
         raise wrong_value(
             "deepspeed_plugins",
@@ -332,12 +307,12 @@ def _deepspeed(
         )
     given = arguments.deepspeed_plugin if arguments.deepspeed_plugins is None else arguments.deepspeed_plugins
     if given is None:
-        return DeepSpeedPlugin() if read_flag(environ, _DEEPSPEED_VARIABLE) else None
-    plugins = list(given.values()) if isinstance(given, dict) else [given]
-    if not plugins or not all(isinstance(plugin, DeepSpeedPlugin) for plugin in plugins):
+        return plugins.DeepSpeedPlugin() if read_flag(environ, _DEEPSPEED_VARIABLE) else None
+    several = list(given.values()) if isinstance(given, dict) else [given]
+    if not several or not all(isinstance(plugin, plugins.DeepSpeedPlugin) for plugin in several):
         raise wrong_value(
             "deepspeed_plugin",
-            ", ".join(type(plugin).__name__ for plugin in plugins) or "{}",
+            ", ".join(type(plugin).__name__ for plugin in several) or "{}",
             "it is neither a DeepSpeedPlugin nor a dictionary of them",
             "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}; what DeepSpeed itself is "
             "configured by is DeepSpeedPlugin(hf_ds_config=...)",
@@ -348,7 +323,7 @@ def _deepspeed(
 def _handlers(arguments: Arguments) -> dict[str, Any]:
     handlers = list(arguments.kwargs_handlers or ())
     for handler in handlers:
-        if not isinstance(handler, KwargsHandler):
+        if not isinstance(handler, plugins.KwargsHandler):
             raise wrong_value(
                 "kwargs_handlers",
                 type(handler).__name__,
@@ -363,7 +338,14 @@ def _handlers(arguments: Arguments) -> dict[str, Any]:
                 "it was passed twice",
                 "Pass one handler of each kind",
             )
+    fields: dict[str, type[plugins.KwargsHandler]] = {
+        "ddp": plugins.DistributedDataParallelKwargs,
+        "scaler": plugins.GradScalerKwargs,
+        "autocast": plugins.AutocastKwargs,
+        "process_group": plugins.InitProcessGroupKwargs,
+        "profile": plugins.ProfileKwargs,
+    }
     return {
         name: next((handler for handler in handlers if isinstance(handler, kind)), None)
-        for name, kind in _HANDLER_FIELDS.items()
+        for name, kind in fields.items()
     }

@@ -10,22 +10,11 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
+from accelerate import devices, ops
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import StateError, wrong_value
-from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
-from accelerate.ops import (
-    ReductionName,
-    calling_frame,
-    gather,
-    gather_object,
-    gather_valid,
-    gather_valid_objects,
-    pad_across_processes,
-    reduce,
-    whole_tensors,
-)
 
 logger = get_logger(__name__)
 
@@ -49,10 +38,10 @@ def gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     as_objects = as_objects or not contains_tensor(data)
     counts = None if loader is None else _counts_of(loader)
     if counts is None:
-        return gather_object(data) if as_objects else gather(data)
+        return ops.gather_object(data) if as_objects else ops.gather(data)
     if as_objects:
         return _gather_objects(data, counts, loader.batch_rows)
-    return _gather_tensors(whole_tensors(data), counts, loader.batch_rows)
+    return _gather_tensors(ops.whole_tensors(data), counts, loader.batch_rows)
 
 
 def last_samples(data: Any, loader: Any) -> Any:
@@ -93,7 +82,7 @@ def mean_over_ranks(value: T, weight: Any) -> T:
         return leaf
 
     recursively_apply(weigh, value, error_on_other_type=True)
-    sums: Iterator[torch.Tensor] = iter(reduce(weighed, "sum"))
+    sums: Iterator[torch.Tensor] = iter(ops.reduce(weighed, "sum"))
     means: T = recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
     return means
 
@@ -109,7 +98,7 @@ def _counts_of(loader: Any) -> _Counts | None:
     if not (loader.deals_ready_batches or loader.shares_batches):
         return counts
     rows = loader.batch_rows if counts is None else counts[loader.plan.group]
-    sizes = gather_object([rows])
+    sizes = ops.gather_object([rows])
     if None in sizes:
         return None
     group_of = loader.groups_of_ranks()
@@ -127,7 +116,7 @@ def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
     gathered: dict[bool, Iterator[Any]] = {}
     for flag in set(flags):
         chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
-        gathered[flag] = iter(gather_valid(chosen, counts) if flag else gather(chosen))
+        gathered[flag] = iter(ops.gather_valid(chosen, counts) if flag else ops.gather(chosen))
     order = iter(flags)
     return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
 
@@ -137,16 +126,16 @@ def _gather_objects(data: Any, counts: _Counts, rows: int | None) -> Any:
     is_list = isinstance(data, (list, tuple))
     (flag,) = _agreed([is_list and (rows is None or len(data) == rows)], counts)
     if flag:
-        return gather_valid_objects(data, counts)
+        return ops.gather_valid_objects(data, counts)
     _warn_of_other(counts, rows)
-    return gather_object(data)
+    return ops.gather_object(data)
 
 
 def _agreed(flags: list[bool], counts: _Counts) -> list[bool]:
     """What is one per sample on every rank: lengths that only happen to fit differ from rank to rank."""
     if len(set(counts)) == 1:
         return flags
-    return [all(column) for column in zip(*gather_object([flags]), strict=True)]
+    return [all(column) for column in zip(*ops.gather_object([flags]), strict=True)]
 
 
 def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
@@ -158,7 +147,7 @@ def _warn_of_other(counts: _Counts, rows: int | None) -> None:
         return
     if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
         return
-    file = Path(calling_frame(sys._getframe()).f_code.co_filename)
+    file = Path(ops.calling_frame(sys._getframe()).f_code.co_filename)
     if {"site-packages", "dist-packages"} & set(file.parts):
         return  # an installed library asks: its user cannot change the call
     logger.warning_once(
@@ -218,7 +207,7 @@ def _exact_dtype(leaf: torch.Tensor) -> torch.dtype:
     """Doubles, but on devices that have none."""
     if leaf.dtype.is_complex:
         return torch.complex128
-    return torch.float64 if of_device(leaf.device).has_float64 else torch.float32
+    return torch.float64 if devices.of_device(leaf.device).has_float64 else torch.float32
 
 
 def _divide(total: torch.Tensor, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -241,7 +230,7 @@ class Communication:
         Returns:
             The same structure on every rank.
         """
-        return gather(tensor)
+        return ops.gather(tensor)
 
     @overload
     def gather_for_metrics(self, input_data: list[T], use_gather_object: bool = False) -> list[T]: ...
@@ -291,7 +280,7 @@ class Communication:
         """
         return mean_over_ranks(value, weight)
 
-    def reduce(self, tensor: T, reduction: ReductionName = "sum", scale: float = 1.0) -> T:
+    def reduce(self, tensor: T, reduction: ops.ReductionName = "sum", scale: float = 1.0) -> T:
         """Return tensors combined over all ranks, element by element.
 
         Args:
@@ -299,7 +288,7 @@ class Communication:
             reduction: "sum", "mean", "max", "min" or "none".
             scale: factor on the result.
         """
-        return reduce(tensor, reduction, scale)
+        return ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Return tensors padded to the largest size that any rank has, so that they can be gathered.
@@ -310,7 +299,7 @@ class Communication:
             pad_index: value of the padding.
             pad_first: whether the padding comes before the data.
         """
-        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     # Decisions, asked for once in each step
 

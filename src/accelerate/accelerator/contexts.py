@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
+from accelerate import diagnostics, ops, plugins
 from accelerate.accelerator.runtime import Runtime
-from accelerate.diagnostics import PeakMemory, meter_of, snapshot_on_exhaustion
 from accelerate.logging import get_logger
-from accelerate.ops import gather_object
-from accelerate.plugins import AutocastKwargs, ProfileKwargs
 
 logger = get_logger(__name__)
 
@@ -26,7 +24,7 @@ class Contexts:
     _runtime: Runtime
     _cp_context: Callable[..., AbstractContextManager[Any]]
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: plugins.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context in which operations run in the number format of the run.
 
         Forwards of prepared models need no such context.
@@ -34,11 +32,11 @@ class Contexts:
         Args:
             autocast_handler: arguments for this context; the default are those given to `Accelerator`.
         """
-        settings = autocast_handler or self._runtime.request.autocast or AutocastKwargs()
+        settings = autocast_handler or self._runtime.request.autocast or plugins.AutocastKwargs()
         return self._runtime.strategy.precision.autocast(settings.enabled, settings.cache_enabled)
 
     @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+    def profile(self, profile_handler: plugins.ProfileKwargs | None = None) -> Iterator[profile]:
         """Profile the block; each rank writes its trace when the handler names a folder.
 
         Args:
@@ -47,13 +45,13 @@ class Contexts:
         Yields:
             The running `torch.profiler.profile`.
         """
-        settings = profile_handler or self._runtime.request.profile or ProfileKwargs()
+        settings = profile_handler or self._runtime.request.profile or plugins.ProfileKwargs()
         with settings.build() as profiler:
             yield profiler
         self._runtime.state.wait_for_everyone()
 
     @contextmanager
-    def peak_memory(self, snapshot_dir: str | Path | None = None) -> Iterator[PeakMemory]:
+    def peak_memory(self, snapshot_dir: str | Path | None = None) -> Iterator[diagnostics.PeakMemory]:
         """Measure how much memory the block uses at most, on each rank; enter and leave it on all ranks.
 
         Args:
@@ -64,15 +62,17 @@ class Contexts:
             The result, which is there after the block; printed, it is a line for each rank.
         """
         state = self._runtime.state
-        backend, used = state.device_backend, PeakMemory()
-        meter = meter_of(backend)
+        backend, used = state.device_backend, diagnostics.PeakMemory()
+        meter = diagnostics.meter_of(backend)
         meter.start()
         with ExitStack() as block:
             if snapshot_dir is not None:
-                block.enter_context(snapshot_on_exhaustion(backend, snapshot_dir, state.process_index))
+                block.enter_context(
+                    diagnostics.snapshot_on_exhaustion(backend, snapshot_dir, state.process_index)
+                )
             yield used
         used.peak = meter.peak()
-        used.peaks = gather_object([used.peak])
+        used.peaks = ops.gather_object([used.peak])
 
     @contextmanager
     def join_uneven_inputs(

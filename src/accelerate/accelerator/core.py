@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate import data_loader as loaders, devices, plugins, strategies, tracking
 from accelerate.accelerator.arguments import _UNSET, Arguments, build_request
 from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
@@ -30,25 +31,11 @@ from accelerate.base import (
     environ,
     wrong_value,
 )
-from accelerate.data_loader import skip_first_batches
-from accelerate.devices import release_memory
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import (
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    KwargsHandler,
-    MegatronLMPlugin,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import ProcessControl
-from accelerate.strategies import Bundle, PrepareSession, is_prepared, mark_prepared
-from accelerate.tracking import GeneralTracker, filter_trackers
 
 logger = get_logger(__name__)
 
@@ -115,21 +102,25 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         mixed_precision: PrecisionType | PrecisionName | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        dataloader_config: plugins.DataLoaderConfiguration | None = None,
+        deepspeed_plugin: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None,
+        fsdp_plugin: plugins.FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        megatron_lm_plugin: plugins.MegatronLMPlugin | None = None,
         rng_types: Sequence[RNGName | RNGType] | None = None,
-        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        log_with: str
+        | LoggerType
+        | tracking.GeneralTracker
+        | list[str | LoggerType | tracking.GeneralTracker]
+        | None = None,
         project_dir: str | os.PathLike[str] | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        project_config: plugins.ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: plugins.GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: StepPolicy = True,
-        kwargs_handlers: list[KwargsHandler] | None = None,
+        kwargs_handlers: list[plugins.KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | DynamoName | None = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        dynamo_plugin: plugins.TorchDynamoPlugin | None = None,
+        deepspeed_plugins: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         variables = environ.current()
@@ -158,7 +149,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             ),
             variables,
         )
-        self._runtime = build_runtime(request, PrepareSession(self, _replaceable_functions))
+        self._runtime = build_runtime(request, strategies.PrepareSession(self, _replaceable_functions))
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
@@ -175,7 +166,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         self.init_handler = request.process_group
         self.profile_handler = request.profile
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
-        self.log_with = filter_trackers(log_with, request.project.logging_dir)
+        self.log_with = tracking.filter_trackers(log_with, request.project.logging_dir)
         prepared = self._runtime.prepared
         self._models = prepared.models
         self._optimizers = prepared.optimizers
@@ -252,7 +243,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
                 f"it has {len(device_placement)} entries for {len(args)} objects",
                 "Give one entry for each object, or leave it out",
             )
-        bundle = Bundle(args, device_placement)
+        bundle = strategies.Bundle(args, device_placement)
         self._runtime.strategy.check(bundle)
         if self._runtime.strategy.sequences.splits_buffers:
             self._prepare_cp(*bundle.objects)
@@ -260,7 +251,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Let models share sequences; clients replace this method, and set `_cp_context` themselves."""
-        models = [obj for obj in args if isinstance(obj, nn.Module) and not is_prepared(obj)]
+        models = [obj for obj in args if isinstance(obj, nn.Module) and not strategies.is_prepared(obj)]
         self._runtime.strategy.sequences.transform(models)
         return args
 
@@ -279,7 +270,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
                 return known  # type: ignore[return-value]
         self._runtime.strategy.check_model(model)
         place = self.device_placement if device_placement is None else device_placement
-        prepared = mark_prepared(
+        prepared = strategies.mark_prepared(
             self._runtime.strategy.prepare_model(
                 model, place=place and not _has_device_map(model), evaluation=evaluation_mode
             )
@@ -301,13 +292,13 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             slice_fn_for_dispatch: cuts one rank's part out of a batch that process 0 has read; the default
                 cuts tensors along dimension 0.
         """
-        if is_prepared(data_loader):
+        if strategies.is_prepared(data_loader):
             self._remember(self._dataloaders, data_loader)
             return data_loader
         adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
         place = self.device_placement if device_placement is None else device_placement
-        loader: Any = mark_prepared(
+        loader: Any = strategies.mark_prepared(
             _replaceable_functions().prepare_data_loader(
                 adapted,
                 self.device,
@@ -407,7 +398,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             dataloader: a prepared loader.
             num_batches: batches of this process to leave out.
         """
-        return skip_first_batches(dataloader, num_batches)
+        return loaders.skip_first_batches(dataloader, num_batches)
 
     # End
 
@@ -424,7 +415,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         self._runtime.strategy.release()
         self._runtime.weigh_evenly()
         self.step = 0
-        return release_memory(*objects)
+        return devices.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do what `free_memory` does."""

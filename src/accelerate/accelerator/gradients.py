@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import ops, strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import read_items
 from accelerate.accelerator.windows import Count, Windows
 from accelerate.base import ConfigurationError, StateError, wrong_value
-from accelerate.ops import reduce
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.strategies import as_list, parameter_ids, sync_in_backward
 
 
 def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimizer:
@@ -114,7 +113,7 @@ class Gradients:
         Args:
             model: a prepared model whose forwards are done.
         """
-        return sync_in_backward(model)
+        return strategies.sync_in_backward(model)
 
     def _do_sync(self) -> None:
         state = self._runtime.gradient_state
@@ -258,7 +257,7 @@ class Gradients:
         strategy = self._runtime.strategy
         if strategy.precision.scaler is None:
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
-        parameters = as_list(parameters)
+        parameters = strategies.as_list(parameters)
         if self.sync_gradients:
             self.unscale_gradients(self._owners(parameters))
             return strategy.clip_grad_norm(parameters, max_norm, norm_type)
@@ -278,7 +277,7 @@ class Gradients:
         if strategy.precision.scaler is None:
             strategy.clip_grad_value(parameters, clip_value)
             return
-        parameters = as_list(parameters)
+        parameters = strategies.as_list(parameters)
         if not self.sync_gradients:
             strategy.clip_grad_value(parameters, clip_value * strategy.precision.gradient_scale())
             return
@@ -290,7 +289,7 @@ class Gradients:
         return [
             optimizer
             for optimizer in self._runtime.prepared.optimizers
-            if parameter_ids([optimizer]) & wanted
+            if strategies.parameter_ids([optimizer]) & wanted
         ]
 
     def set_trigger(self) -> None:
@@ -302,7 +301,7 @@ class Gradients:
         flag = self.flag_tensor
         if flag is None:
             flag = torch.tensor(0, device=self._runtime.state.device)
-        raised = bool(reduce(flag, reduction="sum").item())
+        raised = bool(ops.reduce(flag, reduction="sum").item())
         if raised:
             self.flag_tensor = None
         return raised

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import DistributedType, FP8BackendType, PrecisionName, PrecisionType, PreparationError
-from accelerate.strategies import refuse_split_model
 
 
 class Introspection:
@@ -149,7 +149,7 @@ class Introspection:
         """
         try:
             for module in model.modules():
-                refuse_split_model(module, "")
+                strategies.refuse_split_model(module, "")
         except PreparationError:
             return True
         return False

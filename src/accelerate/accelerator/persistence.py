@@ -11,29 +11,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.accelerator import checkpoint_items
+from accelerate import accelerator, checkpointing, hooks, plugins, weights
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
-from accelerate.checkpointing import (
-    Candidate,
-    Change,
-    Load,
-    Progress,
-    Request,
-    WorldSizePolicy,
-    apply_all,
-    loaded_lines,
-    loading,
-    read_device,
-    read_progress,
-    retention,
-    save_sharded,
-    saving,
-)
-from accelerate.hooks import is_any_offloaded
 from accelerate.logging import get_logger
-from accelerate.plugins import ProjectConfiguration
-from accelerate.weights import save
 
 logger = get_logger(__name__)
 
@@ -89,18 +70,18 @@ class Persistence:
         logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
-        site = saving.open_site(request, session.consensus)
+        site = checkpointing.saving.open_site(request, session.consensus)
         try:
             write = session.prepare_write(
                 site,
-                checkpoint_items.collect(runtime, site, self.step, safe_serialization),
+                accelerator.checkpoint_items.collect(runtime, site, self.step, safe_serialization),
                 blocking=not project.async_save if blocking is None else blocking,
             )
         except Exception as error:
-            saving.abandon(site, error)
+            checkpointing.saving.abandon(site, error)
             raise
         except BaseException:  # an interrupt: nobody shall wait for this save to end
-            saving.discard(site)
+            checkpointing.saving.discard(site)
             raise
         with progress_bar(f"Saving {request.target.name}", written=lambda: size_of(site.folder.rglob("*"))):
             write()
@@ -120,7 +101,7 @@ class Persistence:
         input_dir: Folder | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
-        world_size_policy: WorldSizePolicy = "reseed",
+        world_size_policy: checkpointing.WorldSizePolicy = "reseed",
         **load_model_func_kwargs: Any,
     ) -> None:
         """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
@@ -143,16 +124,16 @@ class Persistence:
             StateError: a rank did not come in time.
         """
         runtime = self._runtime
-        loading.check_policy(world_size_policy)
+        checkpointing.loading.check_policy(world_size_policy)
         runtime.checkpoints.background.wait()
         options = dict(load_model_func_kwargs)
-        device = read_device(options.pop("map_location", None))
+        device = checkpointing.read_device(options.pop("map_location", None))
         skipped: list[str] = []
         cause: CheckpointError | None = None
         for source in self._candidates(input_dir):
-            loading.announce(source, runtime.state.num_processes, world_size_policy)
+            checkpointing.loading.announce(source, runtime.state.num_processes, world_size_policy)
             names = None if source.manifest is None else source.manifest.files
-            load = Load(
+            load = checkpointing.Load(
                 source.folder, device, dict(load_kwargs or {}), options, names, confirm=source.confirm
             )
             try:
@@ -165,13 +146,15 @@ class Persistence:
             for line in dict.fromkeys(skipped):
                 logger.warning(f"A checkpoint was skipped. {line}.")
             logger.info(f"Loading states from {source.folder}")
-            apply_all(changes, partial(source.agree, was_read=False))
+            checkpointing.apply_all(changes, partial(source.agree, was_read=False))
             has_scaler = runtime.strategy.precision.scaler is not None
-            for line in loaded_lines(source.folder, has_scaler, _types(runtime.prepared.custom)):
+            for line in checkpointing.loaded_lines(
+                source.folder, has_scaler, _types(runtime.prepared.custom)
+            ):
                 logger.info(line)
             self._go_on_after(source, progress)
             return
-        raise loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
+        raise checkpointing.loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load further objects with the run.
@@ -250,14 +233,14 @@ class Persistence:
                 in parts that have no values.
         """
         is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
-        if is_empty and not is_any_offloaded(model):
+        if is_empty and not hooks.is_any_offloaded(model):
             raise ConfigurationError(
                 f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
                 "saved: load its weights first."
             )
         state = self._runtime.strategy.state_dict(model, unwrap=True)
         if self._runtime.state.is_main_process:
-            save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+            checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Folder, safe_serialization: bool = False) -> None:
         """Write an object to one file, on the main process; called on any ranks.
@@ -268,11 +251,11 @@ class Persistence:
             safe_serialization: write the format of safetensors.
         """
         project = self._runtime.request.project
-        save(obj, f, project.save_on_each_node, safe_serialization)
+        weights.save(obj, f, project.save_on_each_node, safe_serialization)
 
     # How it is done
 
-    def _request(self, output_dir: Folder | None) -> Request:
+    def _request(self, output_dir: Folder | None) -> checkpointing.Request:
         runtime, project = self._runtime, self._runtime.request.project
         numbered = project.automatic_checkpoint_naming
         if not output_dir and not numbered:
@@ -287,7 +270,7 @@ class Persistence:
         if numbered:
             parent = _numbered_folder(project)
             iteration = session.choose_number(parent, project.iteration)
-            target = parent / retention.name_of(iteration)
+            target = parent / checkpointing.retention.name_of(iteration)
         loaders = runtime.prepared.loaders
         gradients = runtime.gradient_state
         if not gradients.sync_gradients:
@@ -295,7 +278,7 @@ class Persistence:
                 "save_state() in the middle of an accumulation window: the gradients gathered so far are not "
                 "saved, and a run that goes on from here differs. Save where `sync_gradients` is True."
             )
-        return Request(
+        return checkpointing.Request(
             target,
             session.patience,
             step=self.step,
@@ -313,35 +296,37 @@ class Persistence:
             },
         )
 
-    def _candidates(self, input_dir: Folder | None) -> Iterator[Candidate]:
+    def _candidates(self, input_dir: Folder | None) -> Iterator[checkpointing.Candidate]:
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
         run = session.consensus, runtime.state.topology, session.patience
         if input_dir is not None:
-            return loading.open_checkpoint(Path(input_dir).expanduser(), *run)
+            return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         if not project.automatic_checkpoint_naming:
             raise ConfigurationError(
                 "load_state() has no folder to load from. Pass input_dir, or number checkpoints: "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        return loading.open_newest(_numbered_folder(project), *run)
+        return checkpointing.loading.open_newest(_numbered_folder(project), *run)
 
-    def _read(self, source: Candidate, options: Load, policy: str) -> tuple[list[Change], Progress]:
+    def _read(
+        self, source: checkpointing.Candidate, options: checkpointing.Load, policy: str
+    ) -> tuple[list[checkpointing.Change], checkpointing.Progress]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
         if self._runtime.checkpoints.load_hooks:
             source.agree()
         if not source.is_readable:
             source.agree()  # raises on all ranks
         try:
-            progress = read_progress(source, options)
-            changes = checkpoint_items.read(self._runtime, source, options, policy)
+            progress = checkpointing.read_progress(source, options)
+            changes = accelerator.checkpoint_items.read(self._runtime, source, options, policy)
         except Exception as error:  # of any kind: the other ranks have to know
             source.agree(describe(error))
             raise
         source.agree()
         return changes, progress
 
-    def _go_on_after(self, source: Candidate, progress: Progress) -> None:
+    def _go_on_after(self, source: checkpointing.Candidate, progress: checkpointing.Progress) -> None:
         """Take over what is counted."""
         runtime, project = self._runtime, self._runtime.request.project
         if progress.step is not None:
@@ -353,7 +338,7 @@ class Persistence:
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.adopt_gradient_order(model, order)
-        match = retention.PATTERN.fullmatch(source.folder.name)
+        match = checkpointing.retention.PATTERN.fullmatch(source.folder.name)
         if match and project.automatic_checkpoint_naming:
             project.iteration = int(match[1]) + 1
 
@@ -362,7 +347,7 @@ def _types(objects: Iterable[object]) -> list[str]:
     return [type(obj).__name__ for obj in objects]
 
 
-def _numbered_folder(project: ProjectConfiguration) -> Path:
+def _numbered_folder(project: plugins.ProjectConfiguration) -> Path:
     if project.project_dir is None:
         raise ConfigurationError(
             "automatic_checkpoint_naming needs a folder: ProjectConfiguration(project_dir=...)."

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from accelerate import checkpointing, diagnostics, plugins, strategies, tracking
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import ConfigurationError, environ, wrong_value
-from accelerate.checkpointing import Session
 from accelerate.devices import hardware_table, xla
-from accelerate.diagnostics import agreement_of_run, watching
 from accelerate.logging import get_logger
-from accelerate.plugins import DeepSpeedPlugin, GradientAccumulationPlugin, version_of
 from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
-from accelerate.strategies import Context, PrepareSession, RunRequest, Strategy, resolve_strategy
-from accelerate.tracking import Senders
 
 logger = get_logger(__name__)
 
@@ -37,7 +33,11 @@ class Runtime:
     """
 
     def __init__(
-        self, request: RunRequest, state: AcceleratorState, gradient_state: GradientState, strategy: Strategy
+        self,
+        request: strategies.RunRequest,
+        state: AcceleratorState,
+        gradient_state: GradientState,
+        strategy: strategies.Strategy,
     ) -> None:
         self.request = request
         self.state = state
@@ -46,9 +46,11 @@ class Runtime:
         self.session = strategy.session
         self.prepared = self.session.prepared
         self.trackers: list[Any] = []
-        self.senders = Senders()
-        self.agreement = agreement_of_run(environ.current())
-        self.checkpoints = Session(watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT)
+        self.senders = tracking.Senders()
+        self.agreement = diagnostics.agreement_of_run(environ.current())
+        self.checkpoints = checkpointing.Session(
+            diagnostics.watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT
+        )
         self.joins = False
         self.even_weights = EvenWeights(gradient_state)
         self.counted_weights = CountedWeights(strategy.replicas)
@@ -59,7 +61,7 @@ class Runtime:
         self.weights = self.even_weights
 
 
-def build_runtime(request: RunRequest, session: PrepareSession) -> Runtime:
+def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSession) -> Runtime:
     """Find out who this process is, open its process group and choose the way of training.
 
     No choice is made after this call.
@@ -91,13 +93,13 @@ def build_runtime(request: RunRequest, session: PrepareSession) -> Runtime:
         raise
 
 
-def _announce_shards(request: RunRequest) -> None:
+def _announce_shards(request: strategies.RunRequest) -> None:
     """Tell XLA that this process drives all devices of its machine, before it opens one.
 
     Raises:
         ConfigurationError: it has opened one.
     """
-    wanted = request.fsdp is not None and version_of(request.fsdp).is_spmd_on_xla and not request.cpu
+    wanted = request.fsdp is not None and plugins.version_of(request.fsdp).is_spmd_on_xla and not request.cpu
     if not wanted or not hardware_table.detect().own_runtime or xla.is_shared():
         return
     if PartialState._shared_state:
@@ -113,7 +115,7 @@ def _shards_between_processes(place: PartialState) -> bool:
     return place.num_processes > 1 and not place.device_backend.own_runtime
 
 
-def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
+def _as_begun(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:
     """Return a request with the way of training that this process has begun with: there is one in a run."""
     if request.deepspeed is not None and state.deepspeed_plugins is None:
         raise wrong_value(
@@ -155,22 +157,24 @@ def _as_begun(request: RunRequest, state: AcceleratorState) -> RunRequest:
     )
 
 
-def _select_first(request: RunRequest) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None:
+def _select_first(
+    request: strategies.RunRequest,
+) -> plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None:
     """Set the number format of DeepSpeed's plugins, and use the first of several; return them."""
     given = request.deepspeed
     if given is None:
         return None
-    plugins = list(given.values()) if isinstance(given, dict) else [given]
-    for plugin in plugins:
+    several = list(given.values()) if isinstance(given, dict) else [given]
+    for plugin in several:
         plugin.set_mixed_precision(request.mixed_precision or "no")
         plugin._unselect()
-    plugins[0].select(_from_accelerator_state=True)
+    several[0].select(_from_accelerator_state=True)
     return given
 
 
 def _accumulation_of(
-    accumulation: GradientAccumulationPlugin, plugin: DeepSpeedPlugin | None
-) -> GradientAccumulationPlugin:
+    accumulation: plugins.GradientAccumulationPlugin, plugin: plugins.DeepSpeedPlugin | None
+) -> plugins.GradientAccumulationPlugin:
     """Return how gradients accumulate: as DeepSpeed's configuration says where the user does not."""
     steps = None if plugin is None else plugin.get_value("gradient_accumulation_steps")
     if accumulation.num_steps != 1 or not str(steps).isdecimal():
@@ -178,10 +182,12 @@ def _accumulation_of(
     return replace(accumulation, num_steps=int(str(steps)))
 
 
-def _assemble(request: RunRequest, state: AcceleratorState, session: PrepareSession) -> Runtime:
+def _assemble(
+    request: strategies.RunRequest, state: AcceleratorState, session: strategies.PrepareSession
+) -> Runtime:
     gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
     backend = state.device_backend
-    context = Context(
+    context = strategies.Context(
         topology=state.topology,
         backend=backend,
         # Torch's wrappers refuse a number that means nothing.
@@ -192,7 +198,7 @@ def _assemble(request: RunRequest, state: AcceleratorState, session: PrepareSess
         session=session,
         mesh=state.device_mesh,
     )
-    strategy = resolve_strategy(request, state.topology, state.device_backend.name)
+    strategy = strategies.resolve_strategy(request, state.topology, state.device_backend.name)
     runtime = Runtime(request, state, gradient_state, strategy(context))
-    watching.start(PartialState(), environ.current())
+    diagnostics.watching.start(PartialState(), environ.current())
     return runtime

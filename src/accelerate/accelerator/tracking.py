@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from accelerate import tracking
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import wrong_value
-from accelerate.tracking import GeneralTracker, Record, build_tracker
 
 
 class Tracking:
@@ -42,7 +42,7 @@ class Tracking:
         arguments = init_kwargs or {}
         logging_dir = self._runtime.request.project.logging_dir
         self._runtime.trackers = [
-            build_tracker(kind, project_name, logging_dir, arguments) for kind in self.log_with
+            tracking.build_tracker(kind, project_name, logging_dir, arguments) for kind in self.log_with
         ]
         for tracker in self._runtime.trackers:
             tracker.start()
@@ -64,7 +64,7 @@ class Tracking:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if not self._runtime.trackers:
-            return GeneralTracker(_blank=True)
+            return tracking.GeneralTracker(_blank=True)
         running = ", ".join(tracker.name for tracker in self._runtime.trackers)
         raise wrong_value(
             "name", name, f"the running trackers are {running}", "Name one of them, or add it to log_with"
@@ -91,7 +91,7 @@ class Tracking:
         """
         arguments, senders = log_kwargs or {}, self._runtime.senders
         for tracker in self._runtime.trackers:
-            senders.of(tracker).log(Record(values, step, arguments.get(tracker.name, {})))
+            senders.of(tracker).log(tracking.Record(values, step, arguments.get(tracker.name, {})))
 
     def end_training(self) -> None:
         """Wait for a save in the background, finish all trackers, leave signals alone, close the group.

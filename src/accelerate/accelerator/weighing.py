@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import ops
 from accelerate.base import StateError, wrong_value
-from accelerate.ops import Answer, reduce_async
 from accelerate.state import GradientState
 
 
@@ -65,7 +65,7 @@ class CountedWeights:
         self._factor = 1.0  # equal on all ranks at any time: ranks may exchange in each round
         self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
-        self._answer: Answer | None = None
+        self._answer: ops.Answer | None = None
 
     def begin(self) -> None:
         """Start a window."""
@@ -85,7 +85,7 @@ class CountedWeights:
 
     def complete(self) -> None:
         """Begin to sum the items of all ranks: this is the last round. Called on all ranks."""
-        self._answer = reduce_async([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
+        self._answer = ops.reduce_async([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the factor of the window, which the first call of the last round finds out."""

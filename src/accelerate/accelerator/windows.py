@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from accelerate import data_loader, ops
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, sum_items
 from accelerate.base import StateError
-from accelerate.data_loader import Moment, note_moment, recall_moment
 from accelerate.logging import get_logger
-from accelerate.ops import Answer, reduce_async
 
 logger = get_logger(__name__)
 
@@ -113,7 +112,7 @@ class Window:
         is_last = not self._batches
         if is_last:
             self._reader.read_ahead()
-        recall_moment(self._reader.loader, moment)
+        data_loader.recall_moment(self._reader.loader, moment)
         self._runtime.gradient_state._set_sync_gradients(is_last)
         return batch
 
@@ -147,7 +146,7 @@ class Window:
 class _Read:
     """What was read of a window, with the answer of all ranks once it is there."""
 
-    def __init__(self, batches: deque[tuple[Any, Moment]]) -> None:
+    def __init__(self, batches: deque[tuple[Any, data_loader.Moment]]) -> None:
         self.batches = batches
         self.total = 0.0
 
@@ -161,8 +160,8 @@ class _Reader:
         self._outer = runtime.gradient_state.active_dataloader
         self._source = iter(loader)
         self.loader: Any = None
-        self._latest: Moment = {}
-        self._ahead: tuple[_Read, Answer] | None = None
+        self._latest: data_loader.Moment = {}
+        self._ahead: tuple[_Read, ops.Answer] | None = None
         self._goes_on = True
 
     def read_ahead(self) -> None:
@@ -172,7 +171,7 @@ class _Reader:
         batches, more = self._read()
         length = len(batches)
         items = length if self._count is None else sum_items([self._count(batch) for batch, _ in batches])
-        answer = reduce_async(
+        answer = ops.reduce_async(
             [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
         )
         self._ahead = _Read(batches), answer
@@ -196,10 +195,10 @@ class _Reader:
         read.total = items
         return read
 
-    def _read(self) -> tuple[deque[tuple[Any, Moment]], bool]:
+    def _read(self) -> tuple[deque[tuple[Any, data_loader.Moment]], bool]:
         """Return the batches of a window, and whether others may follow."""
-        batches: deque[tuple[Any, Moment]] = deque()
-        recall_moment(self.loader, self._latest)  # a loader counts on from what it says
+        batches: deque[tuple[Any, data_loader.Moment]] = deque()
+        data_loader.recall_moment(self.loader, self._latest)  # a loader counts on from what it says
         for _ in range(self._runtime.gradient_state.num_steps):
             batch = next(self._source, _END)
             if batch is _END:
@@ -207,7 +206,7 @@ class _Reader:
             if self.loader is None:
                 active = self._runtime.gradient_state.active_dataloader
                 self.loader = None if active is self._outer else active
-            self._latest = note_moment(self.loader)
+            self._latest = data_loader.note_moment(self.loader)
             batches.append((batch, self._latest))
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False

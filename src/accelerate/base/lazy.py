@@ -1,8 +1,10 @@
 """Load names on first use: a package's from its one table, the stub `__init__.pyi` beside it."""
 
 import ast
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import get_data
 from typing import Any
@@ -32,10 +34,11 @@ def attach(
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         source, attribute = table[name]
-        if source == module:  # a submodule of this package
-            value: Any = import_module(f"{module}.{attribute}")
-        else:
-            value = getattr(import_module(source), attribute)
+        with _without_collection():
+            if source == module:  # a submodule of this package
+                value: Any = import_module(f"{module}.{attribute}")
+            else:
+                value = getattr(import_module(source), attribute)
         setattr(sys.modules[module], name, value)  # the next look-up finds it without coming here
         return value
 
@@ -51,3 +54,15 @@ def read_table(package: str) -> Iterator[tuple[str, str, str]]:
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
                 yield str(statement.module), alias.name, alias.asname or alias.name
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking over all of torch's objects while modules are imported."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -11,6 +11,12 @@ from accelerate.base import (
     get_pretty_name as get_pretty_name,
     is_torch_version as is_torch_version,
 )
+from accelerate.checkpointing import (
+    generators as generators,
+    loading as loading,
+    retention as retention,
+    saving as saving,
+)
 from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
 from accelerate.checkpointing.folder import (
     StagingFolder as StagingFolder,

@@ -1,3 +1,4 @@
+from accelerate.diagnostics import watching as watching
 from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, End as End, Note as Note
 from accelerate.diagnostics.digest import (
     CAUSES as CAUSES,

@@ -218,8 +218,7 @@ def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytes
         sums.append(numbers[0])
         return reduce_async(numbers, how, purpose)
 
-    monkeypatch.setattr("accelerate.accelerator.windows.reduce_async", note)
-    monkeypatch.setattr("accelerate.accelerator.weighing.reduce_async", note)
+    monkeypatch.setattr("accelerate.ops.reduce_async", note)
     accelerator, loader = accelerator_with(2, 6)
     for window in accelerator.windows(loader, num_items=lambda batch: batch + 1):
         list(window)

@@ -122,7 +122,8 @@ def test_its_generator_is_seeded_and_synchronized(
     if backend.rng_type not in (None, RNGType.TORCH):
         access = _state_access(backend.rng_type, None)
         assert access is not None
-        access.write(access.read())
+        read, write = access
+        write(read())
         assert any(path.endswith("set_rng_state") for path in fake_torch.paths)
 
 
