@@ -191,7 +191,7 @@ def test_a_script_that_never_asks_goes_on(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize("number", REQUESTS)
 def test_a_request_that_came_first_is_seen_when_the_script_asks(tmp_path: Path, number: int) -> None:
     asks = (
-        "from accelerate.diagnostics.signals import SignalNotes\n"
+        "from accelerate.diagnostics import SignalNotes\n"
         "notes = SignalNotes()\nnotes.install()\n"
         "print(*(trigger.name for trigger in notes.take()), *notes.take())\n"
     )
@@ -232,7 +232,7 @@ def test_what_is_sent_meanwhile_is_delivered_behind_the_block() -> None:
 
 def test_notes_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     early, before = RequestNotes(), [signal.getsignal(number) for number in REQUESTS]
-    monkeypatch.setattr("accelerate.diagnostics.signals.NOTES", early)
+    monkeypatch.setattr("accelerate.diagnostics.stopping.NOTES", early)
     try:
         early.install()
         signal.raise_signal(signal.SIGUSR1)
