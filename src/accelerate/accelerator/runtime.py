@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from accelerate import checkpointing, diagnostics, plugins, strategies, tracking
+from accelerate import checkpointing, diagnostics, ops, plugins, strategies, tracking
 from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
 from accelerate.base import ConfigurationError, environ, wrong_value
 from accelerate.devices import hardware_table, xla
 from accelerate.logging import get_logger
-from accelerate.state import ONE_STATE, AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.state import (
+    ONE_STATE,
+    AcceleratorState,
+    GradientState,
+    PartialState,
+    Topology,
+    is_initialized,
+    services,
+)
 
 logger = get_logger(__name__)
 
@@ -202,3 +211,16 @@ def _assemble(
     runtime = Runtime(request, state, gradient_state, strategy(context))
     diagnostics.watching.start(PartialState(), environ.current())
     return runtime
+
+
+def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
+    return diagnostics.watch_arrivals(topology, opened)
+
+
+def _wait_for_everyone() -> None:
+    ops.wait_for_everyone()
+
+
+# A library may build a `PartialState` first: its waits are recorded, and absent ranks reported, too.
+services.while_opening.append(_watch_arrivals)
+services.barrier = _wait_for_everyone

@@ -65,4 +65,8 @@ from accelerate.diagnostics.stopping import (
     process_age as process_age,
     rounds_between as rounds_between,
 )
-from accelerate.diagnostics.watching import Watchdog as Watchdog, read_limits as read_limits
+from accelerate.diagnostics.watching import (
+    Watchdog as Watchdog,
+    read_limits as read_limits,
+    watch_arrivals as watch_arrivals,
+)

@@ -369,12 +369,17 @@ def _stop_at_exit() -> None:
     stop(f"exited with {error.__name__}" if process_group.failed() and error else "exited (no Python error)")
 
 
-def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
+def watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
+    """Return a context in which ranks are reported that do not come to open the process group.
+
+    Args:
+        topology: of this rank.
+        opened: number of default process groups that this process has opened.
+    """
     environ = variables.current()
     limits = read_limits(environ)
     return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()
 
 
-services.while_opening.append(_watch_arrivals)
 # Registered after the process group's own, and so called before it.
 atexit.register(_stop_at_exit)

@@ -33,6 +33,7 @@ from accelerate.ops.collectives import (
     gather_valid as gather_valid,
     gather_valid_objects as gather_valid_objects,
     reduce as reduce,
+    wait_for_everyone as wait_for_everyone,
 )
 from accelerate.ops.flight_record import (
     LENGTH as LENGTH,
