@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import yaml
 
@@ -18,3 +20,11 @@ def test_the_page_shows_every_member() -> None:
     public = {name for name in dir(Accelerator) if not name.startswith("_")}
     assert members[0] == "prepare"
     assert sorted(members) == sorted(public - OTHER_NAMES), f"list them in {PAGE.name}"
+
+
+def test_each_documented_name_exists() -> None:
+    pages = PAGE.parent.rglob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
+    assert len(names) > 20
+    for name in names:
+        resolve_name(name)
