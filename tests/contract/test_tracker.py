@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base import ConfigurationError, MissingPackageError, Package
+from accelerate.base import PACKAGES, ConfigurationError, MissingPackageError, Package
 from accelerate.state import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, ROWS, GeneralTracker, Silence, build_tracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TRACKERS, GeneralTracker, Silence, build_tracker
 
 pytestmark = pytest.mark.usefixtures("states")
 
-NAMES = [row.tracker.name for row in ROWS]
+NAMES = [tracker.name for tracker in TRACKERS]
 MODULES = (
-    *("wandb", "trackio", "swanlab", "comet_ml", "aim", "mlflow", "mlflow.utils", "mlflow.utils.validation"),
-    *("clearml", "dvclive", "dvclive.plots", "torch.utils.tensorboard"),
+    *(tracker.package for tracker in TRACKERS),
+    *("mlflow.utils", "mlflow.utils.validation", "dvclive.plots", "torch.utils.tensorboard"),
 )
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -207,7 +207,7 @@ def test_the_project_can_be_among_them(name: str, tmp_path: Any) -> None:
 def test_a_missing_library_is_one_error(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Package, "available", lambda self: False)
     monkeypatch.setattr(Package, "version", lambda self: None)
-    package = {row.tracker.name: row.package for row in ROWS}[name]
+    (package,) = (PACKAGES[tracker.package].distributions[0] for tracker in TRACKERS if tracker.name == name)
     with pytest.raises(MissingPackageError, match=f"Tracker needs {package}.*pip install '{package}"):
         build(name, tmp_path).start()
 

@@ -29,7 +29,7 @@ from accelerate.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker as MLflowTracker
 from accelerate.tracking.registry import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
-    ROWS as ROWS,
+    TRACKERS as TRACKERS,
     build_tracker as build_tracker,
     filter_trackers as filter_trackers,
     get_available_trackers as get_available_trackers,

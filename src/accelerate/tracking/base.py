@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from accelerate.base import require
+from accelerate.base import PACKAGES, require
 from accelerate.state import PartialState
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -98,7 +98,7 @@ class LibraryTracker(GeneralTracker):
     """A tracker that keeps values through a library.
 
     Attributes:
-        package: The name that the library is imported by.
+        package: The name that the library is imported by: a row of `PACKAGES`.
         attribute: The name of the attribute that holds the library's run.
     """
 
@@ -108,6 +108,11 @@ class LibraryTracker(GeneralTracker):
     def __init__(self) -> None:
         super().__init__()
         setattr(self, self.attribute, Silence())
+
+    @classmethod
+    def available(cls) -> bool:
+        """Return whether the library is installed."""
+        return PACKAGES[cls.package].available()
 
     @property
     def tracker(self) -> Any:

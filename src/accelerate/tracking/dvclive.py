@@ -5,14 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from accelerate.base import require
 from accelerate.logging import get_logger
-from accelerate.tracking.base import GeneralTracker, Silence, flatten, on_main_process
+from accelerate.tracking.base import LibraryTracker, Silence, flatten, on_main_process
 
 logger = get_logger(__name__)
 
 
-class DVCLiveTracker(GeneralTracker):
+class DVCLiveTracker(LibraryTracker):
     """Logs to the files of DVCLive.
 
     Args:
@@ -21,7 +20,8 @@ class DVCLiveTracker(GeneralTracker):
         **kwargs: Arguments of `dvclive.Live`.
     """
 
-    name = "dvclive"
+    name = package = "dvclive"
+    attribute = "live"
     requires_logging_directory = False
     blocks = True
 
@@ -30,15 +30,8 @@ class DVCLiveTracker(GeneralTracker):
         self.live = live
         self.init_kwargs = kwargs
 
-    @on_main_process
-    def start(self) -> None:
-        """Open the files.
-
-        Raises:
-            MissingPackageError: dvclive is not installed.
-        """
-        require("dvclive", "DVCLiveTracker")
-        self.live = import_module("dvclive").Live(**self.init_kwargs) if self.live is None else self.live
+    def _open(self, library: Any) -> Any:
+        return library.Live(**self.init_kwargs) if self.live is None else self.live
 
     @property
     def tracker(self) -> Any:

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from accelerate.base import (
-    LoggerType,
-    is_aim_available,
-    is_clearml_available,
-    is_comet_ml_available,
-    is_dvclive_available,
-    is_mlflow_available,
-    is_swanlab_available,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-    wrong_value,
-)
+from accelerate.base import PACKAGES, LoggerType, wrong_value
 from accelerate.tracking.aim import AimTracker
-from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.base import GeneralTracker, LibraryTracker
 from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker
@@ -34,37 +21,21 @@ TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
 Named = str | LoggerType | GeneralTracker
 
 
-@dataclass(frozen=True)
-class TrackerRow:
-    """One tracker that comes with the package.
-
-    Args:
-        tracker: Its class.
-        available: Whether its library is installed.
-        package: What to install.
-    """
-
-    tracker: type[GeneralTracker]
-    available: Callable[[], bool]
-    package: str
-
-
-ROWS: tuple[TrackerRow, ...] = (
-    TrackerRow(TensorBoardTracker, is_tensorboard_available, "tensorboard"),
-    TrackerRow(WandBTracker, is_wandb_available, "wandb"),
-    TrackerRow(TrackioTracker, is_trackio_available, "trackio"),
-    TrackerRow(CometMLTracker, is_comet_ml_available, "comet-ml"),
-    TrackerRow(AimTracker, is_aim_available, "aim"),
-    TrackerRow(MLflowTracker, is_mlflow_available, "mlflow"),
-    TrackerRow(ClearMLTracker, is_clearml_available, "clearml"),
-    TrackerRow(DVCLiveTracker, is_dvclive_available, "dvclive"),
-    TrackerRow(SwanLabTracker, is_swanlab_available, "swanlab"),
+TRACKERS: tuple[type[LibraryTracker], ...] = (
+    TensorBoardTracker,
+    WandBTracker,
+    TrackioTracker,
+    CometMLTracker,
+    AimTracker,
+    MLflowTracker,
+    ClearMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
 )
+"""The trackers that come with the package."""
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {row.tracker.name: row.tracker for row in ROWS}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in TRACKERS}
 """Every tracker that can be named, those that users register among them."""
-
-_ROWS_BY_NAME = {row.tracker.name: row for row in ROWS}
 
 
 def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
@@ -107,7 +78,7 @@ def _problem_of(tracker_class: object) -> str | None:
 
 def get_available_trackers() -> list[LoggerType]:
     """Return the trackers that come with the package and whose libraries are installed."""
-    return [LoggerType(row.tracker.name) for row in ROWS if row.available()]
+    return [LoggerType(tracker.name) for tracker in TRACKERS if tracker.available()]
 
 
 def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str | None = None) -> list[Named]:
@@ -148,7 +119,7 @@ def build_tracker(
     build: Callable[..., GeneralTracker] = kind
     folder = (logging_dir,) if kind.requires_logging_directory else ()
     tracker = build(project_name, *folder, **init_kwargs.get(str(entry), {}))
-    if any(kind is row.tracker for row in ROWS):
+    if kind in TRACKERS:
         tracker.main_process_only = True  # one record for a run; for one each, pass trackers, not names
     return tracker
 
@@ -181,12 +152,14 @@ def _recognise(entry: Named) -> Named:
 
 
 def _installed(entry: Named) -> bool:
-    row = None if isinstance(entry, GeneralTracker) else _ROWS_BY_NAME.get(str(entry))
-    if row is None or row.available() or LOGGER_TYPE_TO_CLASS[row.tracker.name] is not row.tracker:
+    named = None if isinstance(entry, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(entry)]
+    tracker = next((tracker for tracker in TRACKERS if tracker is named), None)
+    if tracker is None or tracker.available():
         return True
+    distribution = PACKAGES[tracker.package].distributions[0]
     warnings.warn(
-        f"log_with={str(entry)!r} is left out: {row.package} is not installed, so nothing is logged to it. "
-        f"Run `pip install {row.package}`.",
+        f"log_with={str(entry)!r} is left out: {distribution} is not installed, so nothing is logged to it. "
+        f"Run `pip install {distribution}`.",
         stacklevel=3,
     )
     return False

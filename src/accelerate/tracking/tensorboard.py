@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import PACKAGES, require
+from accelerate.base import PACKAGES, is_tensorboard_available, require
 from accelerate.logging import get_logger
 from accelerate.tracking.base import LibraryTracker, on_main_process
 
@@ -38,6 +38,11 @@ class TensorBoardTracker(LibraryTracker):
         self.logging_dir_param = logging_dir
         self.logging_dir = str(Path(logging_dir, run_name))
         self.init_kwargs = kwargs
+
+    @classmethod
+    def available(cls) -> bool:
+        """Return whether tensorboard or tensorboardX is installed."""
+        return is_tensorboard_available()
 
     @on_main_process
     def start(self) -> None:

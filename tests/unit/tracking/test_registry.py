@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.base import ConfigurationError, LoggerType
+from accelerate.base import PACKAGES, ConfigurationError, LoggerType, Package
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
-    ROWS,
+    TRACKERS,
     GeneralTracker,
     TensorBoardTracker,
     build_tracker,
     filter_trackers,
     get_available_trackers,
     register_tracker_class,
-    registry,
 )
 
 
@@ -46,12 +45,8 @@ def _registered_for_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def install(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     """Let TensorBoard look installed or missing, and the others missing."""
     board = TensorBoardTracker if available else None
-    rows = tuple(
-        dataclasses.replace(row, available=lambda found=row.tracker is board: found)  # type: ignore[misc]
-        for row in ROWS
-    )
-    monkeypatch.setattr(registry, "ROWS", rows)
-    monkeypatch.setattr(registry, "_ROWS_BY_NAME", {row.tracker.name: row for row in rows})
+    for tracker in TRACKERS:
+        monkeypatch.setattr(tracker, "available", lambda found=tracker is board: found)
 
 
 @pytest.fixture
@@ -65,11 +60,26 @@ def _missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_row_is_a_named_tracker() -> None:
-    for row in ROWS:
-        assert row.tracker.name in LoggerType
-        assert isinstance(row.tracker.requires_logging_directory, bool)
-        assert hasattr(row.tracker, "tracker")
-        assert LOGGER_TYPE_TO_CLASS[row.tracker.name] is row.tracker
+    for tracker in TRACKERS:
+        assert tracker.name in LoggerType
+        assert isinstance(tracker.requires_logging_directory, bool)
+        assert hasattr(tracker, "tracker")
+        assert LOGGER_TYPE_TO_CLASS[tracker.name] is tracker
+    assert {"all", *LOGGER_TYPE_TO_CLASS} == set(LoggerType.list())
+
+
+def test_a_tracker_is_installed_when_its_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tracker in TRACKERS:
+        for package in PACKAGES:
+            monkeypatch.setattr(Package, "available", lambda self, package=package: self.module == package)
+            others = {"tensorboardX"} if tracker is TensorBoardTracker else set()
+            assert tracker.available() == (package in {tracker.package, *others})
+
+
+def test_the_guide_says_how_to_install_every_tracker() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "tracking.md").read_text()
+    for tracker in TRACKERS:
+        assert f"| `{tracker.name}` | `{PACKAGES[tracker.package].distributions[0]}`" in guide
 
 
 def test_no_tracker_is_asked_for() -> None:

@@ -7,6 +7,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accelerate import tracking
 from accelerate.base import is_torch_version, packages, parse_flag_from_env
 from accelerate.devices import CPU, detect, named
 
@@ -55,9 +56,7 @@ def _count(least: int, most: int | None, *names: str) -> Callable[[], bool]:
 
 
 def _any_tracker() -> bool:
-    names = ("wandb", "tensorboard", "trackio", "clearml", "mlflow", "aim", "dvclive", "swanlab")
-    some = any(getattr(packages, f"is_{name}_available")() for name in names)
-    return some and not packages.is_comet_ml_available()
+    return any(tracker.available() for tracker in tracking.TRACKERS) and not packages.is_comet_ml_available()
 
 
 def _supports(dtype: str) -> Callable[[], bool]:
