@@ -4,6 +4,8 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from accelerate.base.enums import DistributedType
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -94,14 +96,7 @@ TORCH_LAUNCH_PARAMS = [
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_CPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
+    *(kind.value for kind in DistributedType if kind.value.startswith("MULTI_") and kind != "MULTI_GPU"),
 ]
 
 

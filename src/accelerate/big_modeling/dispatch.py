@@ -19,6 +19,7 @@ from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
 from accelerate.big_modeling.load import Source, fill_model, read_floating
 from accelerate.big_modeling.moves import LoadOptions
 from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.devices import BACKENDS
 from accelerate.hooks import (
     AlignDevicesHook,
     UserCpuOffloadHook,
@@ -41,8 +42,8 @@ from accelerate.weights import (
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-MOVES = ("to", "cpu", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-"""Methods of a module that would move it."""
+MOVES = ("to", *(backend.name for backend in BACKENDS))
+"""Methods of a module that would move it; packages of vendors add theirs to `torch.nn.Module`."""
 
 
 def remove_old_hooks(model: nn.Module) -> None:
@@ -69,8 +70,8 @@ def move_whole(model: nn.Module, place: Any) -> None:
 
 def guard_moves(model: nn.Module) -> None:
     for name in MOVES:
-        plain = getattr(type(model), name, None)
-        if plain is not None:
+        if hasattr(nn.Module, name):
+            plain = getattr(type(model), name)
             guarded = functools.partial(_move_guarded, model, name)
             setattr(model, name, functools.update_wrapper(guarded, plain))
 

@@ -1,5 +1,6 @@
 """Public probes of hardware and of what it can do: each a line over the table of hardware or of packages."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,16 @@ if TYPE_CHECKING:
     USE_TORCH_XLA: bool
 
 
-def _available(backend: DeviceBackend, check_device: bool) -> bool:
-    # With check_device a device is really counted, which starts the driver.
-    return backend.available() and (not check_device or backend.count() > 0)
+def _probe(backend: DeviceBackend) -> Callable[..., bool]:
+    """Return the public probe of one row: whether torch can use such devices, asked once."""
+
+    def probe(check_device: bool = False) -> bool:
+        # With check_device the devices are counted, which starts the driver.
+        return backend.available() and (not check_device or backend.count() > 0)
+
+    probe.__name__ = probe.__qualname__ = f"is_{backend.name}_available"
+    probe.__doc__ = f"Return whether {backend.label} devices can be used; `check_device` counts them."
+    return cache(probe)
 
 
 def is_torch_distributed_available() -> bool:
@@ -97,40 +105,12 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and MPS.available()
 
 
-@cache
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether Cambricon MLUs can be used; with `check_device` one is looked for."""
-    return _available(MLU, check_device)
-
-
-@cache
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether Moore Threads GPUs can be used; with `check_device` one is looked for."""
-    return _available(MUSA, check_device)
-
-
-@cache
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether Ascend NPUs can be used; with `check_device` one is looked for."""
-    return _available(NPU, check_device)
-
-
-@cache
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether Tecorigin SDAA devices can be used; with `check_device` one is looked for."""
-    return _available(SDAA, check_device)
-
-
-@cache
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether Intel XPUs can be used; with `check_device` one is looked for."""
-    return _available(XPU, check_device)
-
-
-@cache
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Return whether AWS Neuron cores can be used; with `check_device` one is looked for."""
-    return _available(NEURON, check_device)
+is_mlu_available = _probe(MLU)
+is_musa_available = _probe(MUSA)
+is_neuron_available = _probe(NEURON)
+is_npu_available = _probe(NPU)
+is_sdaa_available = _probe(SDAA)
+is_xpu_available = _probe(XPU)
 
 
 @cache

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from accelerate.base import constants
+from accelerate.base import DistributedType, constants
 
 
 def test_wrapping_policies_keep_their_places():
@@ -25,3 +25,10 @@ def test_layers_for_upcasting_are_torch_classes():
 def test_other_names_do_not_exist():
     with pytest.raises(AttributeError, match="NOT_A_CONSTANT"):
         constants.NOT_A_CONSTANT  # noqa: B018
+
+
+def test_every_label_of_data_parallelism_is_an_operation_type_of_torch():
+    labels = {name for name in DistributedType.__members__ if name.startswith("MULTI_")}
+    types = constants.TORCH_DISTRIBUTED_OPERATION_TYPES
+    assert set(types) == labels | {"DEEPSPEED", "FSDP", "MEGATRON_LM", "TP"}
+    assert len(types) == len(set(types))

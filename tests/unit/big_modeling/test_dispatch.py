@@ -22,9 +22,10 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, StateError
 from accelerate.big_modeling import guard_moves, move_whole, remove_old_hooks
 from accelerate.checkpointing import save_sharded
+from accelerate.devices import BACKENDS
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -68,6 +69,24 @@ def test_moves_are_guarded_while_there_are_hooks(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     assert model.to("cpu") is model
     assert not caplog.text
+
+
+@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
+def test_methods_that_vendors_add_to_modules_are_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, name, lambda self: self, raising=False)
+    model = nn.Linear(2, 2)
+    add_hook_to_module(model, AlignDevicesHook("cpu", offload=True))
+    guard_moves(model)
+    with pytest.raises(StateError, match=rf"offloaded to cpu or disk, as Linear.{name}\(\) does"):
+        getattr(model, name)()
+
+
+def test_a_submodule_that_is_called_like_a_device_is_no_move() -> None:
+    model = nn.Module()
+    model.neuron = nn.Linear(2, 2)
+    add_hook_to_module(model, AlignDevicesHook("cpu", offload=True))
+    guard_moves(model)
+    assert isinstance(model.neuron, nn.Linear)
 
 
 def test_hooks_of_others_stay() -> None:

@@ -38,6 +38,10 @@ FACTS = {
 """Name -> label of several processes, communication, variable of visible devices, generator."""
 
 
+def test_the_table_has_the_rows_in_this_order() -> None:
+    assert [backend.name for backend in BACKENDS] == list(FACTS)
+
+
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest, fake_torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A row, as the hardware of this machine."""

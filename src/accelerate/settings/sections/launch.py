@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.base import DistributedType
 from accelerate.settings.option import Section, only_true, option
 
 HARDWARE = "Hardware Selection Arguments"
@@ -15,15 +16,8 @@ GENERAL = "options"
 
 PARADIGM_OF_TYPE: dict[str, str | None] = {
     "NO": None,
+    **{kind.value: "multi_gpu" for kind in DistributedType if kind.value.startswith("MULTI_")},
     "MULTI_CPU": None,
-    "MULTI_GPU": "multi_gpu",
-    "MULTI_NPU": "multi_gpu",
-    "MULTI_MLU": "multi_gpu",
-    "MULTI_SDAA": "multi_gpu",
-    "MULTI_MUSA": "multi_gpu",
-    "MULTI_XPU": "multi_gpu",
-    "MULTI_HPU": "multi_gpu",
-    "MULTI_NEURON": "multi_gpu",
     "DEEPSPEED": "use_deepspeed",
     "FSDP": "use_fsdp",
     "MEGATRON_LM": "use_megatron_lm",
