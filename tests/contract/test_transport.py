@@ -1,4 +1,4 @@
-"""What every transport promises, run over each class on a wire of one process."""
+"""What every transport promises, run over each class in one process."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def xla(monkeypatch: pytest.MonkeyPatch) -> FakeXla:
 
 @pytest.fixture(params=[Transport, TorchTransport, NeuronTransport, XlaTransport])
 def transport(request: pytest.FixtureRequest, group: None, xla: FakeXla) -> Iterator[Transport]:
-    wire = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
-    transport = request.param() if request.param is Transport else request.param(wire)
+    info = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    transport = request.param() if request.param is Transport else request.param(info)
     yield transport
     vars(transport).clear()  # a second process group closes its port with the last reference to it
 
@@ -169,14 +169,14 @@ def test_a_copy_is_the_transport_of_the_reader(transport: Transport) -> None:
 
 @pytest.mark.parametrize("kind", [TorchTransport, NeuronTransport, XlaTransport])
 def test_an_unknown_reduction_is_named(kind: type[Any], group: None, xla: FakeXla) -> None:
-    wire = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    info = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="how='median': no such reduction. Use one of sum, mean, max, min."):
-        kind(wire).reduce(torch.ones(1), "median")
+        kind(info).reduce(torch.ones(1), "median")
 
 
 def test_xla_calls(xla: FakeXla) -> None:
-    wire = SimpleNamespace(num_processes=4, process_index=1, device=torch.device("cpu"))
-    transport = XlaTransport(wire)
+    info = SimpleNamespace(num_processes=4, process_index=1, device=torch.device("cpu"))
+    transport = XlaTransport(info)
     assert transport.reduce(torch.tensor([4, 6]), "mean").tolist() == [1.0, 1.5]
     transport.reduce(torch.ones(1), "max")
     transport.gather(torch.ones(1))

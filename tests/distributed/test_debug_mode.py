@@ -57,19 +57,19 @@ def test_all_processes_are_told_the_same(run: Run, debug: str) -> None:
     assert_disagreement(*run(disagree, env={"ACCELERATE_DEBUG_MODE": debug}))
 
 
-def call_without_a_head() -> tuple[dict[str, str], list[Any]]:
-    """As on a wire that carries no CPU tensors: nothing is compared but in debug mode."""
+def call_without_a_header() -> tuple[dict[str, str], list[Any]]:
+    """As with a transport for CPU tensors that has no header: calls are compared in debug mode only."""
     transport: Any = current_transport()
-    transport.head, transport.verifies = None, False
+    transport.header, transport.verifies = None, False
     rank = torch.tensor([PartialState().process_index])
-    plain = [gather(rank).tolist(), gather_object([1]), transport.head is None]
+    plain = [gather(rank).tolist(), gather_object([1]), transport.header is None]
     PartialState().debug = True
-    told = disagree()
-    return told, [*plain, gather(rank).tolist(), gather_object([1])]
+    message = disagree()
+    return message, [*plain, gather(rank).tolist(), gather_object([1])]
 
 
-def test_wires_without_a_head_compare_in_debug_mode(run: Run) -> None:
-    (first, calls), (second, _) = run(call_without_a_head)
+def test_transports_without_a_header_compare_in_debug_mode(run: Run) -> None:
+    (first, calls), (second, _) = run(call_without_a_header)
     assert_disagreement(first, second)
     assert calls == [[0, 1], [1, 1], True, [0, 1], [1, 1]]
 

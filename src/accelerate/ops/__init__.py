@@ -1,4 +1,4 @@
-"""Collectives over nested data: the wire, and what is gathered, reduced, broadcast and padded over it."""
+"""Collectives over nested data: transports, gather, reduce, broadcast and padding."""
 
 from accelerate.base import attach
 

@@ -11,7 +11,7 @@ from accelerate.ops.async_reduce import (
 )
 from accelerate.ops.base import (
     Transport as Transport,
-    as_carried as as_carried,
+    as_supported as as_supported,
     finished_reduction as finished_reduction,
     one_for_each as one_for_each,
     reducible_dtype as reducible_dtype,
@@ -44,7 +44,7 @@ from accelerate.ops.flight_record import (
     flight_recorder as flight_recorder,
     line_of as line_of,
 )
-from accelerate.ops.header import Head as Head, width_of as width_of
+from accelerate.ops.header import Header as Header, width_of as width_of
 from accelerate.ops.packed import (
     broadcast_object as broadcast_object,
     broadcast_packed as broadcast_packed,
@@ -89,7 +89,7 @@ from accelerate.ops.verify import (
     CallSummary as CallSummary,
     DistributedOperationException as DistributedOperationException,
     chained_operation as chained_operation,
-    checking_head as checking_head,
+    checking_header as checking_header,
     mismatch as mismatch,
     must_verify as must_verify,
     operation as operation,

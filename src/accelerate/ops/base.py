@@ -1,4 +1,4 @@
-"""The interface of all wires between processes; its base class is the one for a single process.
+"""The interface of all transports between processes; its base class is the one for a single process.
 
 A `Transport` handles single tensors and single objects; its callers take nested data apart. It may wrap
 another one (a check, a record of calls).
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerate.base import wrong_value
-from accelerate.ops.header import Head
+from accelerate.ops.header import Header
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 REDUCTIONS = get_args(Reduction)
@@ -23,17 +23,17 @@ class Transport:
     """One process: nothing is sent, every call returns what it was given.
 
     Attributes:
-        size: Number of processes on the wire.
+        size: Number of processes.
         rank: Index of this process among them.
-        verifies: Whether comparing shapes before a collective is cheap on this wire (no device to wait for),
+        verifies: Whether comparing shapes before a collective is cheap here (no device to wait for),
             so that it is always done and not only in debug mode.
-        head: The header with which collectives of CPU tensors begin; None where the wire does not send those.
+        header: The header with which collectives of CPU tensors begin; None where those are not supported.
     """
 
     size: int = 1
     rank: int = 0
     verifies: bool = False
-    head: Head | None = None
+    header: Header | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Join the tensors of all processes along the first dimension, in rank order, on every process.
@@ -103,7 +103,7 @@ def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
 
 
 # What both gloo and NCCL support. Other dtypes are sent as bytes when they are only moved.
-_CARRIED_DTYPES = frozenset(
+_SUPPORTED_DTYPES = frozenset(
     {
         torch.float32,
         torch.float64,
@@ -117,13 +117,13 @@ _CARRIED_DTYPES = frozenset(
 )
 
 
-def as_carried(tensor: Tensor) -> Tensor:
-    """The same memory under a dtype that every wire supports."""
-    return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.reshape(-1).view(torch.uint8)
+def as_supported(tensor: Tensor) -> Tensor:
+    """The same memory under a dtype that every transport supports."""
+    return tensor if tensor.dtype in _SUPPORTED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def reducible_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and known to every wire."""
+    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and supported everywhere."""
     if dtype.is_complex:
         return dtype
     if dtype.is_floating_point:

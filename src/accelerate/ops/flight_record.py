@@ -160,18 +160,18 @@ class RecordingTransport(Transport):
     """A transport that records its calls; its attributes are those of the wrapped one.
 
     Args:
-        wire: the transport that does the work.
+        transport: the transport that does the work.
     """
 
-    def __init__(self, wire: Transport) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         for name in _FACTS:
-            setattr(self, name, getattr(wire, name))
+            setattr(self, name, getattr(transport, name))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wire":  # missing while it is set up
+        if name == "transport":  # missing while it is set up
             raise AttributeError(name)
-        return getattr(self.wire, name)
+        return getattr(self.transport, name)
 
 
 def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
@@ -180,7 +180,7 @@ def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
         record = flight_recorder()
         record.begin(name, describe(args[0]) if args else None)
         try:
-            return getattr(self.wire, name)(*args, **kwargs)
+            return getattr(self.transport, name)(*args, **kwargs)
         finally:
             record.end()
 

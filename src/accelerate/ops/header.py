@@ -1,6 +1,6 @@
 """The header of a collective: one small all-gather of fixed size with which it begins.
 
-It carries a number that identifies the operation of the process, so that all processes detect a mismatch; a
+It contains a number that identifies the operation of the process, so that all processes detect a mismatch; a
 length; and the payload itself where that is small, so that nothing else has to be sent.
 """
 
@@ -23,7 +23,7 @@ def width_of(size: int) -> int:
     return max(_NARROWEST, min(_WIDEST, _ALL_TOGETHER // size // _PREFIX * _PREFIX))
 
 
-class Head:
+class Header:
     """Buffers for the headers of all processes, and their exchange. Used by one thread at a time.
 
     Args:
@@ -32,7 +32,7 @@ class Head:
 
     Attributes:
         room: Bytes of payload in a header.
-        slot: The payload of this process, to be written before an exchange.
+        payload: The payload of this process, to be written before an exchange.
         rows: The payloads of all processes after it, one row each; valid until the next exchange.
     """
 
@@ -43,7 +43,7 @@ class Head:
             self._arrived = torch.zeros(size * width, dtype=torch.uint8, device="cpu")
         self._gather = gather
         self.room = width - _PREFIX
-        self.slot = self._sent[_PREFIX:]
+        self.payload = self._sent[_PREFIX:]
         self.rows = self._arrived.view(size, width)[:, _PREFIX:]
         self._sent_bytes = self._sent.numpy().data
         self._arrived_bytes = self._arrived.numpy().data
@@ -54,11 +54,11 @@ class Head:
         self._windows: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def put(self, payload: bytes | memoryview) -> None:
-        """Write bytes into `slot`; at most `room`."""
+        """Write bytes into `payload`; at most `room`."""
         self._sent_bytes[_PREFIX : _PREFIX + len(payload)] = payload
 
     def windows(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """View some bytes of `slot` and of `rows` as elements of a dtype; the same views each time.
+        """View some bytes of `payload` and of `rows` as elements of a dtype; the same views each time.
 
         Args:
             start: First byte.
@@ -70,7 +70,7 @@ class Head:
             if len(self._windows) >= _WINDOWS_KEPT:
                 self._windows.clear()
             with torch.inference_mode(False):
-                views = (self.slot[start:stop].view(dtype), self.rows[:, start:stop].view(dtype))
+                views = (self.payload[start:stop].view(dtype), self.rows[:, start:stop].view(dtype))
             self._windows[key] = views
         return self._windows[key]
 

@@ -1,6 +1,6 @@
-"""Nested tensors and objects over a wire: few collectives for a whole structure.
+"""Nested tensors and objects between processes: few collectives for a whole structure.
 
-CPU tensors and objects begin with one header that compares the processes and carries small payloads with it.
+CPU tensors and objects begin with one header that compares the processes and contains small payloads.
 What is larger follows: small tensors together in flat buffers, large ones each by itself, without a copy in
 between. A distributed tensor (`torch.distributed.tensor.DTensor`) is one value, whatever ranks hold parts.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from accelerate.nested import recursively_apply
 from accelerate.ops.base import Transport, finished_reduction, reducible_dtype
-from accelerate.ops.header import Head
+from accelerate.ops.header import Header
 from accelerate.ops.packing import (
+    DtypeSegment,
     Parts,
-    Slot,
     TransferPlan,
     joined_shape,
     mark_of,
@@ -29,7 +29,7 @@ from accelerate.ops.packing import (
     put_together,
     take_apart,
 )
-from accelerate.ops.verify import Call, agree, checking_head, debugging, must_verify
+from accelerate.ops.verify import Call, agree, checking_header, debugging, must_verify
 
 
 def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
@@ -37,7 +37,7 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
 
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
 
     Returns:
@@ -47,18 +47,18 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
     if any(map(is_dtensor, parts.leaves)):
         return gather_values(data, transport, lambda leaf: gather_packed(leaf, transport, call))
     leaves, size = parts.leaves, transport.size
-    plan, head = _begin(parts, transport, call, sends=True)
+    plan, header = _begin(parts, transport, call, sends=True)
     results: list[Any] = [None] * len(leaves)
     for index in plan.empty:
         results[index] = leaves[index].new_empty(joined_shape(leaves[index].shape, size))
-    if head is not None and plan.whole is not None:
-        for slot in plan.whole.slots:
-            slot.receive(head, results)
+    if header is not None and plan.whole is not None:
+        for segment in plan.whole.segments:
+            segment.receive(header, results)
         results = _back_on_device(results, parts)
     for layout in plan.buffers:
         joined = transport.gather(layout.pack(leaves)).view(size, -1)
-        for slot in layout.slots:
-            slot.split_rows(slot.read(joined), results)
+        for segment in layout.segments:
+            segment.split_rows(segment.read(joined), results)
     for index in plan.alone:
         results[index] = transport.gather(leaves[index])
     return put_together(data, iter(results))
@@ -67,13 +67,13 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
 def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call: Call) -> Any:
     """Combine the tensors of all processes element by element.
 
-    What is sent in the header is combined in the order of the ranks, in the dtype in which the wire would.
+    What is sent in the header is combined in rank order, in the dtype in which a collective would do it.
 
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks; not changed.
         how: "sum", "mean", "max" or "min".
         scale: Factor for the result.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
 
     Returns:
@@ -84,15 +84,15 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
         totals = reduce_values(data, how, transport, partial(_reduce_value, transport=transport, call=call))
         return recursively_apply(_scaled, totals, scale)
     leaves, size = parts.leaves, transport.size
-    plan, head = _begin(parts, transport, call, sends=True, mixed=False)
+    plan, header = _begin(parts, transport, call, sends=True, mixed=False)
     results: list[Any] = [None] * len(leaves)
-    if head is not None and plan.whole is not None:
-        for slot, rows in plan.whole.received(head):
-            total = finished_reduction(_combine(rows, slot, how), how, size, leaves[slot.indices[0]])
-            slot.split(_scaled(total, scale), results)
+    if header is not None and plan.whole is not None:
+        for segment, rows in plan.whole.received(header):
+            total = finished_reduction(_combine(rows, segment, how), how, size, leaves[segment.indices[0]])
+            segment.split(_scaled(total, scale), results)
     for layout in plan.buffers:
-        slot = layout.slots[0]
-        slot.split(_scaled(transport.reduce(slot.flatten(leaves), how), scale), results)
+        segment = layout.segments[0]
+        segment.split(_scaled(transport.reduce(segment.flatten(leaves), how), scale), results)
     for index in plan.alone:
         results[index] = _scaled(transport.reduce(leaves[index], how), scale)
     for index in plan.empty:
@@ -107,7 +107,7 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
     Args:
         data: Nested tensors of equal shapes and dtypes on all ranks; changed in place on the receiving ones.
         source: The rank to send from.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
 
     Returns:
@@ -116,19 +116,19 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
     parts = take_apart(data)
     leaves, sends = parts.leaves, transport.rank == source
     with torch.no_grad():
-        plan, head = _begin(parts, transport, call, sends=sends)
-        if head is not None and plan.whole is not None and not sends:
-            for slot, rows in plan.whole.received(head):
-                slot.overwrite(rows[source], leaves)
+        plan, header = _begin(parts, transport, call, sends=sends)
+        if header is not None and plan.whole is not None and not sends:
+            for segment, rows in plan.whole.received(header):
+                segment.overwrite(rows[source], leaves)
         for layout in plan.buffers:
-            device = leaves[layout.slots[0].indices[0]].device
+            device = leaves[layout.segments[0].indices[0]].device
             buffer = torch.empty(layout.width, dtype=torch.uint8, device=device)
             if sends:
                 layout.pack_into(leaves, buffer)
             transport.broadcast(buffer, source)
             if not sends:
-                for slot in layout.slots:
-                    slot.overwrite(slot.read(buffer), leaves)
+                for segment in layout.segments:
+                    segment.overwrite(segment.read(buffer), leaves)
         for index in plan.alone:
             transport.broadcast(leaves[index], source)
     return put_together(data, iter(leaves))
@@ -136,23 +136,23 @@ def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -
 
 def _begin(
     parts: Parts, transport: Transport, call: Call, *, sends: bool, mixed: bool = True
-) -> tuple[TransferPlan, Head | None]:
-    """Plan how a structure is sent, and exchange headers where this wire begins with them.
+) -> tuple[TransferPlan, Header | None]:
+    """Plan how a structure is sent, and exchange headers where this transport begins with them.
 
     Returns:
-        The plan, and the header that carries the payload; None where it is sent otherwise.
+        The plan, and the header that contains the payload; None where it is sent otherwise.
     """
-    head = transport.head if _goes_over_cpu(parts, transport) else None
-    room = -1 if head is None else head.room
+    header = transport.header if _goes_over_cpu(parts, transport) else None
+    room = -1 if header is None else header.room
     name = f"{call.operation}({call.arguments})"
     plan = plan_for(name, parts, size=transport.size, room=room, mixed=mixed)
-    if head is not None:
+    if header is not None:
         if sends and plan.whole is not None:
-            plan.whole.send(parts.leaves, head)
-        agree(transport, head, plan.mark, call)
+            plan.whole.send(parts.leaves, header)
+        agree(transport, header, plan.mark, call)
     elif debugging():
-        agree(transport, checking_head(transport), plan.mark, call)
-    return plan, head
+        agree(transport, checking_header(transport), plan.mark, call)
+    return plan, header
 
 
 def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
@@ -160,9 +160,9 @@ def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
     return transport.verifies or not parts.leaves or parts.leaves[0].is_cpu
 
 
-def _combine(rows: Tensor, slot: Slot, how: str) -> Tensor:
+def _combine(rows: Tensor, segment: DtypeSegment, how: str) -> Tensor:
     combine = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
-    first, second, *others = rows.to(reducible_dtype(slot.dtype)).unbind(0)
+    first, second, *others = rows.to(reducible_dtype(segment.dtype)).unbind(0)
     total = combine(first, second)
     for row in others:
         combine(total, row, out=total)
@@ -201,7 +201,7 @@ def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any])
 
     Args:
         data: Nested tensors.
-        transport: The wire between several processes.
+        transport: Between several processes.
         gather: Joins nested plain tensors of all processes along their first dimension.
 
     Returns:
@@ -227,7 +227,7 @@ def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[A
     Args:
         data: Nested tensors; not changed.
         how: "sum", "mean", "max" or "min".
-        transport: The wire between several processes.
+        transport: Between several processes.
         reduce: Combines nested plain tensors of all processes.
 
     Returns:
@@ -265,14 +265,14 @@ def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
 
     Args:
         obj: The object of this process.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
     """
-    head = transport.head
-    if head is None:
+    header = transport.header
+    if header is None:
         agree_on_call(transport, call)
         return transport.gather_object(obj)
-    return [pickle.loads(part) for part in _share(pickle.dumps(obj), head, transport, call)]
+    return [pickle.loads(part) for part in _share(pickle.dumps(obj), header, transport, call)]
 
 
 def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) -> Any:
@@ -281,19 +281,19 @@ def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) ->
     Args:
         obj: The object; not used on the receiving ranks.
         source: The rank to send from.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
     """
-    head = transport.head
-    if head is None:
+    header = transport.header
+    if header is None:
         agree_on_call(transport, call)
         return transport.broadcast_object(obj, source)
     sends = transport.rank == source
     payload = pickle.dumps(obj) if sends else b""
-    _announce(payload, head, transport, call)
-    length = head.lengths()[source]
-    if length <= head.room:
-        return obj if sends else pickle.loads(head.payloads()[source])
+    _announce(payload, header, transport, call)
+    length = header.lengths()[source]
+    if length <= header.room:
+        return obj if sends else pickle.loads(header.payloads()[source])
     buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
     content = buffer.numpy().data
     if sends:
@@ -309,13 +309,13 @@ def share_numbers(
 
     Args:
         numbers: As many on each rank.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
         *facts: What else has to be the same on all processes, by its `repr`.
     """
-    head = transport.head
-    if head is not None and (transport.verifies or debugging()):
-        parts = _share(array("q", numbers).tobytes(), head, transport, call, *facts)
+    header = transport.header
+    if header is not None and (transport.verifies or debugging()):
+        parts = _share(array("q", numbers).tobytes(), header, transport, call, *facts)
         return [part.cast("q").tolist() for part in parts]
     agree_on_call(transport, call, *facts)
     table: list[list[int]] = transport.gather(torch.tensor([list(numbers)], dtype=torch.int64)).tolist()
@@ -326,7 +326,7 @@ def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
     """Compare the calls of the processes: where that is cheap, and in debug mode everywhere.
 
     Args:
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: What this process does.
         *facts: What else has to be the same on all processes, by its `repr`.
 
@@ -334,23 +334,25 @@ def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
         DistributedOperationException: They differ.
     """
     if must_verify(transport):
-        agree(transport, checking_head(transport), mark_of(call.operation, call.arguments, *facts), call)
+        agree(transport, checking_header(transport), mark_of(call.operation, call.arguments, *facts), call)
 
 
-def _announce(payload: bytes, head: Head, transport: Transport, call: Call, *facts: object) -> None:
-    if len(payload) <= head.room:
-        head.put(payload)
+def _announce(payload: bytes, header: Header, transport: Transport, call: Call, *facts: object) -> None:
+    if len(payload) <= header.room:
+        header.put(payload)
     mark = mark_of(call.operation, call.arguments, *facts)
-    agree(transport, head, mark, call, len(payload))
+    agree(transport, header, mark, call, len(payload))
 
 
-def _share(payload: bytes, head: Head, transport: Transport, call: Call, *facts: object) -> list[memoryview]:
+def _share(
+    payload: bytes, header: Header, transport: Transport, call: Call, *facts: object
+) -> list[memoryview]:
     """Return the bytes of all processes; valid until the next collective."""
-    _announce(payload, head, transport, call, *facts)
-    lengths = head.lengths()
+    _announce(payload, header, transport, call, *facts)
+    lengths = header.lengths()
     longest = max(lengths)
-    if longest <= head.room:
-        return head.payloads()
+    if longest <= header.room:
+        return header.payloads()
     padded = torch.empty(longest, dtype=torch.uint8, device="cpu")
     padded.numpy().data[: len(payload)] = payload
     joined = transport.gather(padded).numpy().data

@@ -18,7 +18,7 @@ from torch import Tensor
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
-from accelerate.ops.header import Head
+from accelerate.ops.header import Header
 
 ALIGNMENT = 16
 """Bytes; any dtype may be viewed at such an offset of a buffer."""
@@ -32,10 +32,10 @@ _split_copy: Callable[..., tuple[Tensor, ...]] = torch.split_with_sizes_copy  # 
 
 
 class RowGroup(NamedTuple):
-    """Neighbours in a slot that differ in the first dimension only: they are cut apart in one call.
+    """Neighbours in a segment that differ in the first dimension only: they are cut apart in one call.
 
     Attributes:
-        start: First element in the slot.
+        start: First element in the segment.
         stop: One past the last element.
         tail: The shape of one row.
         lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
@@ -52,7 +52,7 @@ class RowGroup(NamedTuple):
 
 
 @dataclass(slots=True)
-class Slot:
+class DtypeSegment:
     """All leaves of one dtype in a buffer.
 
     Attributes:
@@ -111,17 +111,17 @@ class Slot:
         for index, piece, shape in zip(self.indices, pieces, self.joined, strict=True):
             results[index] = piece.view(shape)
 
-    def receive(self, head: Head, results: list[Tensor]) -> None:
+    def receive(self, header: Header, results: list[Tensor]) -> None:
         """Cut the payloads of all headers into its leaves, joined by rows."""
-        rows = head.windows(self.start, self.stop, self.dtype)[1]
+        rows = header.windows(self.start, self.stop, self.dtype)[1]
         self.uses += 1
         if self.order is None and (self.uses == 1 or not _can_be_ordered(rows)):
             self.split_rows(rows, results)
             return
         if self.order is None:
-            self.order = head.positions(self.start, self.dtype, self.counts)
+            self.order = header.positions(self.start, self.dtype, self.counts)
         size, indices = len(rows), iter(self.indices)
-        flat = torch.index_select(head.elements(self.dtype), 0, self.order)
+        flat = torch.index_select(header.elements(self.dtype), 0, self.order)
         for group in self.groups:
             part = flat[size * group.start : size * group.stop]
             for piece in _cut(part, group.tail, group.joined):
@@ -153,58 +153,60 @@ class FlatBuffer:
     """Several leaves in one byte buffer.
 
     Attributes:
-        slots: One for each dtype.
+        segments: One for each dtype.
         width: Bytes of the buffer.
     """
 
-    slots: tuple[Slot, ...]
+    segments: tuple[DtypeSegment, ...]
     width: int
 
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the bytes of the leaves; may share the memory of a single leaf."""
-        if len(self.slots) == 1 and self.slots[0].stop == self.width:
-            return self.slots[0].flatten(leaves).view(torch.uint8)
+        if len(self.segments) == 1 and self.segments[0].stop == self.width:
+            return self.segments[0].flatten(leaves).view(torch.uint8)
         buffer = torch.empty(
             self.width,
             dtype=torch.uint8,
-            device=leaves[self.slots[0].indices[0]].device if self.slots else "cpu",
+            device=leaves[self.segments[0].indices[0]].device if self.segments else "cpu",
         )
         self.pack_into(leaves, buffer)
         return buffer
 
     def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
         """Write the leaves into the beginning of a byte buffer."""
-        for slot in self.slots:
-            slot.read(buffer).copy_(slot.flatten(leaves))
+        for segment in self.segments:
+            segment.read(buffer).copy_(segment.flatten(leaves))
 
-    def send(self, leaves: Sequence[Tensor], head: Head) -> None:
+    def send(self, leaves: Sequence[Tensor], header: Header) -> None:
         """Write the leaves into a header."""
-        for slot in self.slots:
-            head.windows(slot.start, slot.stop, slot.dtype)[0].copy_(slot.flatten(leaves))
+        for segment in self.segments:
+            header.windows(segment.start, segment.stop, segment.dtype)[0].copy_(segment.flatten(leaves))
 
-    def received(self, head: Head) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield each slot with the elements of all processes in their headers, one row each."""
-        for slot in self.slots:
-            yield slot, head.windows(slot.start, slot.stop, slot.dtype)[1]
+    def received(self, header: Header) -> Iterator[tuple[DtypeSegment, Tensor]]:
+        """Yield each segment with the elements of all processes in their headers, one row each."""
+        for segment in self.segments:
+            yield segment, header.windows(segment.start, segment.stop, segment.dtype)[1]
 
 
 def lay_out(
     indices: Sequence[int], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], size: int
 ) -> FlatBuffer:
-    """Give each dtype its slot in one buffer, the slots one after the other."""
+    """Give each dtype its segment of one buffer, one segment after the other."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in indices:
         by_dtype.setdefault(dtypes[index], []).append(index)
-    slots, start = [], 0
+    segments, start = [], 0
     for dtype, members in by_dtype.items():
         members.sort(key=lambda index: (len(shapes[index]) == 0, shapes[index][1:]))
         own = [shapes[index] for index in members]
         counts = [shape.numel() for shape in own]
         stop = start + sum(counts) * dtype.itemsize
         joined = tuple(joined_shape(shape, size) for shape in own)
-        slots.append(Slot(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size))))
+        segments.append(
+            DtypeSegment(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size)))
+        )
         start = -(-stop // ALIGNMENT) * ALIGNMENT
-    return FlatBuffer(tuple(slots), slots[-1].stop if len(slots) == 1 else start)
+    return FlatBuffer(tuple(segments), segments[-1].stop if len(segments) == 1 else start)
 
 
 def _group(shapes: list[torch.Size], size: int) -> Iterator[RowGroup]:
@@ -223,7 +225,7 @@ def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
-    """Give each dtype its slot in a buffer with the tensors of one process; cached for the layouts used last.
+    """Give each dtype its segment of a buffer with the tensors of one process; the last layouts are cached.
 
     Args:
         facts: Shape and dtype of each tensor; those without elements are not in the buffer.
@@ -235,8 +237,8 @@ def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffe
 def views_of(buffer: Tensor, facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
     """Return the tensors of a buffer that `lay_out_once` has laid out, which use its memory."""
     tensors: list[Any] = [None] * len(facts)
-    for slot in lay_out_once(facts).slots:
-        slot.views(buffer, tensors)
+    for segment in lay_out_once(facts).segments:
+        segment.views(buffer, tensors)
     for index, (shape, dtype) in enumerate(facts):
         if tensors[index] is None:
             tensors[index] = torch.empty(shape, dtype=dtype, device=buffer.device)

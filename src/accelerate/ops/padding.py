@@ -118,7 +118,7 @@ def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transpo
     Args:
         data: Nested tensors that agree on all ranks in everything but the number of rows.
         counts: For each tensor the number of its rows on each rank; the same on all ranks.
-        transport: The wire between several processes.
+        transport: Between several processes.
         call: For the message when the processes disagree.
 
     Returns:

@@ -17,13 +17,13 @@ from accelerate.devices import mark_step, of_device
 from accelerate.ops.base import (
     REDUCTIONS,
     Transport,
-    as_carried,
+    as_supported,
     finished_reduction,
     one_for_each,
     reducible_dtype,
 )
 from accelerate.ops.flight_record import RecordingTransport
-from accelerate.ops.header import Head
+from accelerate.ops.header import Header
 from accelerate.state import PartialState, process_group, services
 
 # Older versions of torch know the call by its other name only.
@@ -38,7 +38,7 @@ IN_TURN_PROCESSES = 8
 _ADDED_IN_TURN = (torch.float32, torch.float64, torch.int64)
 
 
-class Wire(Protocol):
+class RankInfo(Protocol):
     """What a transport is built from: rank, world size and device, as `PartialState` has them."""
 
     num_processes: int
@@ -53,18 +53,18 @@ class TorchTransport(Transport):
     supports, and the result is moved back.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.size = wire.num_processes
-        self.rank = wire.process_index
-        self.device = wire.device
-        self._carried = _carried_devices(dist.get_backend_config())
-        self._fallback = self.device if self.device.type in self._carried else torch.device("cpu")
+    def __init__(self, info: RankInfo) -> None:
+        self.size = info.num_processes
+        self.rank = info.process_index
+        self.device = info.device
+        self._supported = _supported_devices(dist.get_backend_config())
+        self._fallback = self.device if self.device.type in self._supported else torch.device("cpu")
         self.verifies = of_device(self._fallback).is_host
         self._copies_results = self.size <= IN_TURN_PROCESSES and "cpu:gloo" in dist.get_backend_config()
-        self.head = Head(self.size, _all_gather) if "cpu" in self._carried else None
+        self.header = Header(self.size, _all_gather) if "cpu" in self._supported else None
 
     def gather(self, tensor: Tensor) -> Tensor:
-        local = self._onto_wire(tensor)
+        local = self._to_group_device(tensor)
         if local.ndim == 0:
             local = local.reshape(1)
         joined = torch.empty(
@@ -73,7 +73,7 @@ class TorchTransport(Transport):
         if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
             self._gather_in_turn(joined, local)
         else:
-            _all_gather(as_carried(joined), as_carried(local))
+            _all_gather(as_supported(joined), as_supported(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -82,8 +82,8 @@ class TorchTransport(Transport):
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        local = self._onto_wire(tensor)
-        dist.broadcast(as_carried(local), src=source)
+        local = self._to_group_device(tensor)
+        dist.broadcast(as_supported(local), src=source)
         if self.rank != source and not _share_memory(local, tensor):
             tensor.detach().copy_(local)
         return tensor
@@ -100,7 +100,7 @@ class TorchTransport(Transport):
         if self._adds_in_turn(tensor, how):
             return finished_reduction(self._add_in_turn(tensor), how, self.size, tensor)
         total = tensor.detach().to(
-            device=self._wire_device(tensor.device),
+            device=self._group_device(tensor.device),
             dtype=reducible_dtype(tensor.dtype),
             copy=True,
             memory_format=torch.contiguous_format,
@@ -109,11 +109,11 @@ class TorchTransport(Transport):
         return finished_reduction(total, how, self.size, tensor)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
-        local = self._onto_wire(out)
+        local = self._to_group_device(out)
         given = None
         if self.rank == source:
-            given = [as_carried(self._onto_wire(part)) for part in one_for_each(parts, self.size)]
-        dist.scatter(as_carried(local), given, src=source)
+            given = [as_supported(self._to_group_device(part)) for part in one_for_each(parts, self.size)]
+        dist.scatter(as_supported(local), given, src=source)
         return out if _share_memory(local, out) else out.copy_(local)
 
     def barrier(self) -> None:
@@ -123,7 +123,7 @@ class TorchTransport(Transport):
         """Let each process broadcast its part into the results of the others, without a copy."""
         parts = joined.chunk(self.size)
         parts[self.rank].copy_(local)
-        works = [dist.broadcast(as_carried(part), src, async_op=True) for src, part in enumerate(parts)]
+        works = [dist.broadcast(as_supported(part), src, async_op=True) for src, part in enumerate(parts)]
         for work in works:
             work.wait()
 
@@ -133,7 +133,7 @@ class TorchTransport(Transport):
 
     def _add_in_turn(self, tensor: Tensor) -> Tensor:
         """Let two processes broadcast their tensors to each other; gloo's own sum works on a copy."""
-        local = self._onto_wire(tensor)
+        local = self._to_group_device(tensor)
         other = torch.empty_like(local)
         works = [
             dist.broadcast(local if source == self.rank else other, source, async_op=True)
@@ -143,11 +143,11 @@ class TorchTransport(Transport):
             work.wait()
         return other.add_(local)
 
-    def _wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried and of_device(device).is_host else self._fallback
+    def _group_device(self, device: torch.device) -> torch.device:
+        return device if device.type in self._supported and of_device(device).is_host else self._fallback
 
-    def _onto_wire(self, tensor: Tensor) -> Tensor:
-        local = tensor.detach().to(self._wire_device(tensor.device)).contiguous()
+    def _to_group_device(self, tensor: Tensor) -> Tensor:
+        local = tensor.detach().to(self._group_device(tensor.device)).contiguous()
         return local.resolve_conj().resolve_neg()
 
 
@@ -158,8 +158,8 @@ class NeuronTransport(TorchTransport):
     seconds.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
+    def __init__(self, info: RankInfo) -> None:
+        super().__init__(info)
         self._objects = dist.new_group(backend="gloo")
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -179,25 +179,25 @@ class NeuronTransport(TorchTransport):
 class XlaTransport(Transport):
     """Replicas of a `torch_xla` run: tensors over XLA collectives, objects over its rendezvous."""
 
-    def __init__(self, wire: Wire) -> None:
-        self.size = wire.num_processes
-        self.rank = wire.process_index
-        self.device = wire.device
+    def __init__(self, info: RankInfo) -> None:
+        self.size = info.num_processes
+        self.rank = info.process_index
+        self.device = info.device
         self._xm: ModuleType = importlib.import_module("torch_xla.core.xla_model")
 
     def gather(self, tensor: Tensor) -> Tensor:
-        local = self._onto_wire(tensor)
+        local = self._to_group_device(tensor)
         joined: Tensor = self._xm.all_gather(local.reshape(1) if local.ndim == 0 else local, dim=0)
-        return self._off_wire(joined, tensor.device)
+        return self._from_group_device(joined, tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = self._xm.mesh_reduce("accelerate.gather_object", obj, list)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        local = self._onto_wire(tensor)
+        local = self._to_group_device(tensor)
         self._xm.collective_broadcast([local], root_ordinal=source)
-        arrived = self._off_wire(local, tensor.device)
+        arrived = self._from_group_device(local, tensor.device)
         if self.rank != source and arrived is not tensor:
             tensor.detach().copy_(arrived)
         return tensor
@@ -223,16 +223,16 @@ class XlaTransport(Transport):
     def barrier(self) -> None:
         self._xm.rendezvous("accelerate.barrier")
 
-    def _onto_wire(self, tensor: Tensor) -> Tensor:
+    def _to_group_device(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device).contiguous()
 
-    def _off_wire(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _from_group_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         mark_step()
         return tensor.to(device)
 
 
-# Device rows whose wire is not plain torch.distributed.
-_TRANSPORTS: dict[str, Callable[[Wire], Transport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
+# Kinds of hardware that do not use plain torch.distributed.
+_TRANSPORTS: dict[str, Callable[[RankInfo], Transport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
 
 _REDUCE_OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -242,20 +242,20 @@ _REDUCE_OPERATIONS = {
 }
 
 
-def open_wire(hardware: str, wire: Wire) -> Transport:
+def make_transport(hardware: str, info: RankInfo) -> Transport:
     """Build the transport between the processes on one kind of hardware.
 
     Args:
         hardware: Name of the row of the hardware table.
-        wire: Rank and world size of this process; its process group is open.
+        info: Rank, world size and device of this process; its process group is initialized.
     """
-    return _TRANSPORTS.get(hardware, TorchTransport)(wire)
+    return _TRANSPORTS.get(hardware, TorchTransport)(info)
 
 
 def _scatter_by_broadcast(
     transport: Transport, parts: Sequence[Tensor] | None, out: Tensor, source: int
 ) -> Tensor:
-    """Broadcast all parts, where the wire has no scatter."""
+    """Broadcast all parts, where there is no scatter."""
     if transport.rank == source:
         everything = torch.stack(list(one_for_each(parts, transport.size)))
     else:
@@ -263,8 +263,8 @@ def _scatter_by_broadcast(
     return out.copy_(transport.broadcast(everything, source)[transport.rank])
 
 
-def _carried_devices(backends: str) -> frozenset[str]:
-    """Device types that the default group carries, from torch's description ("cpu:gloo,cuda:nccl").
+def _supported_devices(backends: str) -> frozenset[str]:
+    """Device types that the default group supports, from torch's description ("cpu:gloo,cuda:nccl").
 
     gloo takes accelerator tensors only by way of the CPU and not for all calls, so it counts for the CPU
     alone.
@@ -278,7 +278,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def current_transport() -> Transport:
-    """Return the wire of this process, decided at the first call after `PartialState` was set up.
+    """Return the transport of this process, chosen at the first call after `PartialState` was set up.
 
     It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
     """
@@ -291,12 +291,12 @@ def _open_transport() -> Transport:
     if state.num_processes == 1:
         transport = Transport()
     else:
-        transport = RecordingTransport(open_wire(state.device_backend.name, state))
+        transport = RecordingTransport(make_transport(state.device_backend.name, state))
     return services.put(Transport, transport, uses_group=True)
 
 
 def _transport_here() -> Transport:
-    """The transport of this process; without a wire where no state was set up, as in a loader's worker."""
+    """The transport of this process; a local one where no state is set up, as in a loader's worker."""
     return current_transport() if PartialState._shared_state else Transport()
 
 

@@ -1,9 +1,9 @@
 """Compare what the processes are about to do before they do it: a mismatch is an error, not a hang.
 
-The comparison is always made where it costs next to nothing (it rides on the head with which collectives of
-CPU tensors begin) and on every wire in debug mode (`ACCELERATE_DEBUG_MODE`). Only when the marks of the
-processes differ is it exchanged what each of them does, for the message. All processes come to the same
-verdict.
+The comparison is always made where it costs next to nothing (it is part of the header with which collectives
+of CPU tensors begin) and for every collective in debug mode (`ACCELERATE_DEBUG_MODE`). Only when the marks of
+the processes differ do they exchange what each of them does, for the message. The result is the same on all
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from accelerate.base import AccelerateError
 from accelerate.ops.base import Transport
 from accelerate.ops.flight_record import describe, flight_recorder
-from accelerate.ops.header import Head
+from accelerate.ops.header import Header
 from accelerate.ops.packing import mark_of, not_a_tensor
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
@@ -27,7 +27,7 @@ from accelerate.state import PartialState
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Where users import the operations from; messages name that place and not the file a function lives in.
+# Where users import the operations from; messages name that module and not the file of a function.
 PUBLIC_MODULE = "accelerate.utils.operations"
 
 
@@ -53,14 +53,14 @@ class Call:
 
 
 class CallSummary(NamedTuple):
-    """What one process tells the others of its call when they disagree."""
+    """What one process sends to the others about its call when they disagree."""
 
     operation: str
     arguments: str
     compared: Any
     dtypes: Any
     shapes: Any
-    place: str
+    location: str
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
@@ -92,8 +92,8 @@ def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
         function: Called on all ranks; its first argument is nested tensors.
 
     Returns:
-        The function behind the check. The check is skipped on one process, and on device wires outside debug
-        mode.
+        The function behind the check. The check is skipped on one process, and outside debug mode for
+        collectives between devices.
     """
     first = next(iter(inspect.signature(function).parameters))
     path = _public_name(function)
@@ -137,33 +137,33 @@ def debugging() -> bool:
 
 
 def must_verify(transport: Transport) -> bool:
-    """Whether all tensors are compared before a collective on this wire, wherever they are."""
+    """Whether all tensors are compared before a collective, on whatever device they are."""
     return transport.size > 1 and (transport.verifies or debugging())
 
 
-def checking_head(transport: Transport) -> Head:
-    """The head of a wire; one that travels by way of the device where there is no other."""
-    if transport.head is None:
-        transport.head = Head(transport.size, lambda joined, sent: joined.copy_(transport.gather(sent)))
-    return transport.head
+def checking_header(transport: Transport) -> Header:
+    """The header of a transport; one that is gathered by way of the device where there is no other."""
+    if transport.header is None:
+        transport.header = Header(transport.size, lambda joined, sent: joined.copy_(transport.gather(sent)))
+    return transport.header
 
 
-def agree(transport: Transport, head: Head, mark: int, call: Call, length: int = 0) -> None:
-    """Exchange heads, and raise on all processes unless all of them do the same.
+def agree(transport: Transport, header: Header, mark: int, call: Call, length: int = 0) -> None:
+    """Exchange headers, and raise on all processes unless all of them do the same.
 
     Args:
-        transport: The wire; called on all ranks.
-        head: Its head, with the payload in it if there is one.
-        mark: Stands for the operation and everything that has to be the same.
+        transport: Between all processes; called on all ranks.
+        header: Its header, with the payload in it if there is one.
+        mark: Identifies the operation and everything that has to be the same.
         call: For the message.
         length: Bytes of the payload of this process.
 
     Raises:
         DistributedOperationException: With what each process does.
     """
-    if not head.exchange(mark, length):
+    if not header.exchange(mark, length):
         summaries = transport.gather_object(tuple(summarize(call)))
-        raise mismatch([CallSummary(*each) for each in summaries])
+        raise mismatch([CallSummary(*summary) for summary in summaries])
 
 
 def verify_shapes(path: str, data: object, transport: Transport) -> None:
@@ -172,14 +172,14 @@ def verify_shapes(path: str, data: object, transport: Transport) -> None:
     Args:
         path: The import path of the operation, for the message.
         data: Nested tensors.
-        transport: The wire; called on all ranks.
+        transport: Between all processes; called on all ranks.
 
     Raises:
         DistributedOperationException: With the input of each process.
         TypeError: A leaf is not a tensor.
     """
     mark = mark_of(path, outline(data, _shape_of), outline(data, _dtype_of))
-    agree(transport, checking_head(transport), mark, Call(path, data=data))
+    agree(transport, checking_header(transport), mark, Call(path, data=data))
 
 
 def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
@@ -200,12 +200,14 @@ def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
 def summarize(call: Call) -> CallSummary:
     """Describe a call to the other processes, with the line of the user that made it."""
     running = flight_recorder().running()
-    place = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
+    location = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
     if call.data is None:
-        return CallSummary(call.operation, call.arguments, None, None, None, place)
+        return CallSummary(call.operation, call.arguments, None, None, None, location)
     shapes = outline(call.data, _shape_of)
     compared = outline(call.data, _row_shape_of) if call.rows_only else shapes
-    return CallSummary(call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, place)
+    return CallSummary(
+        call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, location
+    )
 
 
 def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
@@ -214,14 +216,14 @@ def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
     Args:
         summaries: One entry for each process, in rank order.
     """
-    operations = {each.operation for each in summaries}
+    operations = {summary.operation for summary in summaries}
     if len(operations) > 1:
         reason = (
             "The processes are in different operations, and each of them waits for the others in its own."
         )
         fix = "Let all processes make the same calls in the same order: look for an `if` around these lines."
-        rows = [_listed("Operation", [f"`{each.operation}`" for each in summaries])]
-        has_shapes = any(each.shapes is not None for each in summaries)
+        rows = [_listed("Operation", [f"`{summary.operation}`" for summary in summaries])]
+        has_shapes = any(summary.shapes is not None for summary in summaries)
         rows += [_listed("Input shapes", _shapes(summaries))] if has_shapes else []
     else:
         what, entries = _difference(summaries)
@@ -233,23 +235,23 @@ def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
             "`gather_for_metrics` takes batches of different length, `gather_object` takes anything."
         )
         rows = [f"Operation: `{summaries[0].operation}`", _listed(f"Input {what}", entries)]
-    rows.append(_listed("Called from", [each.place for each in summaries]))
+    rows.append(_listed("Called from", [summary.location for summary in summaries]))
     return DistributedOperationException("\n".join([f"{reason}\n", *rows, f"\n{fix}"]))
 
 
 def _difference(summaries: Sequence[CallSummary]) -> tuple[str, list[Any]]:
     """What differs between calls of one operation, and what each process gave there."""
     first = summaries[0]
-    if any(each.arguments != first.arguments for each in summaries):
-        return "arguments", [each.arguments for each in summaries]
-    same_shapes = all(each.compared == first.compared for each in summaries)
-    if same_shapes and any(each.dtypes != first.dtypes for each in summaries):
-        return "dtypes", [each.dtypes for each in summaries]
+    if any(summary.arguments != first.arguments for summary in summaries):
+        return "arguments", [summary.arguments for summary in summaries]
+    same_shapes = all(summary.compared == first.compared for summary in summaries)
+    if same_shapes and any(summary.dtypes != first.dtypes for summary in summaries):
+        return "dtypes", [summary.dtypes for summary in summaries]
     return "shapes", _shapes(summaries)
 
 
 def _shapes(summaries: Sequence[CallSummary]) -> list[Any]:
-    return ["no tensors" if each.shapes is None else each.shapes for each in summaries]
+    return ["no tensors" if summary.shapes is None else summary.shapes for summary in summaries]
 
 
 def _listed(title: str, entries: Sequence[Any]) -> str:

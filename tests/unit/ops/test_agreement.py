@@ -137,7 +137,7 @@ def test_a_store_that_is_gone_is_said_in_one_sentence(
         ranks[1].decide("save", None, len, 0.05)
 
 
-class Wire(Transport):
+class FakeTransport(Transport):
     """Two ranks, of which the other one says what it is told to."""
 
     def __init__(self, rank: int, other: Any = None) -> None:
@@ -151,17 +151,19 @@ class Wire(Transport):
 
 
 def test_without_a_store_the_wire_carries_it() -> None:
-    assert CollectiveConsensus(Wire(0, 5)).decide("call", 4, sum, 1.0) == 9
-    assert CollectiveConsensus(Wire(1, {"result": "said"})).decide("call", 4, sum, 1.0) == "said"
+    assert CollectiveConsensus(FakeTransport(0, 5)).decide("call", 4, sum, 1.0) == 9
+    assert CollectiveConsensus(FakeTransport(1, {"result": "said"})).decide("call", 4, sum, 1.0) == "said"
     with pytest.raises(StateError, match="no"):
-        CollectiveConsensus(Wire(1, {"error": "StateError", "text": "no"})).decide("call", 4, sum, 1.0)
-    assert not CollectiveConsensus(Wire(0)).is_threaded
+        CollectiveConsensus(FakeTransport(1, {"error": "StateError", "text": "no"})).decide(
+            "call", 4, sum, 1.0
+        )
+    assert not CollectiveConsensus(FakeTransport(0)).is_threaded
 
 
 def test_the_way_to_agree_follows_from_the_run() -> None:
     assert type(open_consensus(Transport(), None)) is Consensus
-    assert type(open_consensus(Wire(0), None)) is CollectiveConsensus
-    assert type(open_consensus(Wire(0), StoreChannel(dist.HashStore(), "", {}))) is StoreConsensus
+    assert type(open_consensus(FakeTransport(0), None)) is CollectiveConsensus
+    assert type(open_consensus(FakeTransport(0), StoreChannel(dist.HashStore(), "", {}))) is StoreConsensus
 
 
 class Harmful:
@@ -207,33 +209,33 @@ def refuse() -> None:
 
 
 @pytest.fixture
-def wire(request: pytest.FixtureRequest) -> Any:
-    services.put(Transport, Wire(*request.param))
+def transport(request: pytest.FixtureRequest) -> Any:
+    services.put(Transport, FakeTransport(*request.param))
     yield
     services.reset()
 
 
-@pytest.mark.parametrize("wire", [(0, "")], indirect=True)
-def test_an_action_that_succeeds_on_all_ranks_returns_its_result(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(0, "")], indirect=True)
+def test_an_action_that_succeeds_on_all_ranks_returns_its_result(transport: None) -> None:
     assert run_on_all_ranks(lambda: 5) == 5
 
 
-@pytest.mark.parametrize("wire", [(0, ""), (1, "")], indirect=True)
-def test_an_action_that_fails_here_is_one_error(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(0, ""), (1, "")], indirect=True)
+def test_an_action_that_fails_here_is_one_error(transport: None) -> None:
     with pytest.raises(CheckpointError, match=r"^\[Errno 28\] No space left on device$"):
         run_on_all_ranks(fail)
 
 
-@pytest.mark.parametrize("wire", [(0, "the disk is gone"), (1, "the disk is gone")], indirect=True)
-def test_an_action_that_fails_elsewhere_is_an_error_here(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(0, "the disk is gone"), (1, "the disk is gone")], indirect=True)
+def test_an_action_that_fails_elsewhere_is_an_error_here(transport: None) -> None:
     with pytest.raises(CheckpointError, match="^the disk is gone$"):
         run_on_all_ranks(lambda: 5)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run_on_all_ranks(fail)
 
 
-@pytest.mark.parametrize("wire", [(0,)], indirect=True)
-def test_what_rank_0_alone_does(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(0,)], indirect=True)
+def test_what_rank_0_alone_does(transport: None) -> None:
     assert run_on_rank_0(lambda: 5) == 5
     with pytest.raises(ConfigurationError, match="^mine$"):
         run_on_rank_0(refuse)
@@ -241,12 +243,12 @@ def test_what_rank_0_alone_does(wire: None) -> None:
         run_on_rank_0(fail)
 
 
-@pytest.mark.parametrize("wire", [(1, None)], indirect=True)
-def test_other_ranks_do_nothing_when_rank_0_succeeds(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(1, None)], indirect=True)
+def test_other_ranks_do_nothing_when_rank_0_succeeds(transport: None) -> None:
     assert run_on_rank_0(fail) is None
 
 
-@pytest.mark.parametrize("wire", [(1, ConfigurationError("mine"))], indirect=True)
-def test_what_fails_on_rank_0_is_raised_on_the_others(wire: None) -> None:
+@pytest.mark.parametrize("transport", [(1, ConfigurationError("mine"))], indirect=True)
+def test_what_fails_on_rank_0_is_raised_on_the_others(transport: None) -> None:
     with pytest.raises(ConfigurationError, match="^mine$"):
         run_on_rank_0(lambda: None)

@@ -1,4 +1,4 @@
-"""Numbers combined beside the main wire; several processes are in tests/distributed."""
+"""Numbers combined beside the default process group; several processes are in tests/distributed."""
 
 from __future__ import annotations
 

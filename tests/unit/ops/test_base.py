@@ -1,4 +1,4 @@
-"""The calls of a wire on one process."""
+"""The calls of a transport on one process."""
 
 from __future__ import annotations
 

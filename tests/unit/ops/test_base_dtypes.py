@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops import as_carried, finished_reduction, reducible_dtype
+from accelerate.ops import as_supported, finished_reduction, reducible_dtype
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_half_mean_does_not_overflow() -> None:
 
 def test_odd_dtypes_travel_as_bytes_of_the_same_memory() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.int16)
-    view = as_carried(tensor)
+    view = as_supported(tensor)
     assert view.dtype == torch.uint8
     assert view.data_ptr() == tensor.data_ptr()
-    assert as_carried(view) is view
+    assert as_supported(view) is view

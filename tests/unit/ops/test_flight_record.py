@@ -24,7 +24,7 @@ def clean_ring() -> Iterator[None]:
 
 
 class Echo(Transport):
-    """A wire of three processes that answers with what the ring shows meanwhile."""
+    """A transport of three processes that answers with what the ring shows meanwhile."""
 
     size = 3
     rank = 2
@@ -112,20 +112,25 @@ def test_facts_are_spelled_when_read() -> None:
 
 
 def test_a_recording_transport_notes_each_call_and_says_what_the_wrapped_one_says() -> None:
-    wire = RecordingTransport(Echo())
-    assert (wire.size, wire.rank, wire.verifies, wire.device) == (3, 2, True, torch.device("cpu"))
-    (entry,) = wire.gather_object(5)
+    transport = RecordingTransport(Echo())
+    assert (transport.size, transport.rank, transport.verifies, transport.device) == (
+        3,
+        2,
+        True,
+        torch.device("cpu"),
+    )
+    (entry,) = transport.gather_object(5)
     line = sys._getframe().f_lineno - 1
     assert (entry.operation, entry.facts, entry.file, entry.line) == ("gather_object", "int", HERE, line)
     assert flight_recorder().running() is None
-    assert wire.gather(torch.ones(2)).tolist() == [1, 1]
+    assert transport.gather(torch.ones(2)).tolist() == [1, 1]
     assert flight_recorder().entries()[-1].facts == "[2] float32"
 
 
 def test_a_call_that_fails_has_ended() -> None:
-    wire = RecordingTransport(Echo())
+    transport = RecordingTransport(Echo())
     with pytest.raises(OSError, match="lost"):
-        wire.barrier()
+        transport.barrier()
     assert flight_recorder().running() is None
     assert flight_recorder().entries()[-1].operation == "barrier"
 

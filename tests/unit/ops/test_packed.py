@@ -1,4 +1,4 @@
-"""Whole structures over a wire, with the other processes played; between real ones: tests/distributed."""
+"""Whole structures over a transport, with the other processes played; real ones are in tests/distributed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import Call, Head, Transport, broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops import Call, Header, Transport, broadcast_packed, gather_packed, reduce_packed
 
 CALL = Call("op")
 
@@ -17,11 +17,11 @@ class Three(Transport):
 
     size = 3
 
-    def __init__(self, with_head: bool) -> None:
+    def __init__(self, with_header: bool) -> None:
         self.sent: list[tuple[str, int]] = []
-        self.verifies = with_head
-        if with_head:
-            self.head = Head(3, lambda joined, sent: joined.copy_(self.gather(sent)))
+        self.verifies = with_header
+        if with_header:
+            self.header = Header(3, lambda joined, sent: joined.copy_(self.gather(sent)))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.sent.append(("gather", tensor.numel() * tensor.itemsize))
@@ -49,48 +49,49 @@ def leaves(data: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("with_head", "scale", "calls"),
+    ("with_header", "scale", "calls"),
     [(True, 2, 1), (True, 2000, 2), (True, 20_000, 4), (False, 2, 1), (False, 20_000, 3)],
 )
-def test_gather(with_head: bool, scale: int, calls: int) -> None:
-    wire, data = Three(with_head), structure(scale)
-    joined = gather_packed(data, wire, CALL)
+def test_gather(with_header: bool, scale: int, calls: int) -> None:
+    transport, data = Three(with_header), structure(scale)
+    joined = gather_packed(data, transport, CALL)
     assert list(joined) == list(data)
     assert type(joined["more"]) is tuple
     for whole, part in zip(leaves(joined), leaves(data), strict=True):
         expected = torch.cat([part.reshape(1) if part.ndim == 0 else part] * 3)
         assert torch.equal(whole, expected)
         assert whole.dtype == part.dtype
-    assert len(wire.sent) == calls
+    assert len(transport.sent) == calls
 
 
 @pytest.mark.parametrize("how", ["sum", "mean"])
 @pytest.mark.parametrize(
-    ("with_head", "scale", "calls"), [(True, 2, ["gather"]), (True, 2000, 4), (False, 2, 3)]
+    ("with_header", "scale", "calls"), [(True, 2, ["gather"]), (True, 2000, 4), (False, 2, 3)]
 )
-def test_reduce(with_head: bool, scale: int, calls: Any, how: str) -> None:
-    wire, data = Three(with_head), structure(scale)
+def test_reduce(with_header: bool, scale: int, calls: Any, how: str) -> None:
+    transport, data = Three(with_header), structure(scale)
     before = [leaf.clone() for leaf in leaves(data)]
-    total = reduce_packed(data, how, 2.0, wire, CALL)
+    total = reduce_packed(data, how, 2.0, transport, CALL)
     for result, part in zip(leaves(total), before, strict=True):
         assert torch.equal(result, (part * 3 if how == "sum" else part) * 2.0)
         assert result.shape == part.shape
     assert all(torch.equal(a, b) for a, b in zip(leaves(data), before, strict=True))
-    kinds = [kind for kind, _ in wire.sent]
+    kinds = [kind for kind, _ in transport.sent]
     assert kinds == calls if isinstance(calls, list) else len(kinds) == calls
 
 
-@pytest.mark.parametrize(("with_head", "scale"), [(True, 2), (True, 2000), (False, 2), (False, 20_000)])
+@pytest.mark.parametrize(("with_header", "scale"), [(True, 2), (True, 2000), (False, 2), (False, 20_000)])
 @pytest.mark.parametrize("source", [0, 1])
-def test_broadcast_keeps_the_tensors(with_head: bool, scale: int, source: int) -> None:
-    wire, data = Three(with_head), structure(scale)
+def test_broadcast_keeps_the_tensors(with_header: bool, scale: int, source: int) -> None:
+    transport, data = Three(with_header), structure(scale)
     assert all(
-        a is b for a, b in zip(leaves(broadcast_packed(data, source, wire, CALL)), leaves(data), strict=True)
+        a is b
+        for a, b in zip(leaves(broadcast_packed(data, source, transport, CALL)), leaves(data), strict=True)
     )
 
 
 def test_results_need_no_gradient() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    for with_head in (True, False):
-        assert not gather_packed([weight, weight], Three(with_head), CALL)[0].requires_grad
-        assert not reduce_packed(weight, "sum", 2.0, Three(with_head), CALL).requires_grad
+    for with_header in (True, False):
+        assert not gather_packed([weight, weight], Three(with_header), CALL)[0].requires_grad
+        assert not reduce_packed(weight, "sum", 2.0, Three(with_header), CALL).requires_grad

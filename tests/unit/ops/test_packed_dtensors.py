@@ -24,7 +24,7 @@ class Shared(torch.Tensor):
         return self.as_subclass(torch.Tensor).repeat(2)
 
 
-class Wire(Transport):
+class FakeTransport(Transport):
     """Rank 1 of four; the others have what it has. Ranks 0 and 1, and 2 and 3, share tensors."""
 
     size, rank = 4, 1
@@ -57,8 +57,8 @@ def test_a_value_of_all_ranks_is_there_once() -> None:
         raise AssertionError("nothing needs to travel")
 
     value = shared([3.0], 0, 1, 2, 3)
-    assert gather_values([value], Wire(), never)[0].tolist() == [3.0, 3.0]
-    assert reduce_values([value], "mean", Wire(), never)[0].tolist() == [3.0, 3.0]
+    assert gather_values([value], FakeTransport(), never)[0].tolist() == [3.0, 3.0]
+    assert reduce_values([value], "mean", FakeTransport(), never)[0].tolist() == [3.0, 3.0]
 
 
 def test_each_group_counts_once() -> None:
@@ -69,12 +69,12 @@ def test_each_group_counts_once() -> None:
         return leaf + 8
 
     value, plain = shared([3.0], 0, 1), torch.tensor([1.0])
-    gathered = gather_values([value, plain], Wire(), lambda leaf: leaf.repeat(4))
+    gathered = gather_values([value, plain], FakeTransport(), lambda leaf: leaf.repeat(4))
     assert gathered[0].tolist() == [3.0] * 4
     assert gathered[1].tolist() == [1.0] * 4
-    reduced = reduce_values([value, plain], "mean", Wire(), reduce)
+    reduced = reduce_values([value, plain], "mean", FakeTransport(), reduce)
     assert reduced[0].tolist() == [4.0, 4.0]
     assert reduced[1].tolist() == [9.0]
     assert calls == [([0.0, 0.0], "sum"), ([1.0], "mean")]
-    assert reduce_values([value], "max", Wire(), reduce)[0].tolist() == [11.0, 11.0]
+    assert reduce_values([value], "max", FakeTransport(), reduce)[0].tolist() == [11.0, 11.0]
     assert calls[2:] == [([3.0, 3.0], "max")]

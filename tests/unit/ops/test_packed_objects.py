@@ -10,7 +10,7 @@ import torch
 from accelerate.ops import (
     Call,
     DistributedOperationException,
-    Head,
+    Header,
     Transport,
     broadcast_object,
     gather_objects,
@@ -27,10 +27,10 @@ class Mirror(Transport):
 
     size = 2
 
-    def __init__(self, with_head: bool) -> None:
+    def __init__(self, with_header: bool) -> None:
         self.travels = 0
-        self.verifies = with_head
-        self.head = Head(2, lambda joined, sent: joined.copy_(self.gather(sent))) if with_head else None
+        self.verifies = with_header
+        self.header = Header(2, lambda joined, sent: joined.copy_(self.gather(sent))) if with_header else None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.travels += 1
@@ -50,33 +50,33 @@ class Mirror(Transport):
 
 
 @pytest.mark.parametrize(
-    ("obj", "with_head", "travels"), [(SMALL, True, 1), (LARGE, True, 2), (LARGE, False, 1)]
+    ("obj", "with_header", "travels"), [(SMALL, True, 1), (LARGE, True, 2), (LARGE, False, 1)]
 )
-def test_objects_travel_with_the_head_where_they_fit(obj: Any, with_head: bool, travels: int) -> None:
-    wire = Mirror(with_head)
-    assert gather_objects(obj, wire, CALL) == [obj, obj]
-    assert wire.travels == travels
+def test_objects_travel_with_the_head_where_they_fit(obj: Any, with_header: bool, travels: int) -> None:
+    transport = Mirror(with_header)
+    assert gather_objects(obj, transport, CALL) == [obj, obj]
+    assert transport.travels == travels
 
 
-@pytest.mark.parametrize(("obj", "with_head"), [(SMALL, True), (LARGE, True), (LARGE, False)])
-def test_the_source_of_a_broadcast_keeps_its_object(obj: Any, with_head: bool) -> None:
-    assert broadcast_object(obj, 0, Mirror(with_head), CALL) is obj
+@pytest.mark.parametrize(("obj", "with_header"), [(SMALL, True), (LARGE, True), (LARGE, False)])
+def test_the_source_of_a_broadcast_keeps_its_object(obj: Any, with_header: bool) -> None:
+    assert broadcast_object(obj, 0, Mirror(with_header), CALL) is obj
 
 
-@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("with_header", [True, False])
 @pytest.mark.parametrize("numbers", [[], [3, -4], list(range(3000))])
-def test_numbers(with_head: bool, numbers: list[int]) -> None:
-    assert share_numbers(numbers, Mirror(with_head), CALL) == [numbers, numbers]
+def test_numbers(with_header: bool, numbers: list[int]) -> None:
+    assert share_numbers(numbers, Mirror(with_header), CALL) == [numbers, numbers]
 
 
 @pytest.mark.usefixtures("states")
 def test_a_wire_without_head_compares_in_debug_mode() -> None:
-    wire = Mirror(False)
-    gather_objects(SMALL, wire, CALL)
-    assert wire.travels == 1
+    transport = Mirror(False)
+    gather_objects(SMALL, transport, CALL)
+    assert transport.travels == 1
     PartialState().debug = True
-    gather_objects(SMALL, wire, CALL)
-    assert wire.travels == 3
-    wire.gather = lambda tensor: torch.cat([tensor, tensor + 1])  # type: ignore[method-assign]
+    gather_objects(SMALL, transport, CALL)
+    assert transport.travels == 3
+    transport.gather = lambda tensor: torch.cat([tensor, tensor + 1])  # type: ignore[method-assign]
     with pytest.raises(DistributedOperationException):
-        gather_objects(SMALL, wire, CALL)
+        gather_objects(SMALL, transport, CALL)

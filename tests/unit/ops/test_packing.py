@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accelerate.ops import ALONE, Head, TransferPlan, mark_of, packing, plan_for, put_together, take_apart
+from accelerate.ops import ALONE, Header, TransferPlan, mark_of, packing, plan_for, put_together, take_apart
 
 Pair = namedtuple("Pair", ["first", "second"])
 DTYPES = [
@@ -80,13 +80,13 @@ def test_apart_and_together_is_the_same(data: Any) -> None:
 def test_every_leaf_travels_once(data: Any, room: int, mixed: bool) -> None:
     parts = take_apart(data)
     plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
-    slots = [slot for buffer in buffers_of(plan) for slot in buffer.slots]
-    places = [*plan.alone, *plan.empty, *(place for slot in slots for place in slot.indices)]
+    segments = [segment for buffer in buffers_of(plan) for segment in buffer.segments]
+    places = [*plan.alone, *plan.empty, *(place for segment in segments for place in segment.indices)]
     assert sorted(places) == list(range(len(parts.leaves)))
     assert plan.whole is None or plan.whole.width <= room
     for buffer in buffers_of(plan):
-        assert [slot.start % 16 for slot in buffer.slots] == [0] * len(buffer.slots)
-        assert all(slot.stop <= buffer.width for slot in buffer.slots)
+        assert [segment.start % 16 for segment in buffer.segments] == [0] * len(buffer.segments)
+        assert all(segment.stop <= buffer.width for segment in buffer.segments)
 
 
 @given(structures, rooms, st.integers(2, 4))
@@ -99,8 +99,8 @@ def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, siz
         assert sent.dtype == torch.uint8
         assert sent.numel() == buffer.width
         joined = torch.stack([sent] * size)
-        for slot in buffer.slots:
-            slot.split_rows(slot.read(joined), results)  # type: ignore[arg-type]  # filled by place
+        for segment in buffer.segments:
+            segment.split_rows(segment.read(joined), results)  # type: ignore[arg-type]  # filled by place
     for place, result in results.items():
         leaf = parts.leaves[place]
         assert same(result, torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * size))
@@ -112,17 +112,17 @@ def test_leaves_come_out_of_the_heads(data: Any, size: int) -> None:
     def everywhere(joined: torch.Tensor, sent: torch.Tensor) -> None:
         joined.view(size, -1).copy_(sent.expand(size, -1))
 
-    head = Head(size, everywhere)
+    header = Header(size, everywhere)
     parts = take_apart(data)
-    whole = plan_for("op", parts, size=size, room=head.room).whole
+    whole = plan_for("op", parts, size=size, room=header.room).whole
     assert whole is not None
     for _ in range(3):  # the way is found at the first use, kept at the second, used at the third
         results: dict[int, torch.Tensor] = {}
-        whole.send(parts.leaves, head)
-        assert head.exchange(1)
-        for slot in whole.slots:
-            slot.receive(head, results)  # type: ignore[arg-type]  # filled by place
-        head.exchange(2)
+        whole.send(parts.leaves, header)
+        assert header.exchange(1)
+        for segment in whole.segments:
+            segment.receive(header, results)  # type: ignore[arg-type]  # filled by place
+        header.exchange(2)
         for place, result in results.items():
             leaf = parts.leaves[place]
             assert same(result, torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * size))
@@ -136,8 +136,8 @@ def test_leaves_are_overwritten_in_place(data: Any) -> None:
     assert plan.whole is not None
     sent = plan.whole.pack(parts.leaves).clone()
     leaves = [torch.zeros_like(leaf) for leaf in parts.leaves]
-    for slot in plan.whole.slots:
-        slot.overwrite(slot.read(sent), leaves)
+    for segment in plan.whole.segments:
+        segment.overwrite(segment.read(sent), leaves)
     assert all(same(a, b) for a, b in zip(leaves, parts.leaves, strict=True))
 
 
@@ -146,8 +146,8 @@ def test_elements_are_split_into_leaves(data: Any) -> None:
     parts = take_apart(data)
     plan = plan_for("op", parts, size=2, room=10**6)
     results: dict[int, torch.Tensor] = {}
-    for slot in plan.whole.slots:  # type: ignore[union-attr]
-        slot.split(slot.flatten(parts.leaves), results)  # type: ignore[arg-type]  # filled by place
+    for segment in plan.whole.segments:  # type: ignore[union-attr]
+        segment.split(segment.flatten(parts.leaves), results)  # type: ignore[arg-type]  # filled by place
     assert all(same(result, parts.leaves[place]) for place, result in results.items())
 
 

@@ -1,4 +1,4 @@
-"""Slots of buffers: what goes in comes out; with all kinds of structures: test_packing.py."""
+"""Segments of buffers: what goes in comes out; with all kinds of structures: test_packing.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_joined_shapes() -> None:
 
 def test_results_do_not_track_each_other() -> None:
     parts = take_apart([torch.ones(2), torch.ones(2)])
-    slot = plan_for("op", parts, size=2, room=99).whole.slots[0]  # type: ignore[union-attr]
+    segment = plan_for("op", parts, size=2, room=99).whole.segments[0]  # type: ignore[union-attr]
     results: list[Any] = [None, None]
-    slot.split(slot.flatten(parts.leaves), results)
+    segment.split(segment.flatten(parts.leaves), results)
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * results[0]).sum()
     results[1].add_(1)
@@ -28,24 +28,25 @@ def test_results_do_not_track_each_other() -> None:
 
 def test_leaves_of_another_memory_format_are_read_in_order() -> None:
     image = torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)
-    slot = plan_for("op", take_apart([image, image]), size=2, room=999).whole.slots[0]  # type: ignore[union-attr]
-    assert slot.flatten([image, image]).tolist() == [*range(16), *range(16)]
+    segment = plan_for("op", take_apart([image, image]), size=2, room=999).whole.segments[0]  # type: ignore[union-attr]
+    assert segment.flatten([image, image]).tolist() == [*range(16), *range(16)]
 
 
 def test_conjugate_leaves_are_overwritten() -> None:
     leaf = torch.zeros(2, dtype=torch.complex64).conj()
-    slot = plan_for("op", take_apart([leaf]), size=2, room=99).whole.slots[0]  # type: ignore[union-attr]
-    slot.overwrite(torch.tensor([1j, 2]), [leaf])
+    segment = plan_for("op", take_apart([leaf]), size=2, room=99).whole.segments[0]  # type: ignore[union-attr]
+    segment.overwrite(torch.tensor([1j, 2]), [leaf])
     assert leaf.tolist() == [1j, 2]
 
 
 def test_conjugate_and_negative_views_are_written_out() -> None:
     number = torch.tensor([1 + 2j])
     parts = take_apart([number.conj()])
-    assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [1 - 2j]  # type: ignore[union-attr]
+    assert plan_for("op", parts, size=2, room=99).whole.segments[0].flatten(parts.leaves).tolist() == [1 - 2j]  # type: ignore[union-attr]
     parts = take_apart([number.conj(), number.conj()])
     assert (
-        plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [1 - 2j] * 2
+        plan_for("op", parts, size=2, room=99).whole.segments[0].flatten(parts.leaves).tolist()
+        == [1 - 2j] * 2
     )  # type: ignore[union-attr]
     parts = take_apart(number.conj().imag)
-    assert plan_for("op", parts, size=2, room=99).whole.slots[0].flatten(parts.leaves).tolist() == [-2.0]  # type: ignore[union-attr]
+    assert plan_for("op", parts, size=2, room=99).whole.segments[0].flatten(parts.leaves).tolist() == [-2.0]  # type: ignore[union-attr]

@@ -11,10 +11,10 @@ from accelerate.ops import (
     Call,
     CallSummary,
     DistributedOperationException,
-    Head,
+    Header,
     Transport,
     chained_operation,
-    checking_head,
+    checking_header,
     flight_recorder,
     mismatch,
     must_verify,
@@ -45,9 +45,9 @@ class TwoProcesses(Transport):
 GATHER = "accelerate.utils.operations.gather"
 
 
-def told(**facts: Any) -> CallSummary:
+def make_summary(**facts: Any) -> CallSummary:
     usual = {"operation": GATHER, "arguments": "", "compared": [2], "dtypes": "torch.float32", "shapes": [2]}
-    return CallSummary(**{**usual, "place": "/home/me/train.py:4", **facts})
+    return CallSummary(**{**usual, "location": "/home/me/train.py:4", **facts})
 
 
 def test_equal_shapes_pass() -> None:
@@ -55,28 +55,30 @@ def test_equal_shapes_pass() -> None:
 
 
 def test_shapes_are_listed_by_process() -> None:
-    with pytest.raises(DistributedOperationException) as refused:
-        verify_shapes(GATHER, torch.ones(1, 5), TwoProcesses(told(compared=[1, 2, 5], shapes=[1, 2, 5])))
-    text = str(refused.value)
+    with pytest.raises(DistributedOperationException) as raised:
+        verify_shapes(
+            GATHER, torch.ones(1, 5), TwoProcesses(make_summary(compared=[1, 2, 5], shapes=[1, 2, 5]))
+        )
+    text = str(raised.value)
     assert f"Operation: `{GATHER}`\n" in text
     assert "Input shapes:\n  - Process 0: [1, 5]\n  - Process 1: [1, 2, 5]\n" in text
     assert "Called from:\n  - Process 0: an unknown line\n  - Process 1: /home/me/train.py:4\n" in text
 
 
 def test_dtypes_are_listed_when_only_they_differ() -> None:
-    text = str(mismatch([told(), told(dtypes="torch.float16")]))
+    text = str(mismatch([make_summary(), make_summary(dtypes="torch.float16")]))
     assert "Input dtypes:\n  - Process 0: torch.float32\n  - Process 1: torch.float16\n" in text
 
 
 def test_arguments_are_listed_when_they_differ() -> None:
-    text = str(mismatch([told(arguments="from_process=0"), told(arguments="from_process=1")]))
+    text = str(mismatch([make_summary(arguments="from_process=0"), make_summary(arguments="from_process=1")]))
     assert "The arguments differ" in text
     assert "Input arguments:\n  - Process 0: from_process=0\n  - Process 1: from_process=1\n" in text
 
 
 def test_different_operations_are_listed() -> None:
-    barrier = told(operation="wait", compared=None, dtypes=None, shapes=None)
-    text = str(mismatch([told(), barrier]))
+    barrier = make_summary(operation="wait", compared=None, dtypes=None, shapes=None)
+    text = str(mismatch([make_summary(), barrier]))
     assert f"Operation:\n  - Process 0: `{GATHER}`\n  - Process 1: `wait`\n" in text
     assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: no tensors\n" in text
     assert "Input shapes" not in str(mismatch([barrier, barrier._replace(operation="other")]))
@@ -89,30 +91,30 @@ def test_rows_may_differ_in_number() -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_the_line_of_the_user_is_told() -> None:
+def test_the_line_of_the_user_is_named() -> None:
     flight_recorder().reset()
 
     @operation
     def talk() -> CallSummary:
         return summarize(Call("op"))
 
-    assert talk().place == "an unknown line"  # one process: nothing is noted
+    assert talk().location == "an unknown line"  # one process: nothing is noted
     flight_recorder().begin("talk", None)
     try:
-        assert summarize(Call("op")).place.startswith(f"{__file__}:")
+        assert summarize(Call("op")).location.startswith(f"{__file__}:")
     finally:
         flight_recorder().end()
         flight_recorder().reset()
 
 
-def test_a_wire_without_a_head_is_given_one() -> None:
-    wire = TwoProcesses()
-    head = checking_head(wire)
-    assert isinstance(head, Head)
-    assert checking_head(wire) is head
-    assert head.exchange(7)
-    wire.other = told()
-    assert not head.exchange(7)
+def test_a_transport_without_a_header_is_given_one() -> None:
+    transport = TwoProcesses()
+    header = checking_header(transport)
+    assert isinstance(header, Header)
+    assert checking_header(transport) is header
+    assert header.exchange(7)
+    transport.other = make_summary()
+    assert not header.exchange(7)
 
 
 def test_outline_of_nested_data() -> None:
@@ -126,7 +128,7 @@ def test_outline_refuses_what_is_no_tensor() -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_only_wires_where_it_is_cheap_are_verified_outside_debug_mode() -> None:
+def test_only_transports_where_it_is_cheap_are_verified_outside_debug_mode() -> None:
     from accelerate.state import PartialState
 
     transport = TwoProcesses()

@@ -1,4 +1,4 @@
-"""On which devices tensors travel, and what a wire does for itself."""
+"""On which devices tensors are sent, and what a transport does for itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from accelerate.ops import Transport
-from accelerate.ops.transport import _carried_devices, _scatter_by_broadcast
+from accelerate.ops.transport import _scatter_by_broadcast, _supported_devices
 
 
 @pytest.mark.parametrize(
-    ("backends", "carried"),
+    ("backends", "supported"),
     [
         ("cpu:gloo,cuda:gloo", {"cpu"}),
         ("cuda:nccl", {"cuda"}),
@@ -19,8 +19,8 @@ from accelerate.ops.transport import _carried_devices, _scatter_by_broadcast
         ("npu:hccl", {"npu"}),
     ],
 )
-def test_carried_devices(backends: str, carried: set[str]) -> None:
-    assert _carried_devices(backends) == carried
+def test_supported_devices(backends: str, supported: set[str]) -> None:
+    assert _supported_devices(backends) == supported
 
 
 class Second(Transport):
