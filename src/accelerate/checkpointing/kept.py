@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accelerate import rng, torch_private
 from accelerate.base import CheckpointError
 from accelerate.checkpointing.part import Apply
-from accelerate.data_loader import resume as position
+from accelerate.data_loader import resume
 from accelerate.nested import iterate_tensors
 
 LARGEST = 64 * 2**20
@@ -246,7 +246,7 @@ def keep_loader(loader: Any) -> Apply:
     owners = [loader, loader.base_dataloader, loader.position, first, sampler, loader._index_sampler]
     owners.append(loader.dataset)
     kept = [(each, dict(vars(each))) for each in owners if hasattr(each, "__dict__")]
-    drawn = [(generator, generator.get_state()) for generator in position.generators_of(loader)]
+    drawn = [(generator, generator.get_state()) for generator in resume.generators_of(loader)]
     epoch = loader.iteration
 
     def bring_back() -> None:

@@ -40,7 +40,7 @@ from accelerate.checkpointing.kept import (
     keep_weights,
 )
 from accelerate.checkpointing.part import Change, Load, Payload, Stage, Stateful, nothing
-from accelerate.data_loader import resume as position
+from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.weights import (
     drop_shared,
@@ -305,8 +305,8 @@ class LoaderPart:
     resized: bool = False
 
     def collect(self, leads: bool = True) -> list[Payload]:
-        state = position.capture(self.loader) if leads else None
-        stream = position.capture_stream(self.loader)
+        state = resume.capture(self.loader) if leads else None
+        stream = resume.capture_stream(self.loader)
         return [
             *([] if state is None else [Payload(sampler_file(self.index), state)]),
             *([Payload(stream_file(self.index, self.rank), stream)] if stream else []),
@@ -314,7 +314,7 @@ class LoaderPart:
 
     def read(self, options: Load) -> Change:
         name = sampler_file(self.index)
-        if not position.is_tracked(self.loader):
+        if not resume.is_tracked(self.loader):
             return nothing
         if not (self._is_known(options) if options.is_foreign else options.has(name)):
             return nothing
@@ -336,19 +336,19 @@ class LoaderPart:
         if name is None:
             return False
         try:
-            if position.is_state(options.read(name)):
+            if resume.is_state(options.read(name)):
                 return True
         except CheckpointError as error:
             logger.debug(f"{error}")
         logger.warning(
-            f"{options.folder / name} tells order and position of a loader in a way that is not known here: "
+            f"{options.folder / name} stores the order and position of a loader in an unknown format: "
             "the loader begins a new epoch. Skip the batches that were used: skip_first_batches(loader, n)."
         )
         return False
 
     def _apply(self, state: Any, stream: Any, options: Load) -> None:
         with options.fitting(sampler_file(self.index), type(self.loader).__name__):
-            position.restore(self.loader, state, stream.get("dataset"))
+            resume.restore(self.loader, state, stream.get("dataset"))
             if "torchdata" in stream and state["seen"] and not state["is_over"]:
                 self.loader.go_on_by_torchdata(stream)
 
@@ -359,7 +359,7 @@ def _check_position(state: Any, stream: Any) -> None:
     Raises:
         Exception: something is missing, or of another kind.
     """
-    if not position.is_state(state) or not isinstance(stream, Mapping):
+    if not resume.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
     start = state.get("start")
     if start is not None:
