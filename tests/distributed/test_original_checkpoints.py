@@ -132,7 +132,7 @@ def test_positions_of_loaders_that_are_not_known_are_named(
     torch.save(content, folder / name)
     run = build()
     run.accelerator.load_state(folder)
-    assert f"{name} tells order and position of a loader in a way that is not known here" in caplog.text
+    assert f"{name} stores the order and position of a loader in an unknown format" in caplog.text
     assert_same(run.go_on(), facts("one_process"))
     assert len(list(run.loader)) == 6
 

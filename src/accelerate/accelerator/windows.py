@@ -108,11 +108,11 @@ class Window:
             self.close()
 
     def _next_batch(self) -> Any:
-        batch, moment = self._batches.popleft()
+        batch, metadata = self._batches.popleft()
         is_last = not self._batches
         if is_last:
             self._reader.read_ahead()
-        data_loader.recall_moment(self._reader.loader, moment)
+        data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._runtime.gradient_state._set_sync_gradients(is_last)
         return batch
 
@@ -146,7 +146,7 @@ class Window:
 class _Read:
     """What was read of a window, with the answer of all ranks once it is there."""
 
-    def __init__(self, batches: deque[tuple[Any, data_loader.Moment]]) -> None:
+    def __init__(self, batches: deque[tuple[Any, data_loader.BatchMetadata]]) -> None:
         self.batches = batches
         self.total = 0.0
 
@@ -160,7 +160,7 @@ class _Reader:
         self._outer = runtime.gradient_state.active_dataloader
         self._source = iter(loader)
         self.loader: Any = None
-        self._latest: data_loader.Moment = {}
+        self._latest: data_loader.BatchMetadata = {}
         self._ahead: tuple[_Read, ops.Answer] | None = None
         self._goes_on = True
 
@@ -195,10 +195,10 @@ class _Reader:
         read.total = items
         return read
 
-    def _read(self) -> tuple[deque[tuple[Any, data_loader.Moment]], bool]:
+    def _read(self) -> tuple[deque[tuple[Any, data_loader.BatchMetadata]], bool]:
         """Return the batches of a window, and whether others may follow."""
-        batches: deque[tuple[Any, data_loader.Moment]] = deque()
-        data_loader.recall_moment(self.loader, self._latest)  # a loader counts on from what it says
+        batches: deque[tuple[Any, data_loader.BatchMetadata]] = deque()
+        data_loader.set_batch_metadata(self.loader, self._latest)  # a loader counts on from what it says
         for _ in range(self._runtime.gradient_state.num_steps):
             batch = next(self._source, _END)
             if batch is _END:
@@ -206,7 +206,7 @@ class _Reader:
             if self.loader is None:
                 active = self._runtime.gradient_state.active_dataloader
                 self.loader = None if active is self._outer else active
-            self._latest = data_loader.note_moment(self.loader)
+            self._latest = data_loader.get_batch_metadata(self.loader)
             batches.append((batch, self._latest))
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False

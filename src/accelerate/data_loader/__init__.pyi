@@ -14,12 +14,12 @@ from accelerate.data_loader.background import (
     ReadAhead as ReadAhead,
 )
 from accelerate.data_loader.base import (
+    BatchMetadata as BatchMetadata,
     DataLoaderAdapter as DataLoaderAdapter,
     DataLoaderStateMixin as DataLoaderStateMixin,
-    Moment as Moment,
+    get_batch_metadata as get_batch_metadata,
     kept_settings as kept_settings,
-    note_moment as note_moment,
-    recall_moment as recall_moment,
+    set_batch_metadata as set_batch_metadata,
 )
 from accelerate.data_loader.dispatch import (
     DataLoaderDispatcher as DataLoaderDispatcher,

@@ -28,7 +28,7 @@ _OF_TORCH = frozenset(inspect.signature(DataLoader).parameters)
 _OF_ORDER = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 _NOT_COPIED = ("gradient_state", "_route")
 
-Moment = dict[str, Any]
+BatchMetadata = dict[str, Any]
 """The attributes of a loader that describe the batch just yielded."""
 
 _OF_BATCH = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
@@ -288,25 +288,25 @@ class DataLoaderAdapter(_Base):
                 loader.iteration = epoch + 1
 
 
-def note_moment(loader: Any) -> Moment:
+def get_batch_metadata(loader: Any) -> BatchMetadata:
     """Return the metadata of the batch just yielded, for batches that are used later than they are read.
 
     Args:
         loader: a prepared loader that is being read, or None, which has none.
     """
-    moment = {name: getattr(loader, name) for name in _OF_BATCH if hasattr(loader, name)}
+    metadata = {name: getattr(loader, name) for name in _OF_BATCH if hasattr(loader, name)}
     position = getattr(loader, "position", None)
-    return moment | {name: getattr(position, name) for name in _OF_POSITION if position is not None}
+    return metadata | {name: getattr(position, name) for name in _OF_POSITION if position is not None}
 
 
-def recall_moment(loader: Any, moment: Moment) -> None:
+def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
     """Set the attributes of a loader to what they were for a batch.
 
     Args:
         loader: the prepared loader that yielded the batch, or None.
-        moment: what `note_moment` returned.
+        metadata: what `get_batch_metadata` returned.
     """
-    for name, value in moment.items():
+    for name, value in metadata.items():
         setattr(loader.position if name in _OF_POSITION else loader, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Batches from process 0 to the others: packed as bytes, sent over the wire or through shared memory.
+"""Batches from process 0 to the others: packed as bytes, sent over the transport or through shared memory.
 
 A message is a header of four integers that every process gets, and a block of bytes for each. The block holds
 the tensors of some rounds, one round after the other. The specs that describe them come first in the block,
@@ -34,7 +34,7 @@ _PAGE = 2 * 1024 * 1024
 _SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
 _NUMBER = 8  # bytes: the length of the specs, before them
 
-Header = tuple[int, ...]
+MessageHeader = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,13 @@ def _padded(text: bytes) -> torch.Tensor:
 class Route:
     """Sends messages from process 0 to the other processes: a header for all, and a block of bytes for each.
 
-    Small blocks go over the wire. Large blocks on the CPU go through memory that all processes share, where
-    they run on one machine: it is opened after the first of them.
+    Small blocks are sent over the transport. Large blocks on the CPU go through memory that all processes
+    share, where they run on one machine: it is opened after the first of them.
 
     All processes make the same calls: process 0 `send`s, the others `receive`.
 
     Args:
-        transport: The wire between all processes.
+        transport: Between all processes.
         group_of: The data-parallel group of each process, in rank order.
         device: Where blocks are when they are sent.
     """
@@ -271,7 +271,7 @@ class Route:
         self._memory: SharedMemory | None = None
         self._may_share = of_device(device).is_host
 
-    def send(self, header: Header, blocks: Mapping[int, Sequence[Tensor]]) -> None:
+    def send(self, header: MessageHeader, blocks: Mapping[int, Sequence[Tensor]]) -> None:
         """Process 0: send a message.
 
         Args:
@@ -287,10 +287,10 @@ class Route:
                 _copy_into(memory.block(index, size), blocks[group])
         self._broadcast_header(torch.tensor([*header, size]))
         if size and memory is None:
-            self._send_by_wire(blocks, size)
+            self._send_by_transport(blocks, size)
             self._share_from_now_on(size)
 
-    def receive(self) -> tuple[Header, Tensor]:
+    def receive(self) -> tuple[MessageHeader, Tensor]:
         """The other processes: take a message.
 
         Returns:
@@ -298,7 +298,7 @@ class Route:
         """
         *header, size = self._broadcast_header(torch.zeros(HEADER, dtype=torch.int64)).tolist()
         if size < LARGE or self._memory is None:
-            block = self._receive_by_wire(size)
+            block = self._receive_by_transport(size)
             self._share_from_now_on(size)
             return tuple(header), block
         self._memory.turn(size)
@@ -320,7 +320,7 @@ class Route:
             self._may_share = False
             self._memory = share_memory(self.transport, len(self.receivers))
 
-    def _send_by_wire(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
+    def _send_by_transport(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
         joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
         if self.transport.size == 2:  # for one receiver the same, without a block for process 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
@@ -328,7 +328,7 @@ class Route:
         own = self._unused_block(size)  # process 0 keeps what it has read
         self.transport.scatter([own, *(joined[group] for group in self._group_of[1:])], own, 0)
 
-    def _receive_by_wire(self, size: int) -> Tensor:
+    def _receive_by_transport(self, size: int) -> Tensor:
         block = torch.empty(size, dtype=torch.uint8, device=self.device)
         if not size:
             return block
@@ -390,7 +390,7 @@ def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
     """Open memory that all processes share; called on all of them.
 
     Args:
-        transport: The wire between them.
+        transport: Between the processes.
         num_blocks: How many blocks a slot of it has.
 
     Returns:
@@ -417,7 +417,7 @@ def _accept(offer: _Offer | None, is_own: bool) -> int | None:
         return None
     try:
         return os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # other user, hidden processes: everything is sent over the wire
+    except OSError:  # other user, hidden processes: everything is sent over the transport
         return None
 
 

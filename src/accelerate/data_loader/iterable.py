@@ -14,7 +14,7 @@ from accelerate.data_loader.last_batch import FirstRound, Tagged, fill, real_per
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The share of one process in the samples of an iterable dataset.
+    """The shard of one process of the samples of an iterable dataset.
 
     Every process iterates the whole dataset and keeps its part of each global batch: process `i` takes the
     `i`-th part. The dataset must therefore give the same samples in the same order everywhere: one that

@@ -103,7 +103,7 @@ def _first_count(items: Iterable[Any]) -> int | None:
 
 @dataclass(slots=True)
 class Tagged:
-    """A sample that carries the counts of its batch from a dataset in a worker to the collate function."""
+    """A sample with the counts of its batch, between a dataset in a worker and the collate function."""
 
     sample: Any
     counts: Counts
@@ -111,7 +111,7 @@ class Tagged:
 
 @dataclass(slots=True)
 class Counted:
-    """A collated batch that carries its counts from a worker to the main process."""
+    """A collated batch with its counts, between a worker and the main process."""
 
     batch: Any
     counts: Counts
@@ -128,11 +128,11 @@ class CountingCollate:
     collate: Callable[[Any], Any]
 
     def __call__(self, samples: Any) -> Any:
-        head = samples[0] if type(samples) is list and samples else samples
-        if type(head) is not Tagged:
+        first = samples[0] if type(samples) is list and samples else samples
+        if type(first) is not Tagged:
             return self.collate(samples)
-        plain = [head.sample, *samples[1:]] if samples is not head else head.sample
-        return Counted(self.collate(plain), head.counts)
+        plain = [first.sample, *samples[1:]] if samples is not first else first.sample
+        return Counted(self.collate(plain), first.counts)
 
 
 def untagged(batches: Iterator[Any], fillers: Fillers) -> Iterator[Any]:

@@ -26,7 +26,7 @@ _END = object()
 
 
 class OwnShare(NamedTuple):
-    """The share of a group that a dataset makes itself.
+    """The shard of a group that a dataset makes itself.
 
     Attributes:
         dataset: The share, read instead of the whole.
@@ -40,7 +40,7 @@ class OwnShare(NamedTuple):
 
 
 def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Return the share of one group in a dataset that shards itself; None for one that does not.
+    """Return the shard of one group in a dataset that shards itself; None for one that does not.
 
     All shares together are the dataset, each sample once; they may differ in length.
 
@@ -61,7 +61,7 @@ def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
 
     Args:
         dataset: One that shards itself.
-        transport: The wire between the ranks.
+        transport: Between the ranks.
     """
     mine = (_num_shards(dataset), [_state_of(generator) for generator in _generators_within(dataset)])
     return all(other == mine for other in transport.gather_object(mine))
@@ -75,7 +75,7 @@ class Join:
     for the next round before a batch is yielded, so every rank knows which batch is the last.
 
     Args:
-        transport: The wire between the ranks.
+        transport: Between the ranks.
         group_of: The data-parallel group of each rank.
         first_round: Its item is the first batch of this rank's share in the epoch; empty where that is not
             read yet.

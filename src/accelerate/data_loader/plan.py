@@ -119,7 +119,7 @@ def nominal_batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def is_sharded(loader: DataLoader[Any], groups: int, group: int) -> bool:
-    """Whether the user's dataset is an `IterableDatasetShard` with the share of this group."""
+    """Whether the user's dataset is an `IterableDatasetShard` with the shard of this group."""
     dataset = loader.dataset
     return (
         isinstance(dataset, IterableDatasetShard)

@@ -213,7 +213,7 @@ class _Order:
         self.index_sampler = _with_sampler(self.index_sampler, seedable, sampler)
 
     def shard(self, decided: ShardPlan) -> Any:
-        """Reduce the order to the share of one group, and return the dataset to read."""
+        """Reduce the order to the shard of one group, and return the dataset to read."""
         loader, dataset = self.loader, self.loader.dataset
         if isinstance(dataset, IterableDataset):
             return _shard_of_iterable(loader, decided) if decided.how == "shard" else dataset

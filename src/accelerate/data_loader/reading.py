@@ -30,15 +30,15 @@ from accelerate.state import services
 _END = object()
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
 
-Carrier = Callable[[Iterator[Any]], Iterator[Any]]
+IteratorWrapper = Callable[[Iterator[Any]], Iterator[Any]]
 """Takes torch's iterator and yields its batches, such as a loader that moves them in the background."""
 
 
 class WorkersObserver:
-    """Is told of worker processes when they have been started: a service of the run."""
+    """Observes worker processes from their start: a service of the run."""
 
     def follow(self, iterator: Any) -> None:
-        """Take note of workers; called by the thread that will wait for them.
+        """Observe workers; called by the thread that will wait for them.
 
         Args:
             iterator: torch's, with its workers.
@@ -75,22 +75,22 @@ def yield_batches(
 
 
 def open_pass(
-    loader: Any, skip: int, carrier: Carrier | None = None
+    loader: Any, skip: int, wrap: IteratorWrapper | None = None
 ) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
     """Start a pass.
 
     Args:
         loader: The prepared loader.
         skip: How many batches are read and dropped; others are skipped by index.
-        carrier: See `Carrier`; None: the batches come from torch's iterator.
+        wrap: See `IteratorWrapper`; None: the batches come from torch's iterator.
 
     Returns:
         The batches, each with whether it is the last one, and the record of their filler.
     """
     source, indices, fillers = open_batches(loader, skip)
-    if indices is not None and carrier is None:
+    if indices is not None and wrap is None:
         return indices.mark_last(source), fillers
-    return mark_last(loader, source if carrier is None else carrier(source)), fillers
+    return mark_last(loader, source if wrap is None else wrap(source)), fillers
 
 
 def open_batches(

@@ -47,14 +47,14 @@ BEGINNING = Offset()
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a loaded checkpoint says that a loader was.
+    """The position of a loader in a loaded checkpoint.
 
     Attributes:
         offset: the point in the epoch.
         start_states: states of the random generators when the epoch began; None between two epochs.
         groups: number of data-parallel groups at that time.
         is_over: whether that was behind the last batch of the epoch.
-        own_shares: whether the groups read shares that the dataset made.
+        own_shares: whether the groups read shards that the dataset made.
         rows_in_batch: samples in a batch of the dataset at that time; None where that was not known.
     """
 
@@ -210,7 +210,7 @@ def _match_generators(
     """Set the generators of a loader, and return the states that they have at the start of its epoch.
 
     A shuffle without its own generator gets one when several processes share it. Between a run of one process
-    and one of several, the states are converted from the one way of shuffling to the other.
+    and one of several, the states are converted between their ways of shuffling.
     """
     generators, sampler = generators_of(loader), loader.get_sampler()
     own = getattr(sampler, "generator", None)
@@ -394,16 +394,16 @@ def start_where_saved(loader: Any) -> Any:
 
 
 def _refuse_other_shares(loader: Any, point: ResumePoint) -> None:
-    """Raise where the groups read other shares of the dataset than those of now."""
+    """Raise where the groups read other shards of the dataset than now."""
     own_shares, groups = loader.plan.own_shares, loader.plan.groups
     if (point.own_shares, point.groups) == (own_shares, groups) or not (own_shares or point.own_shares):
         return
-    before = "its own shares" if point.own_shares else "batches of the whole"
+    before = "its own shards" if point.own_shares else "batches of the whole"
     raise CheckpointError(
         f"{loader!r} cannot go on in the middle of this epoch: {point.groups} data-parallel groups read "
-        f"{before} then, and what they have left of the dataset is no share of {groups} groups. Go on with "
-        f"{point.groups} until the end of the epoch, or from a checkpoint between two epochs; loaders with "
-        "dispatch_batches=True can go on with any number."
+        f"{before} then, and what they have left of the dataset cannot be sharded over {groups} groups. "
+        f"Go on with {point.groups} until the end of the epoch, or from a checkpoint between two epochs; "
+        "loaders with dispatch_batches=True can go on with any number."
     )
 
 
@@ -414,7 +414,7 @@ def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
         return point.offset
     samples = point.offset.consumed * before
     if samples % now or loader.plan.own_shares:
-        shares = "the batches of shares that the dataset gives are counted, not its samples"
+        shares = "the batches of shards that the dataset makes are counted, not its samples"
         why = shares if loader.plan.own_shares else f"behind them no batch of {now} begins"
         raise CheckpointError(
             f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "

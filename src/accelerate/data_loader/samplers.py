@@ -56,7 +56,7 @@ _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRand
 
 
 class BatchSamplerShard(BatchSampler):
-    """The share of one process in the batches of a batch sampler, of any kind and any batch sizes.
+    """The shard of one process of the batches of a batch sampler, of any kind and any batch sizes.
 
     Without `split_batches`, process `i` takes the `i`-th batch of each round of `num_processes` batches. With
     it, each batch is cut in `num_processes` parts and process `i` takes the `i`-th.
@@ -237,11 +237,11 @@ class BatchSamplerShard(BatchSampler):
             fits = samples == size or (upcoming is None and samples < size)
             part = -(-(size if fits else samples) // processes)
             real = real_per_part(samples, part, processes)
-            places = part * processes
-            if self.even_batches and samples < places:
-                current = fill(current, first, places)
+            size_of_round = part * processes
+            if self.even_batches and samples < size_of_round:
+                current = fill(current, first, size_of_round)
             if mine := current[index * part : (index + 1) * part]:
-                if samples < places:
+                if samples < size_of_round:
                     fillers[number] = tuple(real)
                 yield mine
                 number += 1  # only batches of which this process has a part are counted
@@ -249,7 +249,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SamplerShard(Sampler[Any]):
-    """The share of one process in a sampler whose every item already stands for a whole batch.
+    """The shard of one process of a sampler whose items are whole batches.
 
     Args:
         sampler: Where the items come from.

@@ -1,4 +1,4 @@
-"""Each process reads its own share of the batches."""
+"""Each process reads its own shard of the batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.last_batch import Fillers
 from accelerate.data_loader.native_sharding import Join
 from accelerate.data_loader.reading import (
-    Carrier,
+    IteratorWrapper,
     choose_move,
     first_number,
     open_batches,
@@ -32,7 +32,7 @@ from accelerate.state import GradientState
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader whose samplers, or dataset, already give this process its share only.
+    """A loader whose samplers, or dataset, already give this process its shard only.
 
     At each new pass it synchronizes the random generators of all processes, so that shuffles agree; it
     moves batches to the device and knows which batch is the last.
@@ -78,15 +78,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.read_through(None)
 
-    def read_through(self, carrier: Carrier | None) -> Iterator[Any]:
+    def read_through(self, wrap: IteratorWrapper | None) -> Iterator[Any]:
         """Make one pass over the batches.
 
         Args:
-            carrier: Takes torch's iterator and yields its batches, such as a loader that moves them in the
+            wrap: Takes torch's iterator and yields its batches, such as a loader that moves them in the
                 background; None: they come from torch's iterator.
         """
         if (late := start_where_saved(self)) is not None:
-            yield from late.read_through(carrier)
+            yield from late.read_through(wrap)
             return
         self._synchronize_generators()
         epoch = self._agree_on_epoch()
@@ -96,7 +96,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             if self.plan.own_shares:
                 batches, fillers = self._open_own_share(number)
             else:
-                batches, fillers = open_pass(self, self.skip_batches, carrier)
+                batches, fillers = open_pass(self, self.skip_batches, wrap)
             move = choose_move(self.device, self._non_blocking)
             yield from yield_batches(self, batches, fillers, number, move)
         finally:
@@ -104,7 +104,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self._advance(epoch)
 
     def _open_own_share(self, number: int) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
-        """Start a pass over a share that the dataset makes, and whose length other ranks do not know."""
+        """Start a pass over a shard that the dataset makes, and whose length other ranks do not know."""
         kept = self.batches_kept if self.start.keeps_first_round else 0
         source, _, fillers = open_batches(self, self.skip_batches, kept)
         restored = self.first_round.take_restored()

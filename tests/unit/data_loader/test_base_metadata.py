@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from accelerate.data_loader import note_moment, prepare_data_loader, recall_moment
+from accelerate.data_loader import get_batch_metadata, prepare_data_loader, set_batch_metadata
 
 pytestmark = pytest.mark.usefixtures("states")
 
 
 def test_a_loader_says_again_what_it_said() -> None:
     loader = prepare_data_loader(DataLoader(list(range(3)), batch_size=2))
-    moments = []
+    rows = []
     for _ in loader:
-        moments.append((loader.end_of_dataloader, loader.remainder, note_moment(loader)))
-    assert [ended for ended, _, _ in moments] == [False, True]
-    for ended, remainder, moment in moments:
-        recall_moment(loader, moment)
+        rows.append((loader.end_of_dataloader, loader.remainder, get_batch_metadata(loader)))
+    assert [ended for ended, _, _ in rows] == [False, True]
+    for ended, remainder, metadata in rows:
+        set_batch_metadata(loader, metadata)
         assert (loader.end_of_dataloader, loader.remainder) == (ended, remainder)
         assert loader.position.is_over is ended
 
 
 def test_without_a_loader_there_is_nothing_to_say() -> None:
-    assert note_moment(None) == {}
-    recall_moment(None, {})
+    assert get_batch_metadata(None) == {}
+    set_batch_metadata(None, {})

@@ -131,7 +131,7 @@ def test_batches_that_do_not_begin_there_are_refused() -> None:
 def test_shares_of_the_datasets_own_keep_their_batches() -> None:
     loader = resumed(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
     loader.plan = replace(loader.plan, how="dataset_shards")
-    with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shares"):
+    with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shards"):
         start_late(loader, 2)
 
 
