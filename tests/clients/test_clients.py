@@ -107,7 +107,7 @@ def test_the_trainer_in_half_precision_and_with_a_device_map(joined: dict[str, A
 
 @pytest.mark.slow
 def test_the_trainer_keeps_the_best_of_its_states(joined: dict[str, Any], tmp_path: Path) -> None:
-    """Also shared out by either version of FSDP; an evaluation in between changes nothing."""
+    """Also sharded by either version of FSDP; an evaluation in between changes nothing."""
     found = found_by(CASES["Trainer, best of its states, two processes"], tmp_path / "copies")
     assert found["losses"] == pytest.approx(joined["losses"], abs=1e-5)
     for version in (1, 2):

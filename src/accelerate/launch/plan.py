@@ -138,7 +138,7 @@ class LaunchPlan:
 
     @property
     def layout(self) -> str:
-        """How the processes are shared out over several machines, in words."""
+        """How the processes are distributed over several machines, in words."""
         if self.shares:
             return f"{', '.join(map(str, self.shares))} on the {self.machines} machines"
         return f"{self.local_processes} on each of {self.machines} machines"

@@ -77,14 +77,14 @@ def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
     problems = []
     if processes % (tp * pp * cp):
         problems.append(
-            f"{processes} processes cannot be shared out: one copy of the model takes tp_degree={tp} * "
+            f"{processes} processes cannot be divided: one copy of the model takes tp_degree={tp} * "
             f"pp_degree={pp} * context_parallel_size={cp} = {tp * pp * cp}. Launch a multiple of "
             f"{tp * pp * cp}, or change the degrees"
         )
     etp, ep = plugin.expert_tensor_parallel_size or 1, plugin.expert_model_parallel_size or 1
     if ep > 1 and processes % (etp * ep * pp):
         problems.append(
-            f"{processes} processes cannot be shared out: one copy of the experts takes "
+            f"{processes} processes cannot be divided: one copy of the experts takes "
             f"expert_tensor_parallel_size={etp} * expert_model_parallel_size={ep} * pp_degree={pp} = "
             f"{etp * ep * pp}. Launch a multiple of {etp * ep * pp}, or change the sizes"
         )
@@ -191,14 +191,14 @@ def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Itera
     stages, rest = (pp, layers) if last is None else (pp - 1, layers - last)
     if rest <= 0 or rest % stages:
         yield (
-            f"{layers} layers cannot be shared out between pp_degree={pp} stages"
+            f"{layers} layers cannot be divided between pp_degree={pp} stages"
             + ("" if last is None else f", of which the last has {last}")
             + ". Change pp_degree, or set decoder_last_pipeline_num_layers so that the rest can be divided"
         )
     virtual = plugin.num_layers_per_virtual_pipeline_stage
     if virtual is not None and layers % (pp * virtual):
         yield (
-            f"{layers} layers cannot be shared out between {pp} stages in parts of "
+            f"{layers} layers cannot be divided between {pp} stages in parts of "
             f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
         )
     if virtual is not None and last is not None:
@@ -221,9 +221,9 @@ def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterat
         network.get("num_query_groups"),
     )
     if heads is not None and heads % tp:
-        yield f"{heads} attention heads cannot be shared out between tp_degree={tp} processes. Change it"
+        yield f"{heads} attention heads cannot be divided between tp_degree={tp} processes. Change it"
     if groups is not None and groups % tp and tp % groups:
-        yield f"{groups} groups of queries cannot be shared out between tp_degree={tp} processes. Change it"
+        yield f"{groups} groups of queries cannot be divided between tp_degree={tp} processes. Change it"
     experts, ep = network.get("num_experts"), plugin.expert_model_parallel_size or 1
     if experts and tp > 1 and not plugin.sequence_parallelism:
         yield (
@@ -232,7 +232,7 @@ def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterat
         )
     if ep > 1 and (experts is None or experts % ep):
         yield (
-            f"{experts or 'no'} experts cannot be shared out between expert_model_parallel_size={ep} "
+            f"{experts or 'no'} experts cannot be divided between expert_model_parallel_size={ep} "
             "processes. Change it"
         )
 

@@ -167,7 +167,7 @@ class Strategy:
         return bundle
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader with batches as this method takes them, before it is shared out."""
+        """Return a loader with batches as this method takes them, before it is sharded."""
         return loader
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:

@@ -38,7 +38,7 @@ NETWORK = {"num_layers": 6, "num_attention_heads": 8, "max_position_embeddings":
 @pytest.mark.parametrize(
     ("fields", "network", "told"),
     [
-        ({"pp_degree": 4}, {}, "6 layers cannot be shared out between pp_degree=4"),
+        ({"pp_degree": 4}, {}, "6 layers cannot be divided between pp_degree=4"),
         ({"pp_degree": 3, "decoder_last_pipeline_num_layers": 1}, {}, "of which the last has 1"),
         ({"pp_degree": 2}, {"model_type_name": "t5"}, "no pipelines for T5"),
         (

@@ -134,7 +134,7 @@ class RankGrid:
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """Return a loader whose batches are those of one step, shared out between copies of the model.
+    """Return a loader whose batches are those of one step, sharded between copies of the model.
 
     Args:
         accelerator: has `state.megatron_lm_plugin`.
