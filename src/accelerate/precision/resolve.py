@@ -1,4 +1,4 @@
-"""The one place that chooses the number format of a run."""
+"""Choose the number format of a run."""
 
 from __future__ import annotations
 

@@ -128,5 +128,5 @@ class TorchaoPrecision(MixedPrecision):
         config = self.recipe.config
         if self.gathers_shards or config is None or not config.enable_fsdp_float8_all_gather:
             return config
-        # Weights that travel in float8 are new parameters, which no optimizer knows; nothing travels here.
+        # All-gathers in float8 make new parameters, which no optimizer knows; nothing is sent here.
         return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)

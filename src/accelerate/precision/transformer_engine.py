@@ -1,4 +1,4 @@
-"""FP8 through Transformer Engine: its layers in the place of torch's, and its autocast around the forward.
+"""FP8 through Transformer Engine: its layers instead of torch's, and its autocast around the forward.
 
 Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
@@ -38,7 +38,7 @@ def convert_model(
 
     Args:
         model: holds the layers; is not replaced itself.
-        to_transformer_engine: `False` brings torch's layers back.
+        to_transformer_engine: `False` restores torch's layers.
         _convert_linear: whether linear layers are replaced.
         _convert_ln: whether layer norms are replaced.
     """
@@ -177,13 +177,15 @@ class _Maker:
     def linear(self, layer: Any) -> nn.Module:
         """A linear layer of the same sizes."""
         made: nn.Module = self.engine.Linear(
-            layer.in_features, layer.out_features, bias=layer.bias is not None, **_place_of(layer)
+            layer.in_features, layer.out_features, bias=layer.bias is not None, **_factory_kwargs(layer)
         )
         return made
 
     def norm(self, layer: Any) -> nn.Module:
         """A layer norm of the same size."""
-        made: nn.Module = self.engine.LayerNorm(layer.normalized_shape[0], eps=layer.eps, **_place_of(layer))
+        made: nn.Module = self.engine.LayerNorm(
+            layer.normalized_shape[0], eps=layer.eps, **_factory_kwargs(layer)
+        )
         return made
 
 
@@ -210,7 +212,7 @@ class _Unmaker:
         return nn.LayerNorm(weight.shape[0], layer.eps, device=weight.device, dtype=weight.dtype)
 
 
-def _place_of(layer: Any) -> dict[str, Any]:
+def _factory_kwargs(layer: Any) -> dict[str, Any]:
     return {"params_dtype": layer.weight.dtype, "device": layer.weight.device}
 
 
