@@ -31,11 +31,11 @@ from accelerate.hooks.offload import (
     offload_with_hook as offload_with_hook,
 )
 from accelerate.hooks.prefetch import (
-    NOTHING_AHEAD as NOTHING_AHEAD,
-    Lane as Lane,
+    NO_PREFETCH as NO_PREFETCH,
     Prefetcher as Prefetcher,
-    StreamLane as StreamLane,
-    lane_to as lane_to,
+    StreamTransfer as StreamTransfer,
+    Transfer as Transfer,
+    transfer_to as transfer_to,
 )
 from accelerate.hooks.slots import Slot as Slot, find_slots as find_slots
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device

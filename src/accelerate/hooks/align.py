@@ -1,4 +1,4 @@
-"""Bring the tensors of a module to the device that computes, and its inputs with them."""
+"""Move the tensors of a module, and its inputs, to the device that computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.hooks.base import ModelHook, not_traced
-from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead
+from accelerate.hooks.prefetch import NO_PREFETCH, NoPrefetch
 from accelerate.hooks.slots import META, Slot, find_slots
 from accelerate.nested import find_device, send_to_device
 from accelerate.weights import Device, named_module_tensors, resolve_device, set_module_tensor_to_device
@@ -24,7 +24,7 @@ class AlignDevicesHook(ModelHook):
 
     Args:
         execution_device: that computes; None leaves inputs where they are.
-        offload: whether the module's tensors lie elsewhere and come for the forward only.
+        offload: whether the module's tensors are offloaded, and loaded for the forward only.
         io_same_device: whether outputs go back to the device that the inputs came from.
         weights_map: values of the offloaded tensors by name; None takes them from the module to the CPU.
         offload_buffers: whether buffers are offloaded, too.
@@ -35,8 +35,8 @@ class AlignDevicesHook(ModelHook):
     Attributes:
         input_device: that the inputs of the last call came from.
         original_devices: where offloaded tensors were before, by name; "meta" where they had no value.
-        ahead: what brings offloaded tensors.
-        block: the hook of the module around this one that brings its tensors; None: it does so itself.
+        prefetcher: what loads offloaded tensors.
+        block: the hook of the module around this one that loads its tensors; None: it does so itself.
         is_in: whether offloaded tensors are there now.
     """
 
@@ -65,7 +65,7 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
-        self.ahead: NothingAhead = NOTHING_AHEAD
+        self.prefetcher: NoPrefetch = NO_PREFETCH
         self.block: AlignDevicesHook | None = None
         self.is_in = False
         self._slots: list[Slot] = []
@@ -85,7 +85,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def is_spared(self) -> bool:
-        """Whether the hook of the module around has brought the tensors."""
+        """Whether the hook of the module around has loaded the tensors."""
         return self.block is not None and self.block.is_in
 
     # Attaching
@@ -108,21 +108,21 @@ class AlignDevicesHook(ModelHook):
             own = {id(slot) for slot in self._slots}
             self.block._slots = [slot for slot in self.block._slots if id(slot) not in own]
             self.block._members.pop(id(self), None)
-        self.ahead, self.is_in, self._slots = NOTHING_AHEAD, False, []
+        self.prefetcher, self.is_in, self._slots = NO_PREFETCH, False, []
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
-        """Become the hook of a module inside a block, whose hook brings the tensors of all of them.
+        """Become the hook of a module inside a block, whose hook loads the tensors of all of them.
 
         The block reads them from the `weights_map` of this hook. Outside of the block's forward this hook
-        brings and takes them by itself, when it is called.
+        loads and frees them by itself, when it is called.
 
         Args:
             block: the hook of the module around.
             module: the module.
         """
         own = (module._parameters, module._buffers)
-        self._slots = [slot for slot in block._slots if any(slot.tensors is each for each in own)]
+        self._slots = [slot for slot in block._slots if any(slot.tensors is value for value in own)]
         self.original_devices = {slot.key: slot.home for slot in self._slots}
         for slot in self._slots:
             slot.source, slot.name = self, slot.key
@@ -153,7 +153,7 @@ class AlignDevicesHook(ModelHook):
         """Return the values of all offloaded tensors, on the device that computes.
 
         Args:
-            non_blocking: whether they may still be on their way there, from pinned memory.
+            non_blocking: whether the copies from pinned memory may still run.
         """
         device = self._target() or torch.device("cpu")
         return [slot.read(device, non_blocking) for slot in self._slots]
@@ -162,18 +162,18 @@ class AlignDevicesHook(ModelHook):
         """Return the bytes of all offloaded tensors."""
         return sum(slot.empty.nbytes for slot in self._slots)
 
-    def values_by_place(self, device: torch.device) -> dict[tuple[int, str], Tensor]:
-        """Return the values of all offloaded tensors by their places: dictionary of the module, and key.
+    def values_by_slot(self, device: torch.device) -> dict[tuple[int, str], Tensor]:
+        """Return the values of all offloaded tensors by their slots: dictionary of the module, and key.
 
         Args:
             device: where to.
         """
-        found = {}
+        values_of = {}
         for slot in self._slots:
             values = slot.read(device)
             for tensors, key in ((slot.tensors, slot.key), *slot.twins):
-                found[id(tensors), key] = values
-        return found
+                values_of[id(tensors), key] = values
+        return values_of
 
     @not_traced
     def pre_forward(
@@ -182,7 +182,7 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload and not self.is_in and not self.is_spared:
-            self._bring()
+            self._load()
         device = self._target()
         if device is None or all_there(args, kwargs, device):
             return args, kwargs
@@ -201,15 +201,15 @@ class AlignDevicesHook(ModelHook):
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
-    def _bring(self) -> None:
+    def _load(self) -> None:
         device = self._target() or torch.device("cpu")
-        if self.ahead is NOTHING_AHEAD:
+        if self.prefetcher is NO_PREFETCH:
             for slot in self._slots:
-                slot.bring(device)
+                slot.load(device)
         else:
             for slot in self._slots:
                 slot.keep_changes()
-            for slot, values in zip(self._slots, self.ahead.take(self), strict=True):
+            for slot, values in zip(self._slots, self.prefetcher.take(self), strict=True):
                 slot.fill(values, device)
         self.is_in = True
 
@@ -229,10 +229,10 @@ def all_there(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.de
         kwargs: of a forward.
         device: that computes.
     """
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, Tensor):
-            if each.device != device:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.device != device:
                 return False
-        elif not isinstance(each, STEADY):
+        elif not isinstance(value, STEADY):
             return False
     return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accelerate.devices import of_device
 from accelerate.hooks.align import AlignDevicesHook, Shared
 from accelerate.hooks.base import HOOK, add_hook_to_module, add_spare_hook
-from accelerate.hooks.prefetch import NOTHING_AHEAD, NothingAhead, Prefetcher
+from accelerate.hooks.prefetch import NO_PREFETCH, NoPrefetch, Prefetcher
 from accelerate.weights import (
     Device,
     OffloadedWeightsLoader,
@@ -44,15 +44,15 @@ def attach_execution_device_hook(
         tied_params_map: parameters that several modules share, by the address of the original and by device.
     """
     blocks = find_blocks(module, whole=preload_module_classes or ())
-    for each, with_inner in [(module, False), *((block, inner) for _, block, inner in blocks)]:
-        if not hasattr(each, HOOK) and has_forward(each):
+    for target, with_inner in [(module, False), *((block, inner) for _, block, inner in blocks)]:
+        if not hasattr(target, HOOK) and has_forward(target):
             hook = AlignDevicesHook(
                 execution_device,
                 skip_keys=skip_keys,
                 place_submodules=with_inner,
                 tied_params_map=tied_params_map,
             )
-            add_hook_to_module(each, hook)
+            add_hook_to_module(target, hook)
 
 
 def attach_align_device_hook(
@@ -66,14 +66,14 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: Shared | None = None,
 ) -> None:
-    """Let each block of a module compute on a device, and bring its weights there where they lie elsewhere.
+    """Let each block of a module compute on a device, and load its weights there where they are offloaded.
 
     Args:
         module: the module.
         execution_device: the device; None leaves inputs where they are.
-        offload: whether weights lie elsewhere; the weights of the next block then come while one computes.
+        offload: whether weights are offloaded; those of the next block are prefetched while one computes.
         weights_map: their values by name, as seen from the whole model.
-        offload_buffers: whether buffers lie there, too.
+        offload_buffers: whether buffers are offloaded, too.
         module_name: what names in `weights_map` begin with for this module.
         skip_keys: keyword arguments that stay where they are.
         preload_module_classes: names of classes that are always one block.
@@ -95,21 +95,21 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: Shared | None = None,
 ) -> None:
-    """Let each part of a model compute on its device, and bring its weights there where they lie elsewhere.
+    """Let each part of a model compute on its device, and load its weights there where they are offloaded.
 
     Args:
         module: the model. What it returns goes back to the device that its inputs came from.
         execution_device: devices by module or tensor, with `""` for the model itself; or one for all.
-        offload: whether weights lie elsewhere, by the same names; or one answer for all.
-        weights_map: the values of weights that lie elsewhere, by name.
-        offload_buffers: whether buffers lie there, too.
+        offload: whether weights are offloaded, by the same names; or one answer for all.
+        weights_map: the values of offloaded weights, by name.
+        offload_buffers: whether buffers are offloaded, too.
         module_name: name of `module`, where it is a part of the model that the names belong to.
         skip_keys: keyword arguments and keys of outputs that stay where they are.
         preload_module_classes: names of classes that are always one block.
         tied_params_map: parameters that several modules share, by the address of the original and by device.
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
-    elsewhere = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
     root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
     opened = {around for name in devices for around in _names_around(name)}
@@ -117,11 +117,11 @@ def attach_align_device_hook_on_blocks(
         find_blocks(module, module_name, preload_module_classes or (), opened)
     ):
         entries = _entries_of(block, name, with_inner, devices)
-        is_elsewhere = any(elsewhere.get(entry, False) for entry in entries)
+        is_offloaded = any(offloaded.get(entry, False) for entry in entries)
         if block is not module:
-            attaching.attach(block, name, with_inner, devices.get(entries[0]), is_elsewhere)
-        elif is_elsewhere:
-            root.execution_device = None  # or it would place what lies elsewhere
+            attaching.attach(block, name, with_inner, devices.get(entries[0]), is_offloaded)
+        elif is_offloaded:
+            root.execution_device = None  # or it would move offloaded tensors
             add_hook_to_module(module, root)
             attaching.attach(block, name, with_inner, devices.get(entries[0]), True)
         else:
@@ -142,8 +142,8 @@ def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[
     """Return the entries of a map that say where the tensors of a block go."""
     prefix = f"{name}." if name else ""
     tensors = named_module_tensors(block, recurse=with_inner)
-    found = dict.fromkeys(entry_of(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
-    return [entry for entry in found if entry is not None] or [""]
+    names = dict.fromkeys(entry_of(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
+    return [entry for entry in names if entry is not None] or [""]
 
 
 @dataclass
@@ -154,7 +154,7 @@ class _Attaching:
     offload_buffers: bool
     skip_keys: Keys
     tied_params_map: Shared | None
-    aheads: dict[torch.device, NothingAhead] = field(default_factory=dict)
+    prefetchers: dict[torch.device, NoPrefetch] = field(default_factory=dict)
 
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
@@ -167,7 +167,7 @@ class _Attaching:
         prefix = f"{name}." if name else ""
         hook = self._make(self.weights_map, prefix, device, offload, with_inner)
         if offload:
-            hook.ahead = self._ahead_for(device)
+            hook.prefetcher = self._prefetcher_for(device)
         add_hook_to_module(block, hook, append=True)
         if not (with_inner and offload):
             return
@@ -197,10 +197,10 @@ class _Attaching:
             tied_params_map=self.tied_params_map,
         )
 
-    def _ahead_for(self, device: Device | None) -> NothingAhead:
-        """Bring weights ahead, unless they are in the memory in which they are used."""
+    def _prefetcher_for(self, device: Device | None) -> NoPrefetch:
+        """Prefetch weights, unless they are in the memory in which they are used."""
         target = torch.device("cpu") if device is None else resolve_device(device)
         is_in_files = isinstance(self.weights_map, OffloadedWeightsLoader) and bool(self.weights_map.index)
         if of_device(target).is_host and not is_in_files:
-            return NOTHING_AHEAD
-        return self.aheads.setdefault(target, Prefetcher(target))
+            return NO_PREFETCH
+        return self.prefetchers.setdefault(target, Prefetcher(target))

@@ -35,7 +35,7 @@ class ModelHook:
             module: the module.
 
         Returns:
-            The module that takes its place; usually itself.
+            The module that replaces it; usually itself.
         """
         return module
 
@@ -114,10 +114,10 @@ def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> 
     Args:
         module: the module.
         hook: the hook, or any object with the methods of one.
-        append: whether it runs after the hook that is there; otherwise it takes its place.
+        append: whether it runs after the hook that is there; otherwise it replaces that.
 
     Returns:
-        The module, or what `init_hook` returned in its place.
+        The module, or what `init_hook` returned instead.
     """
     if append and hasattr(module, HOOK):
         before = module._hf_hook

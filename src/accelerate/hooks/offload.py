@@ -158,7 +158,7 @@ def get_state_dict_from_offload(
 
     Args:
         module: the module.
-        module_name: dotted name of one of its tensors; what stands before the last dot is that of the module.
+        module_name: dotted name of one of its tensors; what precedes the last dot is that of the module.
         state_dict: gets the module's tensors that it has under the same names.
         device_to_put_offload: where they are put.
 
@@ -168,29 +168,31 @@ def get_state_dict_from_offload(
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
     with align_module_device(module, device_to_put_offload):
-        found = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
-    state_dict.update((name, tensor) for name, tensor in found.items() if name in state_dict)
+        filled = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
+    state_dict.update((name, tensor) for name, tensor in filled.items() if name in state_dict)
     return state_dict
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model, parts of which lie elsewhere, with all values, on the CPU.
+    """Return the state dict of a model, parts of which are offloaded, with all values, on the CPU.
 
     Args:
         model: the module.
 
     Raises:
-        ConfigurationError: tensors have no value, and no hook brings one.
+        ConfigurationError: tensors have no value, and no hook loads one.
     """
     values = _offloaded_values(model)
     state: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        found = values.get(name, value) if isinstance(value, Tensor) and value.is_meta else value
-        state[name] = found.detach().to("cpu") if isinstance(found, Tensor) and not found.is_meta else found
+        filled = values.get(name, value) if isinstance(value, Tensor) and value.is_meta else value
+        state[name] = (
+            filled.detach().to("cpu") if isinstance(filled, Tensor) and not filled.is_meta else filled
+        )
     missing = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if missing:
         raise ConfigurationError(
-            f"{listed(missing)} have no values: they are on the meta device, and no hook brings any. "
+            f"{listed(missing)} have no values: they are on the meta device, and no hook loads any. "
             "Load the model first."
         )
     return state
@@ -198,15 +200,15 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
     cpu = torch.device("cpu")
-    places: dict[tuple[int, str], Tensor] = {}
+    by_slot: dict[tuple[int, str], Tensor] = {}
     for module in model.modules():
         for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook) and hook.offload:
-                places.update(hook.values_by_place(cpu))
+                by_slot.update(hook.values_by_slot(cpu))
     return {
-        f"{path}.{key}" if path else key: places[id(tensors), key]
+        f"{path}.{key}" if path else key: by_slot[id(tensors), key]
         for path, module in model.named_modules(remove_duplicate=False)
         for tensors in (module._parameters, module._buffers)
         for key in tensors
-        if (id(tensors), key) in places
+        if (id(tensors), key) in by_slot
     }

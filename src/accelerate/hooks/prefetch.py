@@ -1,4 +1,4 @@
-"""Bring the weights of the next block while the current one computes."""
+"""Load the weights of the next block while the current one computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 class Block(Protocol):
-    """What has weights that are brought: a hook."""
+    """What has weights to load: a hook."""
 
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
         """Return the weights, on the device that computes."""
@@ -26,16 +26,16 @@ class Block(Protocol):
         ...
 
 
-class NothingAhead:
-    """Weights are brought when they are asked for."""
+class NoPrefetch:
+    """Weights are loaded when they are used."""
 
     def take(self, block: Block) -> list[Tensor]:
         """Return the weights of a block."""
         return block.fetch()
 
 
-class Lane:
-    """How a thread brings weights to the CPU: it maps them from their files, and touches them."""
+class Transfer:
+    """How a thread loads weights on the CPU: it maps them from their files, and reads each page."""
 
     def fetch(self, block: Block) -> Any:
         """Return weights, or None where there is no room for them; called in a thread of its own."""
@@ -46,13 +46,13 @@ class Lane:
         return weights
 
     def receive(self, fetched: Any) -> list[Tensor]:
-        """Return the weights that `fetch` brought, ready for the thread that computes."""
+        """Return the weights that `fetch` loaded, ready for the thread that computes."""
         weights: list[Tensor] = fetched
         return weights
 
 
-class StreamLane(Lane):
-    """How a thread brings weights to an accelerator: over a stream of their own, from pinned memory.
+class StreamTransfer(Transfer):
+    """How a thread loads weights to an accelerator: over a stream of their own, from pinned memory.
 
     Args:
         device: the accelerator.
@@ -72,7 +72,7 @@ class StreamLane(Lane):
                 weights = block.fetch(non_blocking=True)
                 return weights, self.stream.record_event()
         except torch.OutOfMemoryError:
-            return None  # the block brings them itself, when the one before has left
+            return None  # the block loads them itself, when the one before is freed
 
     def receive(self, fetched: Any) -> list[Tensor]:
         weights: list[Tensor]
@@ -90,42 +90,44 @@ class StreamLane(Lane):
         return bool(free + held >= needed)
 
 
-def lane_to(device: torch.device) -> Lane:
-    """Return the way to a device: over a stream where its torch module has them.
+def transfer_to(device: torch.device) -> Transfer:
+    """Return the transfer to a device: over a stream where its torch module has them.
 
     Args:
         device: that computes.
     """
     backend = of_device(device)
     if backend.is_host or device.type == "meta":
-        return Lane()
+        return Transfer()
     module = hardware_table.named(device.type).torch_module()
-    return StreamLane(device, module) if hasattr(module, "Stream") else Lane()
+    return StreamTransfer(device, module) if hasattr(module, "Stream") else Transfer()
 
 
-class Prefetcher(NothingAhead):
-    """Weights of a model's blocks, one block ahead.
+class Prefetcher(NoPrefetch):
+    """Load the weights of a model's blocks, one block ahead.
 
-    It notes which block follows which, and while one computes, a thread brings the weights of the one that
+    It records which block follows which, and while one computes, a thread loads the weights of the one that
     followed it before; so there are never more than two on the device. Another order than before is slower,
     and becomes the one that is expected.
 
     Args:
         device: that computes.
-        lane: makes the way to it.
+        transfer: makes the transfer to it.
     """
 
-    def __init__(self, device: torch.device, lane: Callable[[torch.device], Lane] = lane_to) -> None:
+    def __init__(
+        self, device: torch.device, transfer: Callable[[torch.device], Transfer] = transfer_to
+    ) -> None:
         self.device = device
-        self._make_lane = lane
-        self._lane: Lane | None = None
+        self._make_transfer = transfer
+        self._transfer: Transfer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._following: dict[int, Block] = {}
         self._last: Block | None = None
         self._coming: tuple[Block, Future[Any]] | None = None
 
     def __reduce__(self) -> Any:
-        return Prefetcher, (self.device, self._make_lane)  # a copy of the model begins anew
+        return Prefetcher, (self.device, self._make_transfer)  # a copy of the model begins anew
 
     def take(self, block: Block) -> list[Tensor]:
         weights = self._claim(block)
@@ -136,12 +138,12 @@ class Prefetcher(NothingAhead):
         self._last = block
         following = self._following.get(id(block))
         if following is not None and following is not block:
-            self._bring(following)
+            self._prefetch(following)
         return weights
 
     def _claim(self, block: Block) -> list[Tensor] | None:
-        """Return the weights that were brought ahead, if they are those of this block."""
-        if self._coming is None or self._lane is None:
+        """Return the prefetched weights, if they are those of this block."""
+        if self._coming is None or self._transfer is None:
             return None
         expected, coming = self._coming
         self._coming = None
@@ -149,13 +151,13 @@ class Prefetcher(NothingAhead):
             wait([coming])  # else three blocks would be on the device
             return None
         fetched = coming.result()
-        return None if fetched is None else self._lane.receive(fetched)
+        return None if fetched is None else self._transfer.receive(fetched)
 
-    def _bring(self, block: Block) -> None:
-        if self._thread is None or self._lane is None:
-            self._lane = self._make_lane(self.device)
+    def _prefetch(self, block: Block) -> None:
+        if self._thread is None or self._transfer is None:
+            self._transfer = self._make_transfer(self.device)
             self._thread = ThreadPoolExecutor(1, "accelerate-prefetch")  # ends when this object does
-        self._coming = block, self._thread.submit(self._lane.fetch, block)
+        self._coming = block, self._thread.submit(self._transfer.fetch, block)
 
 
-NOTHING_AHEAD = NothingAhead()
+NO_PREFETCH = NoPrefetch()

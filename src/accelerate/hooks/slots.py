@@ -1,4 +1,4 @@
-"""The places of a module's tensors that are filled for its forward, and empty in between."""
+"""Slots of a module's tensors, which are filled for its forward and empty in between."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Tensors = dict[str, Any]
 
 @dataclass
 class Slot:
-    """One tensor that comes and goes.
+    """One offloaded tensor: an entry of a module's parameters or buffers.
 
     Attributes:
         owner: the module that has it.
         tensors: its parameters, or its buffers.
         key: the tensor's name in them.
         source: what has a `weights_map` with its values.
-        name: under which they are found there.
+        name: of the values there.
         home: where the tensor was before; "meta" where it had no values.
-        empty: the tensor without values that stands there in between; says dtype and `requires_grad`.
-        twins: other places that hold the same parameter.
+        empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
+        twins: other entries with the same parameter.
         filled: what was made of the values; where those stay in memory anyway, it is used again.
         address: of the values that are used again; None: they are not.
     """
@@ -57,8 +57,8 @@ class Slot:
             return values
         return values.to(device, _dtype_after(values, self.empty), non_blocking=non_blocking)
 
-    def bring(self, device: torch.device) -> None:
-        """Put values in its place that are asked for only now; those of one memory are wrapped once."""
+    def load(self, device: torch.device) -> None:
+        """Read values and fill the slot; values in the same memory are wrapped once."""
         empty, filled = self.empty, self.filled
         values: Tensor = self.source.weights_map[self.name]
         if (
@@ -78,7 +78,7 @@ class Slot:
         self.address = values.data_ptr() if is_used_again else None
 
     def fill(self, values: Tensor, device: torch.device) -> None:
-        """Put values in its place.
+        """Fill the slot.
 
         Args:
             values: as `read` returned them.
@@ -98,12 +98,12 @@ class Slot:
             tensors[key] = self.empty
 
     def is_empty(self) -> bool:
-        """Whether nothing stands in its place."""
+        """Whether the slot has no values."""
         current = self.tensors[self.key]
         return current is not None and current.device.type == "meta"
 
     def keep_changes(self) -> None:
-        """Notice what users did to the empty tensor in between: it may be another one."""
+        """Keep the empty tensor that is there: users may have replaced it in between."""
         if self.is_empty():
             self.empty = self.tensors[self.key]
 
@@ -135,12 +135,12 @@ def _dtype_after(values: Tensor, empty: Tensor) -> torch.dtype:
 def find_slots(
     module: nn.Module, source: Any, with_buffers: bool, with_inner: bool
 ) -> tuple[list[Slot], dict[str, Tensor]]:
-    """Find the places of a module's tensors.
+    """Find the slots of a module's tensors.
 
     Args:
         module: the module.
         source: what has a `weights_map` with their values.
-        with_buffers: whether buffers come and go as parameters do; those that no state dict holds stay.
+        with_buffers: whether buffers are offloaded as parameters are; non-persistent ones stay.
         with_inner: whether tensors of the modules inside are among them.
 
     Returns:

@@ -234,7 +234,7 @@ def test_accelerators_compute_for_the_cpu(net: Net) -> None:
     net._hf_hook.io_same_device = False  # from here nothing can come back
     for _ in range(3):
         assert net(X).is_meta
-    assert hooks["layers.2"].ahead is hooks["layers.1"].ahead
+    assert hooks["layers.2"].prefetcher is hooks["layers.1"].prefetcher
     del hooks
     remove_hook_from_submodules(net)
 

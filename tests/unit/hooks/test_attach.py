@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.hooks import (
-    NOTHING_AHEAD,
+    NO_PREFETCH,
     AlignDevicesHook,
     Prefetcher,
     SequentialHook,
@@ -202,9 +202,9 @@ def test_weights_in_files_come_ahead(tmp_path: Path) -> None:
     attach_align_device_hook_on_blocks(
         model, "cpu", offload=True, weights_map=OffloadedWeightsLoader(save_folder=tmp_path)
     )
-    aheads = {id(model.layers[index]._hf_hook.ahead) for index in range(3)}
-    assert len(aheads) == 1
-    assert isinstance(model.head._hf_hook.ahead, Prefetcher)
+    prefetchers = {id(model.layers[index]._hf_hook.prefetcher) for index in range(3)}
+    assert len(prefetchers) == 1
+    assert isinstance(model.head._hf_hook.prefetcher, Prefetcher)
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(X), plain(X))
@@ -218,10 +218,10 @@ def test_weights_in_memory_need_no_thread() -> None:
     attach_align_device_hook_on_blocks(
         model, "cpu", offload=True, weights_map=OffloadedWeightsLoader(model.state_dict())
     )
-    assert model.head._hf_hook.ahead is NOTHING_AHEAD
+    assert model.head._hf_hook.prefetcher is NO_PREFETCH
     model = Net()
     attach_align_device_hook(model, "meta", offload=True, weights_map=model.state_dict())
-    assert isinstance(model.head._hf_hook.ahead, Prefetcher)
+    assert isinstance(model.head._hf_hook.prefetcher, Prefetcher)
     model(X)
     model(X)
     assert all(parameter.is_meta for parameter in model.parameters())

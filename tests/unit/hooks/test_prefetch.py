@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.hooks import NOTHING_AHEAD, Lane, Prefetcher, StreamLane, lane_to, prefetch
+from accelerate.hooks import NO_PREFETCH, Prefetcher, StreamTransfer, Transfer, prefetch, transfer_to
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def test_a_copy_begins_anew() -> None:
     for twin in (copy.deepcopy(prefetcher), pickle.loads(pickle.dumps(prefetcher))):
         assert twin.device == CPU
         assert twin._thread is twin._coming is None
-    assert NOTHING_AHEAD.take(blocks["a"])[0][0] == ord("a")
+    assert NO_PREFETCH.take(blocks["a"])[0][0] == ord("a")
 
 
 # Accelerators, with a module that records what is asked of it
@@ -164,7 +164,7 @@ class FakeModule:
 def test_weights_travel_on_a_stream_of_their_own() -> None:
     blocks, _ = build("ab")
     module = FakeModule()
-    prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamLane(device, module))
+    prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamTransfer(device, module))
     take(prefetcher, blocks, "aba")
     wait_for(prefetcher)
     assert module.log == ["new stream on cuda:0", "enter", "record", "leave"]
@@ -177,7 +177,7 @@ def test_weights_travel_on_a_stream_of_their_own() -> None:
 def test_nothing_comes_ahead_where_there_is_no_room(free: int, held: int, goes: bool) -> None:
     blocks, log = build("ab")
     module = FakeModule(free, held)
-    prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamLane(device, module))
+    prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamTransfer(device, module))
     take(prefetcher, blocks, "aba")
     wait_for(prefetcher)
     log.clear()
@@ -189,14 +189,14 @@ def test_nothing_comes_ahead_where_there_is_no_room(free: int, held: int, goes: 
 def test_running_out_of_memory_ahead_is_no_error() -> None:
     blocks, _ = build("ab")
     blocks["b"].problem = torch.OutOfMemoryError("full")
-    lane = StreamLane(torch.device("cuda", 0), FakeModule())
-    assert lane.fetch(blocks["b"]) is None
+    transfer = StreamTransfer(torch.device("cuda", 0), FakeModule())
+    assert transfer.fetch(blocks["b"]) is None
 
 
 def test_which_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(lane_to(CPU)) is Lane
-    assert type(lane_to(torch.device("meta"))) is Lane
-    for module, kind in ((FakeModule(), StreamLane), (SimpleNamespace(), Lane)):
+    assert type(transfer_to(CPU)) is Transfer
+    assert type(transfer_to(torch.device("meta"))) is Transfer
+    for module, kind in ((FakeModule(), StreamTransfer), (SimpleNamespace(), Transfer)):
         backend = SimpleNamespace(torch_module=lambda module=module: module)
         monkeypatch.setattr(prefetch.hardware_table, "named", lambda name, backend=backend: backend)
-        assert type(lane_to(torch.device("cuda", 0))) is kind
+        assert type(transfer_to(torch.device("cuda", 0))) is kind

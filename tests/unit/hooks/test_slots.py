@@ -32,18 +32,18 @@ def test_filling_and_clearing() -> None:
 
 def test_values_that_stay_in_memory_are_wrapped_once() -> None:
     module, slot, source = make()
-    slot.bring(CPU)
+    slot.load(CPU)
     first = module.weight
     slot.clear()
-    slot.bring(CPU)
+    slot.load(CPU)
     assert module.weight is first
     slot.clear()
     source.weights_map["weight"].data = torch.full((2, 2), 2.0)
-    slot.bring(CPU)
+    slot.load(CPU)
     assert torch.equal(module.weight, torch.full((2, 2), 2.0))
     slot.clear()
     source.weights_map["weight"] = torch.zeros(2, 2)
-    slot.bring(CPU)
+    slot.load(CPU)
     assert torch.equal(module.weight, torch.zeros(2, 2))
     slot.clear()
     slot.fill(slot.read(CPU), CPU)
@@ -53,18 +53,18 @@ def test_values_that_stay_in_memory_are_wrapped_once() -> None:
 
 def test_changes_to_the_empty_tensor_count() -> None:
     module, slot, _ = make()
-    slot.bring(CPU)
+    slot.load(CPU)
     slot.clear()
     module.requires_grad_(False)
-    slot.bring(CPU)
+    slot.load(CPU)
     assert not module.weight.requires_grad
     slot.clear()
     module.half()
-    slot.bring(CPU)
+    slot.load(CPU)
     assert module.weight.dtype == torch.float16
     slot.clear()
     module.weight = nn.Parameter(torch.empty(2, 2, device="meta", dtype=torch.float64))
-    slot.bring(CPU)
+    slot.load(CPU)
     assert module.weight.dtype == torch.float64
 
 
