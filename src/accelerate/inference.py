@@ -23,10 +23,10 @@ from accelerate.big_modeling import (
     Unit,
     ends_of,
     fill,
-    find_units,
     get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
     smallest_share,
+    split_into_units,
     total,
 )
 from accelerate.nested import (
@@ -57,7 +57,7 @@ def generate_device_map(
     """Return which process works with which module, so that their shares are as even as modules allow.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         num_processes: number of stages; each gets a module at least.
         no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
         max_memory: bytes, or texts such as "10GB", by process; None sets no limit.
@@ -68,7 +68,7 @@ def generate_device_map(
     Raises:
         ConfigurationError: the model has fewer modules than there are processes, or does not fit the limits.
     """
-    units = find_units(model, no_split_module_classes, join_tied=False)  # a stage has its own copy
+    units = split_into_units(model, no_split_module_classes, join_tied=False)  # a stage has its own copy
     if len(units) < num_processes:
         raise wrong_value(
             "num_processes",
@@ -81,7 +81,7 @@ def generate_device_map(
     edges = fill(ends_of(units), [min(limit, share) for limit in limits])
     if edges[-1] < len(units):
         raise wrong_value(
-            "max_memory", max_memory, f"{units[edges[-1]].names[0]} has no place", "raise the limits"
+            "max_memory", max_memory, f"{units[edges[-1]].names[0]} fits no process", "raise the limits"
         )
     ends = [min(edge, len(units) - num_processes + rank + 1) for rank, edge in enumerate(edges)]
     return OrderedDict(
@@ -104,7 +104,7 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
         args: of a forward.
         kwargs: of a forward.
     """
-    sizes = (ignorant_find_batch_size(each) for each in (*(args or ()), *(kwargs or {}).values()))
+    sizes = (ignorant_find_batch_size(value) for value in (*(args or ()), *(kwargs or {}).values()))
     return next((size for size in sizes if size is not None), None)
 
 
@@ -169,7 +169,7 @@ def _make_sendable(stage: Any, index: int, last: int) -> None:
 
     Args:
         stage: the traced part of the model.
-        index: its place among the stages.
+        index: its position among the stages.
         last: that of the last one.
     """
     from torch.fx.node import map_arg
@@ -252,7 +252,7 @@ class Schedule:
 
     @staticmethod
     def _outline_of(data: Any) -> str:
-        return str(recursively_apply(lambda each: f"{each.dtype}{list(each.shape[1:])}", data))
+        return str(recursively_apply(lambda value: f"{value.dtype}{list(value.shape[1:])}", data))
 
 
 def pippy_forward(
@@ -268,7 +268,7 @@ def pippy_forward(
         **kwargs: of the model; those of rank 0 count.
 
     Returns:
-        The output on the last rank, or on all; None elsewhere.
+        The output on the last rank, or on all; None on other ranks.
 
     Raises:
         ConfigurationError: on all ranks: the arguments of rank 0 have no batch size, or are not like the
@@ -362,7 +362,7 @@ def _find_split_points(
     device_map = generate_device_map(model, processes, whole)
     called = {name for name, module in model.named_modules() if has_forward(module)}
     points = [
-        next((name for name, place in device_map.items() if place == rank and name in called), None)
+        next((name for name, device in device_map.items() if device == rank and name in called), None)
         for rank in range(1, processes)
     ]
     return [point for point in points if point is not None]

@@ -50,7 +50,7 @@ def test_classes_stay_whole_and_tied_weights_may_part() -> None:
 def test_limits() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     assert list(generate_device_map(model, 2, max_memory={0: 256, 1: "1KB"}).values()) == [0, 1, 1, 1]
-    with pytest.raises(ConfigurationError, match="3 has no place"):
+    with pytest.raises(ConfigurationError, match="3 fits no process"):
         generate_device_map(model, 2, max_memory={0: 256, 1: 512})
 
 

@@ -10,27 +10,27 @@ from accelerate.big_modeling.budget import (
     ends_of as ends_of,
     even_shares as even_shares,
     fill as fill,
-    find_units as find_units,
     fits as fits,
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
     least_for_first as least_for_first,
     plan_memory as plan_memory,
     smallest_share as smallest_share,
+    split_into_units as split_into_units,
     total as total,
 )
 from accelerate.big_modeling.checking import (
     check_device_map as check_device_map,
-    check_places as check_places,
-    spell_place as spell_place,
+    check_devices as check_devices,
+    device_key as device_key,
 )
 from accelerate.big_modeling.device_map import (
+    assign_units as assign_units,
     clean_device_map as clean_device_map,
     explain_device_map as explain_device_map,
     fallback_allocate as fallback_allocate,
+    fill_empty_devices as fill_empty_devices,
     infer_auto_device_map as infer_auto_device_map,
-    place_in_gaps as place_in_gaps,
-    place_units as place_units,
     shorten as shorten,
 )
 from accelerate.big_modeling.dispatch import (
@@ -55,11 +55,11 @@ from accelerate.big_modeling.load import (
     check_options as check_options,
     is_sharded as is_sharded,
     load_checkpoint_in_model as load_checkpoint_in_model,
-    own_part as own_part,
+    local_part as local_part,
 )
 from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves
 from accelerate.big_modeling.offload_sources import (
-    find_elsewhere as find_elsewhere,
+    find_offloaded as find_offloaded,
     keep_in_memory as keep_in_memory,
     keep_on_disk as keep_on_disk,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerate.ops import Transport, current_transport, run_on_rank_0
-from accelerate.weights import Weights
+from accelerate.weights import StoredWeights
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ class Opened:
     """
 
     path: Path
-    weights: Weights
-    own: Weights | None
+    weights: StoredWeights
+    own: StoredWeights | None
 
 
 @dataclass
@@ -41,7 +41,7 @@ class SentFile:
         shapes: of all tensors, by name.
         dtypes: theirs.
         extra: names of what modules keep beside their tensors.
-        wire: to the other ranks.
+        transport: between the ranks.
         own: the opened files, on rank 0.
     """
 
@@ -49,16 +49,16 @@ class SentFile:
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
     extra: Collection[str]
-    wire: Transport
-    own: Weights | None = None
+    transport: Transport
+    own: StoredWeights | None = None
 
     def read(self, name: str, device: torch.device) -> Any:
         """Return one tensor, or what a module keeps beside its tensors; called on all ranks in one order."""
         value = run_on_rank_0(partial(self._read_here, name))
         if name in self.extra:
-            return self.wire.broadcast_object(value)
+            return self.transport.broadcast_object(value)
         tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name]) if value is None else value
-        return (self.wire.broadcast(tensor) if tensor.numel() else tensor).to(device)
+        return (self.transport.broadcast(tensor) if tensor.numel() else tensor).to(device)
 
     def locate(self, name: str) -> None:
         """Say that no rank maps tensors from the files: most do not have them."""
@@ -74,7 +74,7 @@ class SentFile:
         return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def receive_weights(path: Path, open_files: Callable[[Path], Weights]) -> Opened:
+def receive_weights(path: Path, open_files: Callable[[Path], StoredWeights]) -> Opened:
     """Return the weights of files that rank 0 alone reads; called on all ranks.
 
     Args:
@@ -84,16 +84,16 @@ def receive_weights(path: Path, open_files: Callable[[Path], Weights]) -> Opened
     Raises:
         AccelerateError: rank 0 cannot open them; raised on all ranks.
     """
-    wire = current_transport()
+    transport = current_transport()
     own = run_on_rank_0(partial(open_files, path))
     described = None if own is None else (path, *_describe(own))
-    first, shapes, dtypes, extra = wire.broadcast_object(described)
-    sent = SentFile(first, shapes, dtypes, extra, wire, own)
-    known = Weights(dict.fromkeys(sent.shapes, sent), dict.fromkeys(sent.extra, sent))
+    first, shapes, dtypes, extra = transport.broadcast_object(described)
+    sent = SentFile(first, shapes, dtypes, extra, transport, own)
+    known = StoredWeights(dict.fromkeys(sent.shapes, sent), dict.fromkeys(sent.extra, sent))
     return Opened(first, known, own)
 
 
-def _describe(own: Weights) -> tuple[dict[str, torch.Size], dict[str, torch.dtype], list[str]]:
+def _describe(own: StoredWeights) -> tuple[dict[str, torch.Size], dict[str, torch.dtype], list[str]]:
     """Return shapes and dtypes of all tensors, which are mapped from the files, and other names."""
     shapes = {name: own.shape(name) for name in own.files}
     return shapes, {name: own.read(name, CPU).dtype for name in own.files}, list(own.extra)

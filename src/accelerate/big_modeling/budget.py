@@ -1,4 +1,4 @@
-"""The units of a model that a plan places, and how much memory each device may take of it."""
+"""The units of a model that are assigned to devices, and the memory that each device has for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Unit:
         size: bytes of all their tensors that no unit before has.
         buffers: bytes of the buffers among them.
         block: bytes of the largest block that one of their tensors is part of: what a device must have free
-            to work with them when they lie elsewhere.
+            to compute with them when they are offloaded.
     """
 
     names: tuple[str, ...]
@@ -41,17 +41,17 @@ class _Part:
     tensors: Mapping[str, Tensor]
 
 
-def find_units(
+def split_into_units(
     model: nn.Module,
     no_split_module_classes: str | Collection[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
     join_tied: bool = True,
 ) -> list[Unit]:
-    """Return the units of a model in the order of its modules; those that share parameters stand together.
+    """Return the units of a model in the order of its modules; those that share parameters are one unit.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
         dtype: of the model once it is loaded; None: as it is.
         special_dtypes: those of single tensors, by name.
@@ -93,11 +93,11 @@ def _walk(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[_Part
     children = {key: child for key, child in module._modules.items() if child is not None}
     is_unit = bool(name) and (not children or type(module).__name__ in whole)
     prefix = f"{name}." if name else ""
-    own = {f"{prefix}{each}": tensor for each, tensor in _tensors(module, recurse=is_unit)}
+    own = {f"{prefix}{key}": tensor for key, tensor in _tensors(module, recurse=is_unit)}
     if is_unit:
         yield from [_Part(name, own)] if own else []
         return
-    yield from (_Part(each, {each: tensor}) for each, tensor in own.items())
+    yield from (_Part(key, {key: tensor}) for key, tensor in own.items())
     for key, child in children.items():
         yield from _walk(child, f"{prefix}{key}", whole)
 
@@ -108,7 +108,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Group parts that share a parameter; a group stands where its first part does."""
+    """Group parts that share a parameter; a group is at the position of its first part."""
     groups = list(range(len(parts)))
     owner: dict[int, int] = {}
     for index, part in enumerate(parts):
@@ -117,10 +117,10 @@ def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
         if len(joined) > 1:
             groups = [min(joined) if group in joined else group for group in groups]
         owner.update(dict.fromkeys(shared, index))
-    found: dict[int, list[_Part]] = defaultdict(list)
+    edges: dict[int, list[_Part]] = defaultdict(list)
     for group, part in zip(groups, parts, strict=True):
-        found[group].append(part)
-    return [found[group] for group in sorted(found)]
+        edges[group].append(part)
+    return [edges[group] for group in sorted(edges)]
 
 
 def _block_sizes(
@@ -136,19 +136,19 @@ def _block_sizes(
     return sizes
 
 
-Place = int | str
+DeviceName = int | str
 """Number of an accelerator, or "mps", "cpu", "disk"."""
-Memory = Mapping[Place, float | str]
+Memory = Mapping[DeviceName, float | str]
 
 LAST = ("mps", "cpu", "disk")
 """Places without a number, in the order in which they are filled after those that have one."""
-ELSEWHERE = ("cpu", "disk")
+OFFLOAD_DEVICES = ("cpu", "disk")
 """Places that keep weights for the accelerators and do not work with them."""
 ROOM = 0.1
 """Part of the free memory that is left to activations where the user gives no numbers."""
 
 
-def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
+def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
     """Return how many bytes each device has for a model, in the order in which they are filled.
 
     Args:
@@ -159,27 +159,27 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Place, int]:
         ConfigurationError: a size cannot be read, or a device is called otherwise than 0, 1, ..., "mps",
             "cpu" or "disk".
     """
-    found: Memory = _free_memory() if max_memory is None else max_memory
-    if not isinstance(found, Mapping):
+    edges: Memory = _free_memory() if max_memory is None else max_memory
+    if not isinstance(edges, Mapping):
         raise wrong_value(
-            "max_memory", found, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
+            "max_memory", edges, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
         )
-    for place in found:
-        _check_place(place)
-    sizes = {place: _read_size(place, found[place]) for place in sorted(found, key=_rank)}
+    for device in edges:
+        _check_device(device)
+    sizes = {device: _read_size(device, edges[device]) for device in sorted(edges, key=_rank)}
     if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed texts
-        max_memory.update({place: size for place, size in sizes.items() if isinstance(found[place], str)})
+        max_memory.update({device: size for device, size in sizes.items() if isinstance(edges[device], str)})
     return sizes
 
 
-def plan_memory(max_memory: Memory | None) -> dict[Place, int]:
+def plan_memory(max_memory: Memory | None) -> dict[DeviceName, int]:
     """Return the budget of a plan: what the user says, or what is free without the room for activations.
 
     Args:
         max_memory: as in `get_max_memory`.
     """
     bytes_ = get_max_memory(max_memory)
-    return bytes_ if max_memory is not None else {place: int(b * (1 - ROOM)) for place, b in bytes_.items()}
+    return bytes_ if max_memory is not None else {device: int(b * (1 - ROOM)) for device, b in bytes_.items()}
 
 
 def get_balanced_memory(
@@ -189,7 +189,7 @@ def get_balanced_memory(
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
-) -> dict[Place, int]:
+) -> dict[DeviceName, int]:
     """Return limits under which a model that fits the accelerators is spread evenly over them.
 
     Modules that stay whole keep their order. The largest share is as small as that allows, then the largest
@@ -197,7 +197,7 @@ def get_balanced_memory(
     not fit, all keep theirs, as nothing can be spared.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         max_memory: as in `get_max_memory`; None leaves a tenth of what is free to activations.
         no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
         dtype: of the model once it is loaded; None: as it is.
@@ -205,9 +205,9 @@ def get_balanced_memory(
         low_zero: whether accelerator 0 takes as little as possible, as it is used for other things.
     """
     memory = plan_memory(max_memory)
-    workers = [place for place in memory if place not in ELSEWHERE]
-    limits = [memory[place] for place in workers]
-    units = find_units(model, no_split_module_classes, dtype, special_dtypes)
+    workers = [device for device in memory if device not in OFFLOAD_DEVICES]
+    limits = [memory[device] for device in workers]
+    units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
     if not fits(units, limits):
         return memory
     kept = least_for_first(units, limits) if low_zero else 0
@@ -292,23 +292,23 @@ def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
 def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list[int]:
     """Return, for each device, behind which unit it is full when they are filled one after the other.
 
-    No other way with units in their order brings more units onto the first devices.
+    No other way with units in their order puts more units on the first devices.
 
     Args:
         ends: bytes of all units before each, and of all at the end.
         limits: bytes of each device.
         first: the unit with which the first device begins.
     """
-    found = []
+    edges = []
     for limit in limits:
         first = max(first, bisect_right(ends, ends[first] + limit) - 1)
-        found.append(first)
-    return found
+        edges.append(first)
+    return edges
 
 
-def _free_memory() -> dict[Place, int]:
+def _free_memory() -> dict[DeviceName, int]:
     backend = hardware_table.detect()
-    cpu: dict[Place, int] = {"cpu": hardware_table.CPU.free_memory()}
+    cpu: dict[DeviceName, int] = {"cpu": hardware_table.CPU.free_memory()}
     if backend.is_host:
         return cpu
     if backend.shares_host_memory:
@@ -316,19 +316,19 @@ def _free_memory() -> dict[Place, int]:
     return {**{index: backend.free_memory(index) for index in range(backend.count())}, **cpu}
 
 
-def _read_size(place: Place, size: float | str) -> int:
+def _read_size(device: DeviceName, size: float | str) -> int:
     if not isinstance(size, (int, float, str)) or size != size or size == math.inf:
-        raise wrong_value(f"max_memory[{place!r}]", size, "not a size", 'write bytes, or a text like "5GB"')
+        raise wrong_value(f"max_memory[{device!r}]", size, "not a size", 'write bytes, or a text like "5GB"')
     return convert_file_size_to_int(size if isinstance(size, str) else int(size))
 
 
-def _check_place(place: Any) -> None:
-    is_number = isinstance(place, int) and not isinstance(place, bool) and place >= 0
-    if not is_number and place not in LAST:
+def _check_device(device: Any) -> None:
+    is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
+    if not is_number and device not in LAST:
         raise wrong_value(
-            "max_memory", place, "this is no device", f"name devices 0, 1, ... or {', '.join(LAST)}"
+            "max_memory", device, "this is no device", f"name devices 0, 1, ... or {', '.join(LAST)}"
         )
 
 
-def _rank(place: Place) -> tuple[int, int]:
-    return (0, place) if isinstance(place, int) else (1, LAST.index(place))
+def _rank(device: DeviceName) -> tuple[int, int]:
+    return (0, device) if isinstance(device, int) else (1, LAST.index(device))

@@ -10,11 +10,11 @@ from torch import nn
 
 from accelerate.base import ConfigurationError, listed, wrong_value
 from accelerate.big_modeling.budget import LAST
-from accelerate.weights import all_tensors, check_here, find_tied_parameters, place_of, resolve_device
+from accelerate.weights import all_tensors, check_here, find_tied_parameters, mapped_device, resolve_device
 
 
-def check_places(device_map: Mapping[str, Any]) -> None:
-    """Refuse places that are not here, before anything is moved.
+def check_devices(device_map: Mapping[str, Any]) -> None:
+    """Refuse devices that this machine does not have, before anything is moved.
 
     Args:
         device_map: devices by module, or by tensor.
@@ -31,8 +31,8 @@ def check_places(device_map: Mapping[str, Any]) -> None:
             TypeError,
             AttributeError,
         )
-    for place in set(device_map.values()) - {"disk", None}:
-        check_here(resolve_device(place))
+    for device in set(device_map.values()) - {"disk", None}:
+        check_here(resolve_device(device))
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
@@ -55,32 +55,32 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             "They have no effect.",
             stacklevel=2,
         )
-    left = [name for name in tensors if place_of(name, device_map) is None]
+    left = [name for name in tensors if mapped_device(name, device_map) is None]
     apart = _find_apart(model, device_map)
-    found = {
+    reasons = {
         f"it gives no device to {listed(left)}: add their modules, or '' for all that is left": left,
         f"it parts tied parameters, which are one: {listed(apart)}; give them one device": apart,
     }
-    problems = [text for text, names in found.items() if names]
+    problems = [text for text, names in reasons.items() if names]
     if problems:
         kind = type(model).__name__
         raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
 
 
 def _find_apart(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
-    found = []
+    reasons = []
     for group in find_tied_parameters(model):
-        places = {name: place_of(name, device_map) for name in group}
-        if len({spell_place(place) for place in places.values() if place is not None}) > 1:
-            found.append(" and ".join(f"{name} ({place})" for name, place in places.items()))
-    return found
+        devices = {name: mapped_device(name, device_map) for name in group}
+        if len({device_key(device) for device in devices.values() if device is not None}) > 1:
+            reasons.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
+    return reasons
 
 
-def spell_place(place: Any) -> str:
-    """Return one text for each way of writing a place: 0, "cuda:0" and `torch.device("cuda", 0)` are "0".
+def device_key(device: Any) -> str:
+    """Return the same text for all ways to write a device: 0, "cuda:0" and `torch.device("cuda", 0)` are "0".
 
     Args:
-        place: as it stands in a device map.
+        device: an entry of a device map.
     """
-    kind, _, index = str(place).partition(":")
+    kind, _, index = str(device).partition(":")
     return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

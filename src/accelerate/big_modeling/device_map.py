@@ -12,36 +12,55 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, convert_bytes, listed
-from accelerate.big_modeling.budget import LAST, Memory, Place, Unit, ends_of, fill, find_units, plan_memory
-from accelerate.weights import Dtype, NamedModule, all_tensors, named_module_tensors, place_of, tensor_bytes
+from accelerate.big_modeling.budget import (
+    LAST,
+    DeviceName,
+    Memory,
+    Unit,
+    ends_of,
+    fill,
+    plan_memory,
+    split_into_units,
+)
+from accelerate.weights import (
+    Dtype,
+    NamedModule,
+    all_tensors,
+    mapped_device,
+    named_module_tensors,
+    tensor_bytes,
+)
 
 
-def place_in_gaps(
-    units: Sequence[Unit], places: Sequence[Place | None], limits: Mapping[Place, float], room: float
-) -> list[Place | None]:
-    """Give each accelerator without a unit the first units that fit it, out of those that have no place.
+def fill_empty_devices(
+    units: Sequence[Unit],
+    devices: Sequence[DeviceName | None],
+    limits: Mapping[DeviceName, float],
+    room: float,
+) -> list[DeviceName | None]:
+    """Give each accelerator without a unit the first units that fit it, out of those without a device.
 
     Args:
         units: in the order of the model.
-        places: of each; None for those without one.
+        devices: of the units; None for those without one.
         limits: bytes of each accelerator.
-        room: bytes that the first accelerator in use keeps free for units that lie elsewhere.
+        room: bytes that the first accelerator in use keeps free for offloaded units.
 
     Returns:
-        The places, with those that were found.
+        The devices of all units; None for those that fit no accelerator.
     """
-    found = list(places)
-    for place, limit in limits.items():
-        if place in found:
+    assigned = list(devices)
+    for device, limit in limits.items():
+        if device in assigned:
             continue
-        free = limit if any(each is not None for each in found) else limit - room
+        free = limit if any(entry is not None for entry in assigned) else limit - room
         for index, unit in enumerate(units):
-            if found[index] is None and unit.size <= free:
-                found[index] = place
+            if assigned[index] is None and unit.size <= free:
+                assigned[index] = device
                 free -= unit.size
-            elif place in found:
+            elif device in assigned:
                 break
-    return found
+    return assigned
 
 
 def fallback_allocate(
@@ -58,8 +77,8 @@ def fallback_allocate(
         module_sizes: as `compute_module_sizes` returns them.
         size_limit: bytes that are free.
         no_split_module_classes: names of classes that are not opened.
-        tied_parameters: groups of names that stand for one parameter each: a module that has one of several
-            is not taken, as the others would be elsewhere.
+        tied_parameters: groups of names of one parameter each: a module that has one of several is not
+            taken, as the others would be on another device.
 
     Returns:
         Name and module that fits, None twice if there is none; and the modules that are left. A module that
@@ -87,11 +106,11 @@ def _open(name: str, module: nn.Module | Tensor, whole: frozenset[str]) -> list[
         return []
     children = list(module.named_children())
     parts: list[NamedModule] = [*named_module_tensors(module), *children] if children else []
-    return [(f"{name}.{each}", part) for each, part in parts]
+    return [(f"{name}.{entry}", part) for entry, part in parts]
 
 
 def _is_tied_outside(name: str, tied: Sequence[Sequence[str]]) -> bool:
-    inside = [[f"{each}.".startswith(f"{name}.") for each in group] for group in tied]
+    inside = [[f"{entry}.".startswith(f"{name}.") for entry in group] for group in tied]
     return any(any(group) and not all(group) for group in inside)
 
 
@@ -111,7 +130,7 @@ def explain_device_map(
     """Return a device map as a table with a row for each device.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         device_map: devices by module, or by tensor.
         max_memory: bytes by device, as `get_max_memory` returns them; None leaves that column empty.
         dtype: of the model once it is loaded; None: as it is.
@@ -121,20 +140,20 @@ def explain_device_map(
         Lines of text; what several names share is counted once, at the first of them.
     """
     names: dict[Any, list[str]] = defaultdict(list)
-    for name, place in device_map.items():
-        names[place].append(name)
+    for name, device in device_map.items():
+        names[device].append(name)
     taken = _measure(model, device_map, dtype, special_dtypes)
     limits = max_memory or {}
     rows = [
         [
-            str(place),
-            convert_bytes(taken[place][0]),
-            convert_bytes(taken[place][1]),
-            convert_bytes(sum(taken[place])),
-            _part_of(sum(taken[place]), limits.get(place)),
-            shorten(names.get(place, [])),
+            str(device),
+            convert_bytes(taken[device][0]),
+            convert_bytes(taken[device][1]),
+            convert_bytes(sum(taken[device])),
+            _part_of(sum(taken[device]), limits.get(device)),
+            shorten(names.get(device, [])),
         ]
-        for place in [*limits, *(place for place in names if place not in limits)]
+        for device in [*limits, *(device for device in names if device not in limits)]
     ]
     return draw([list(HEADERS), *rows])
 
@@ -189,18 +208,18 @@ def _measure(
     dtype: Dtype | None,
     special_dtypes: Mapping[str, Dtype] | None,
 ) -> dict[Any, tuple[float, float]]:
-    """Return bytes of parameters and of buffers by place."""
+    """Return bytes of parameters and of buffers by device."""
     taken: dict[Any, tuple[float, float]] = defaultdict(lambda: (0, 0))
     counted: set[int] = set()
     for name, tensor in all_tensors(model).items():
         if id(tensor) in counted:
             continue
         counted.add(id(tensor))
-        place = place_of(name, device_map)
+        device = mapped_device(name, device_map)
         size = tensor_bytes(name, tensor, dtype, special_dtypes)
-        parameters, buffers = taken[place]
+        parameters, buffers = taken[device]
         is_parameter = isinstance(tensor, nn.Parameter)
-        taken[place] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
+        taken[device] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
     return taken
 
 
@@ -226,16 +245,16 @@ def infer_auto_device_map(
     clean_result: bool = True,
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
-) -> OrderedDict[str, Place]:
+) -> OrderedDict[str, DeviceName]:
     """Plan where each module goes: accelerators are filled first, then the CPU, then the disk.
 
-    Modules keep their order, so that a forward crosses from device to device once. As much as possible lies
-    on the accelerators: where something lies elsewhere, the first of them keeps room for it to come in, which
-    is two of its largest blocks (one at work, one on its way; one where nothing would fit beside two) and its
-    buffers, and for nothing more.
+    Modules keep their order, so that a forward crosses from device to device once. As much as possible is
+    on the accelerators: where something is offloaded, the first of them keeps room to load it, which is two
+    of its largest blocks (one that computes and one that is prefetched; one where nothing would fit beside
+    two) and its buffers, and nothing more.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         max_memory: bytes, or texts such as "10GB", by device (0, 1, ..., "mps", "cpu", "disk"); None takes
             what is free now, and leaves a tenth of it to activations.
         no_split_module_classes: names of classes that stay whole, as those with a residual connection must;
@@ -244,7 +263,7 @@ def infer_auto_device_map(
         special_dtypes: those of single tensors, by name.
         verbose: whether the plan is printed as a table.
         clean_result: whether modules of one device are named by the module around them.
-        offload_buffers: whether buffers of modules that lie elsewhere come in with the weights; otherwise
+        offload_buffers: whether buffers of offloaded modules are loaded with the weights; otherwise
             they stay on the first accelerator.
         fallback_allocation: whether an accelerator that would stay empty, because the next module is too
             large, takes later ones that fit. The forward then crosses more often.
@@ -256,74 +275,76 @@ def infer_auto_device_map(
         ConfigurationError: a limit or name in `max_memory` cannot work, or a limit for "disk" is too low.
     """
     memory = plan_memory(max_memory)
-    units = find_units(model, no_split_module_classes, dtype, special_dtypes)
-    places = place_units(units, memory, offload_buffers, fallback_allocation)
-    by_name = {name: place for unit, place in zip(units, places, strict=True) for name in unit.names}
+    units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
+    devices = assign_units(units, memory, offload_buffers, fallback_allocation)
+    by_name = {name: device for unit, device in zip(units, devices, strict=True) for name in unit.names}
     in_order = OrderedDict((name, by_name[name]) for name in _ordered(_names_in_order(model), by_name))
-    found = clean_device_map(in_order) if clean_result else in_order
+    assigned = clean_device_map(in_order) if clean_result else in_order
     if verbose:
-        print(explain_device_map(model, found, memory, dtype, special_dtypes))
-    return OrderedDict(found)
+        print(explain_device_map(model, assigned, memory, dtype, special_dtypes))
+    return OrderedDict(assigned)
 
 
-def place_units(
+def assign_units(
     units: Sequence[Unit],
-    memory: Mapping[Place, int],
+    memory: Mapping[DeviceName, int],
     offload_buffers: bool = False,
     fallback: bool = False,
-) -> list[Place]:
-    """Return the place of each unit.
+) -> list[DeviceName]:
+    """Return the device of each unit.
 
     Args:
         units: in the order of the model.
         memory: bytes by device, in the order in which they are filled.
-        offload_buffers: whether buffers come in with the weights.
+        offload_buffers: whether buffers are loaded with the weights.
         fallback: whether an accelerator that would stay empty takes later units that fit.
 
     Raises:
         ConfigurationError: there is a limit for the disk, and it is too low.
     """
-    accelerators: dict[Place, float] = {
-        place: limit for place, limit in memory.items() if place not in (CPU, DISK)
+    accelerators: dict[DeviceName, float] = {
+        device: limit for device, limit in memory.items() if device not in (CPU, DISK)
     }
-    places = _pack(units, accelerators, offload_buffers)
+    devices = _pack(units, accelerators, offload_buffers)
     if fallback:
-        room = _Plan(units, offload_buffers, blocks=1).reserve(0)
-        places = place_in_gaps(units, places, accelerators, room)
-    left = [index for index, place in enumerate(places) if place is None]
+        room = _Packing(units, offload_buffers, blocks=1).reserve(0)
+        devices = fill_empty_devices(units, devices, accelerators, room)
+    left = [index for index, device in enumerate(devices) if device is None]
     rest = [units[index] for index in left]
-    cpu: dict[Place, float] = {CPU: memory.get(CPU, 0)}
-    works = len(left) == len(units)  # then there is no accelerator that modules on the disk could come to
-    on_cpu = _pack(rest, cpu, offload_buffers) if works else _Plan(rest).fill_one(cpu)
-    for index, place in zip(left, on_cpu, strict=True):
-        places[index] = place or DISK
-    found = [place for place in places if place is not None]
-    _check_result(units, found, memory, fallback)
-    return found
+    cpu: dict[DeviceName, float] = {CPU: memory.get(CPU, 0)}
+    works = len(left) == len(units)  # then no accelerator could load modules from the disk
+    on_cpu = _pack(rest, cpu, offload_buffers) if works else _Packing(rest).fill_one(cpu)
+    for index, device in zip(left, on_cpu, strict=True):
+        devices[index] = device or DISK
+    assigned = [device for device in devices if device is not None]
+    _check_result(units, assigned, memory, fallback)
+    return assigned
 
 
-def _pack(units: Sequence[Unit], limits: Mapping[Place, float], offload_buffers: bool) -> list[Place | None]:
-    """Bring as many units as possible to the devices that work with them; None is for those elsewhere."""
-    packed = _Plan(units, offload_buffers).pack(limits)
+def _pack(
+    units: Sequence[Unit], limits: Mapping[DeviceName, float], offload_buffers: bool
+) -> list[DeviceName | None]:
+    """Assign as many units as possible to the devices that compute; None is for offloaded ones."""
+    packed = _Packing(units, offload_buffers).pack(limits)
     return (
         packed
-        if any(place is not None for place in packed)
-        else _Plan(units, offload_buffers, blocks=1).pack(limits)
+        if any(device is not None for device in packed)
+        else _Packing(units, offload_buffers, blocks=1).pack(limits)
     )
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Units in their order, and what the device that works must keep free for those that lie elsewhere."""
+class _Packing:
+    """Units in their order, and what the device that computes keeps free for offloaded ones."""
 
     units: Sequence[Unit]
     offload_buffers: bool = False
     blocks: int = 2
 
-    def pack(self, limits: Mapping[Place, float]) -> list[Place | None]:
-        """Fill devices that work; the first that takes something keeps the room for what lies elsewhere.
+    def pack(self, limits: Mapping[DeviceName, float]) -> list[DeviceName | None]:
+        """Fill devices that compute; the first that takes a unit keeps the room for offloaded ones.
 
-        The room depends on what lies elsewhere. With more room, fewer units fit; with fewer units, no less
+        The room depends on what is offloaded. With more room, fewer units fit; with fewer units, no less
         room is needed. So the count goes down from what fits without room, and the first count that fits with
         its own room is the largest one.
         """
@@ -334,18 +355,18 @@ class _Plan:
             edges = self._fill_with_room(limits, self.reserve(count))
         return self._spread(limits, edges)
 
-    def fill_one(self, limits: Mapping[Place, float]) -> list[Place | None]:
-        """Fill devices that keep units and do not work with them."""
+    def fill_one(self, limits: Mapping[DeviceName, float]) -> list[DeviceName | None]:
+        """Fill devices that store units and do not compute."""
         return self._spread(limits, fill(ends_of(self.units), list(limits.values())))
 
     def reserve(self, count: int) -> float:
-        """Return the bytes that must stay free when only the first units lie on the devices that work."""
-        elsewhere = self.units[count:]
-        blocks = sorted((unit.block for unit in elsewhere), reverse=True)[: self.blocks]
-        buffers = 0 if self.offload_buffers else sum(unit.buffers for unit in elsewhere)
+        """Return the bytes that must stay free when only the first units are on the devices that compute."""
+        offloaded = self.units[count:]
+        blocks = sorted((unit.block for unit in offloaded), reverse=True)[: self.blocks]
+        buffers = 0 if self.offload_buffers else sum(unit.buffers for unit in offloaded)
         return sum(blocks) + buffers
 
-    def _fill_with_room(self, limits: Mapping[Place, float], room: float) -> list[int]:
+    def _fill_with_room(self, limits: Mapping[DeviceName, float], room: float) -> list[int]:
         needed = self.units[0].size + room if self.units else 0
         sizes = list(limits.values())
         first = next((index for index, limit in enumerate(sizes) if limit >= needed), len(sizes))
@@ -353,31 +374,31 @@ class _Plan:
             return [0] * first
         return [0] * first + fill(ends_of(self.units), [sizes[first] - room, *sizes[first + 1 :]])
 
-    def _spread(self, limits: Mapping[Place, float], edges: Sequence[int]) -> list[Place | None]:
-        """Return the place of each unit, from the unit behind which each device is full."""
+    def _spread(self, limits: Mapping[DeviceName, float], edges: Sequence[int]) -> list[DeviceName | None]:
+        """Return the device of each unit, from the unit behind which each device is full."""
         return [
-            next((place for place, edge in zip(limits, edges, strict=True) if index < edge), None)
+            next((device for device, edge in zip(limits, edges, strict=True) if index < edge), None)
             for index in range(len(self.units))
         ]
 
 
 def _check_result(
-    units: Sequence[Unit], places: Sequence[Place], memory: Mapping[Place, int], fallback: bool
+    units: Sequence[Unit], devices: Sequence[DeviceName], memory: Mapping[DeviceName, int], fallback: bool
 ) -> None:
-    on_disk = [unit for unit, place in zip(units, places, strict=True) if place == DISK]
+    on_disk = [unit for unit, device in zip(units, devices, strict=True) if device == DISK]
     needed = sum(unit.size for unit in on_disk)
     if DISK in memory and needed > memory[DISK]:
         names = [name for unit in on_disk for name in unit.names]
         raise ConfigurationError(
-            f"max_memory leaves {listed(names)} without a place: {convert_bytes(needed)} would go to the "
+            f"max_memory leaves {listed(names)} without a device: {convert_bytes(needed)} would go to the "
             f"disk, which may take {convert_bytes(memory[DISK])}. Raise a limit."
         )
-    unused = [place for place in memory if place not in LAST and memory[place] and place not in places]
-    if unused and on_disk + [unit for unit, place in zip(units, places, strict=True) if place == CPU]:
+    unused = [device for device in memory if device not in LAST and memory[device] and device not in devices]
+    if unused and on_disk + [unit for unit, device in zip(units, devices, strict=True) if device == CPU]:
         further = "" if fallback else ", or pass fallback_allocation=True"
         logger.warning(
-            f"No module goes to device {listed([str(place) for place in unused])}: what comes next does not "
-            "fit, with the room that modules elsewhere need to come in. Raise its limit, or name smaller "
+            f"No module goes to device {listed([str(device) for device in unused])}: the next one does not "
+            "fit, with the room that is kept to load offloaded modules. Raise its limit, or name smaller "
             f"modules in no_split_module_classes{further}."
         )
 
@@ -391,14 +412,14 @@ def _names_in_order(model: nn.Module) -> Iterable[str]:
 
 def _ordered(tensors: Iterable[str], names: Mapping[str, Any]) -> list[str]:
     """Return the names of units in the order of the model's tensors."""
-    found: dict[str, None] = {}
+    ordered: dict[str, None] = {}
     for tensor in tensors:
         name = tensor
         while name and name not in names:
             name = name.rpartition(".")[0]
         if name:
-            found.setdefault(name)
-    return list(found)
+            ordered.setdefault(name)
+    return list(ordered)
 
 
 # Shortening
@@ -417,10 +438,10 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix) and name != module_name]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
-        place = device_map[inside[0]]
+        device = device_map[inside[0]]
         for name in inside:
             del device_map[name]
-        device_map[module_name] = place
+        device_map[module_name] = device
         return device_map
     children = dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in inside)
     for child in children:

@@ -1,4 +1,4 @@
-"""Carry a device map out: hooks bring weights and inputs together, wherever both lie."""
+"""Dispatch a model by a device map: hooks move weights and inputs to the device that computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, StateError, as_builtin, listed, wrong_value
 from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
-from accelerate.big_modeling.checking import check_places, spell_place
+from accelerate.big_modeling.checking import check_devices, device_key
 from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
-from accelerate.big_modeling.load import Source, fill_model, read_floating
+from accelerate.big_modeling.load import CheckpointSource, fill_model, read_floating
 from accelerate.big_modeling.moves import LoadOptions
-from accelerate.big_modeling.offload_sources import find_elsewhere, keep_in_memory, keep_on_disk
+from accelerate.big_modeling.offload_sources import find_offloaded, keep_in_memory, keep_on_disk
 from accelerate.devices import BACKENDS
 from accelerate.hooks import (
     AlignDevicesHook,
@@ -47,19 +47,19 @@ MOVES = ("to", *(backend.name for backend in BACKENDS))
 
 
 def remove_old_hooks(model: nn.Module) -> None:
-    """Take the hooks of an earlier map off, which would bring weights a second time."""
+    """Remove the hooks of an earlier map, which would load weights a second time."""
     for module in model.modules():
         if any(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)):
             remove_hook_from_module(module)
 
 
-def move_whole(model: nn.Module, place: Any) -> None:
+def move_whole(model: nn.Module, target: Any) -> None:
     tensors = all_tensors(model)
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    device = resolve_device(place)
+    device = resolve_device(target)
     if empty and device.type != "meta":
         error = ConfigurationError(
-            f"{listed(empty)} have no values to bring to {place}: they are on the meta device. Load the "
+            f"{listed(empty)} have no values to move to {target}: they are on the meta device. Load the "
             "model first, as load_checkpoint_and_dispatch() does; build it with include_buffers=False where "
             "they are buffers that no checkpoint holds."
         )
@@ -78,13 +78,13 @@ def guard_moves(model: nn.Module) -> None:
 
 def _names_device(*args: Any, **kwargs: Any) -> bool:
     """Whether arguments of `Module.to` name a device, and not only a dtype."""
-    by_place = bool(args) and not isinstance(args[0], torch.dtype)
-    return by_place or not {"device", "tensor"}.isdisjoint(kwargs)
+    by_position = bool(args) and not isinstance(args[0], torch.dtype)
+    return by_position or not {"device", "tensor"}.isdisjoint(kwargs)
 
 
 def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    found = [hook for module in model.modules() for hook in hooks_of(module)]
-    hooks = [hook for hook in found if isinstance(hook, AlignDevicesHook)]
+    hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+    hooks = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
     call = f"{type(model).__name__}.{name}()"
     if hooks and (name != "to" or _names_device(*args, **kwargs)):
         logger.warning(
@@ -119,22 +119,22 @@ def dispatch_model(
     """Put each module of a model where a device map says, so that the model can be called as before.
 
     Modules on accelerators compute there, and inputs follow them. Those on the "cpu", where there are
-    accelerators, and on the "disk" compute on the main device: the weights of each block come for its
-    forward, and those of the next one meanwhile.
+    accelerators, and on the "disk" compute on the main device: the weights of each block are loaded for its
+    forward, and those of the next one are prefetched meanwhile.
 
     Args:
         model: the module.
         device_map: devices by module or tensor: numbers, names, "cpu" or "disk".
-        main_device: that computes for modules that lie elsewhere; None: the first accelerator in the map, or
+        main_device: that computes for offloaded modules; None: the first accelerator in the map, or
             the CPU.
         state_dict: weights of modules on the "cpu"; None takes those of the model.
         offload_dir: folder with weights of modules on the "disk": those with values are written there.
         offload_index: where weights on the "disk" are, by name: files of safetensors, or raw ones in
             `offload_dir`; None reads the index of that folder.
-        offload_buffers: whether buffers of modules that lie elsewhere do so, too.
+        offload_buffers: whether buffers of offloaded modules are offloaded, too.
         skip_keys: keyword arguments and keys of outputs that are not moved.
         preload_module_classes: names of classes whose weights come as a whole.
-        force_hooks: whether a model that lies on one device gets hooks, too.
+        force_hooks: whether a model on one device gets hooks, too.
 
     Returns:
         The model, with the map as its `hf_device_map`.
@@ -142,19 +142,19 @@ def dispatch_model(
     Raises:
         ConfigurationError: the map does not fit the model, or weights have no values or no folder.
     """
-    check_places(device_map)
+    check_devices(device_map)
     # Clients replace the function in the package, so it is looked up there.
     sys.modules["accelerate.big_modeling"].check_device_map(model, device_map)
     remove_old_hooks(model)
-    places = {spell_place(place): place for place in device_map.values()}
-    if len(places) == 1 and DISK not in places and not force_hooks:
-        move_whole(model, next(iter(places.values())))
+    targets = {device_key(target): target for target in device_map.values()}
+    if len(targets) == 1 and DISK not in targets and not force_hooks:
+        move_whole(model, next(iter(targets.values())))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
     main = main_device if main_device is not None else _first_accelerator(device_map)
-    elsewhere = {DISK} if str(main) == CPU else {DISK, CPU}
+    offload_devices = {DISK} if str(main) == CPU else {DISK, CPU}
     tied = find_tied_parameters(model)
-    weights = find_elsewhere(model, device_map, elsewhere, offload_buffers)
+    weights = find_offloaded(model, device_map, offload_devices, offload_buffers)
     if weights:
         logger.warning(
             "Some parameters are on the meta device because they were offloaded to the "
@@ -164,7 +164,7 @@ def dispatch_model(
     on_disk = [name for name in weights if weights[name] == DISK]
     index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)
     loader = OffloadedWeightsLoader(in_memory, offload_dir, index, main if index else None)
-    offload = {name: spell_place(place) in elsewhere for name, place in device_map.items()}
+    offload = {name: device_key(target) in offload_devices for name, target in device_map.items()}
     attach_align_device_hook_on_blocks(
         model,
         execution_device={"": main, **{n: main if offload[n] else p for n, p in device_map.items()}},
@@ -200,7 +200,7 @@ def cpu_offload(
         The model.
     """
     main = _device_of(model) if execution_device is None else execution_device
-    names = list(find_elsewhere(model, {"": CPU}, {CPU}, offload_buffers))
+    names = list(find_offloaded(model, {"": CPU}, {CPU}, offload_buffers))
     weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
     _attach_all(model, main, weights, offload_buffers, preload_module_classes)
     return model
@@ -248,7 +248,7 @@ def disk_offload(
         ConfigurationError: weights have no values, and the folder does not have them, either.
     """
     main = _device_of(model) if execution_device is None else execution_device
-    names = list(find_elsewhere(model, {"": DISK}, {DISK}, offload_buffers))
+    names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, device=main)
     _attach_all(model, main, weights, offload_buffers, preload_module_classes)
@@ -272,25 +272,25 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Model:
-    """Fill a model from files, each module right where it belongs; it may lie on the meta device.
+    """Fill a model from files, each module on its device; it may be on the meta device.
 
-    Weights that go to the "disk" are left in the files of safetensors that they are in, and mapped from them.
+    Weights that go to the "disk" stay in their safetensors files, and are mapped from them.
 
     Args:
         model: the module.
         checkpoint: `*.safetensors`, a file of torch, an index, or a folder with either.
-        device_map: devices by module; or "auto" or "balanced" for even shares on all accelerators,
+        device_map: devices by module; or "auto" or "balanced" for even parts on all accelerators,
             "balanced_low_0" for as little as possible on the first, "sequential" for one after the other;
             None loads without hooks.
         max_memory: bytes, or texts such as "10GB", by device; None: what is free.
         no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
         offload_folder: where weights on the "disk" go that are not in files of safetensors.
-        offload_buffers: whether buffers of modules that lie elsewhere do so, too.
+        offload_buffers: whether buffers of offloaded modules are offloaded, too.
         dtype: of floating-point tensors; None keeps those of the model.
         offload_state_dict: taken for compatibility: tensors are read one by one.
         skip_keys: keyword arguments and keys of outputs that are not moved.
         preload_module_classes: names of classes whose weights come as a whole.
-        force_hooks: whether a model that lies on one device gets hooks, too.
+        force_hooks: whether a model on one device gets hooks, too.
         strict: whether missing and unexpected names are an error; otherwise they are a warning.
         full_state_dict: for a sharded model: whether the files hold whole tensors, or parts of this rank.
         broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
@@ -304,7 +304,7 @@ def load_checkpoint_and_dispatch(
     """
     planned = _plan(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     options = LoadOptions(planned, read_floating(dtype), offload_buffers=offload_buffers)
-    source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
+    source = CheckpointSource(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
     written, left = fill_model(model, source, options, offload_folder)
     if offload_folder is not None:
         save_offload_index(written, offload_folder)
@@ -368,5 +368,5 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _first_accelerator(device_map: Mapping[str, Any]) -> Device:
-    others = (place for place in device_map.values() if spell_place(place) not in (CPU, DISK))
+    others = (target for target in device_map.values() if device_key(target) not in (CPU, DISK))
     return next(others, CPU)

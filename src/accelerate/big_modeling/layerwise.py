@@ -40,7 +40,7 @@ def attach_layerwise_casting_hooks(
         module: the model.
         storage_dtype: of the weights in between, such as torch.float8_e4m3fn.
         compute_dtype: of the weights while their layer computes.
-        skip_modules_pattern: regular expressions; modules in whose names one is found stay as they are, with
+        skip_modules_pattern: regular expressions; modules whose names match one stay as they are, with
             all modules inside.
         skip_modules_classes: classes that stay as they are, with all modules inside.
         non_blocking: whether conversions may go on in the background.
@@ -53,10 +53,10 @@ def attach_layerwise_casting_hooks(
     hook = LayerwiseCastingHook(read_dtype(storage_dtype), read_dtype(compute_dtype), non_blocking)
     layers = list(_choose(module, "", skipped, skip_modules_classes or ()))
     chosen = {id(layer) for layer in layers}
-    others = [each for each in module.modules() if id(each) not in chosen]
+    others = [inner for inner in module.modules() if id(inner) not in chosen]
     held = {id(parameter) for other in others for parameter in other.parameters(recurse=False)}
     for layer in layers:
-        if held.isdisjoint(id(each) for each in layer.parameters()):
+        if held.isdisjoint(id(inner) for inner in layer.parameters()):
             add_hook_to_module(layer, hook, append=True)
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, advance, expect, listed, progress_bar, wrong_value
 from accelerate.big_modeling.broadcast import Opened, receive_weights
-from accelerate.big_modeling.checking import check_device_map, check_places
+from accelerate.big_modeling.checking import check_device_map, check_devices
 from accelerate.big_modeling.moves import (
     CPU,
     META,
     LoadOptions,
+    LoadPlan,
     Move,
-    Plan,
     check_fit,
     plan_moves,
     takes_extra,
@@ -28,8 +28,8 @@ from accelerate.checkpointing import find_shards
 from accelerate.weights import (
     STATISTICS,
     Index,
+    StoredWeights,
     WeightFile,
-    Weights,
     all_tensors,
     beside,
     find_home,
@@ -64,17 +64,17 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
         options: of the user.
 
     Raises:
-        ConfigurationError: its tensors would be parted over several places, or change their dtype.
+        ConfigurationError: its tensors would be split over several devices, or change their dtype.
     """
-    places = set((options.device_map or {}).values())
-    if len(places) > 1 or "disk" in places:
+    devices = set((options.device_map or {}).values())
+    if len(devices) > 1 or "disk" in devices:
         raise wrong_value(
             "device_map",
             options.device_map,
             "the parameters of this model are spread over processes, and stay where they are",
             "leave device_map out",
         )
-    floats = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if options.dtype is not None and floats - {options.dtype}:
         raise wrong_value(
             "dtype",
@@ -109,7 +109,7 @@ def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
     set_model_state_dict(model, state, options=options)
 
 
-def fill_own_parts(model: nn.Module, path: Path, weights: Weights, strict: bool) -> None:
+def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, strict: bool) -> None:
     """Fill what this rank has of each tensor from a file of just that.
 
     Args:
@@ -128,17 +128,17 @@ def fill_own_parts(model: nn.Module, path: Path, weights: Weights, strict: bool)
         raise ConfigurationError(
             f"{listed(empty)} have no values that could be filled. Call model.to_empty(device=...) first."
         )
-    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=own_part)
+    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=local_part)
     check_fit(plan, path, f"part of a {type(model).__name__}", strict)
     for move in plan.moves:
-        own_part(own[move.name]).detach().copy_(weights.read(move.source, CPU))
+        local_part(own[move.name]).detach().copy_(weights.read(move.source, CPU))
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor.
 
     Args:
-        tensor: one that is spread over processes, or any other.
+        tensor: one that is sharded over processes, or any other.
     """
     from torch.distributed.tensor import DTensor
 
@@ -159,20 +159,20 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Fill a model from a file of weights, or several with an index; it may lie on the meta device.
+    """Fill a model, also one on the meta device, from a file of weights or several with an index.
 
-    Names, shapes and places of all tensors are checked before one is changed. Those of safetensors on the CPU
-    are mapped from the files, and cost memory only once they are used.
+    Names, shapes and devices of all tensors are checked before one is changed. Those of safetensors on the
+    CPU are mapped from the files, and cost memory only once they are used.
 
     Args:
         model: the module.
         checkpoint: `*.safetensors`, a file of torch, an index, or a folder with either.
         device_map: devices by module: a number, a name such as "cpu", or "disk". None leaves each tensor
-            where it is; those on the meta device come to the CPU.
+            where it is; those on the meta device go to the CPU.
         offload_folder: where weights on the "disk" go: a file each, and an index.
         dtype: dtype of floating-point tensors; None keeps those of the model.
-        offload_state_dict: taken for compatibility: tensors are read one by one, so that no second copy is in
-            memory which could be put aside.
+        offload_state_dict: taken for compatibility: tensors are read one by one, so that there is no second
+            copy in memory that could be offloaded.
         offload_buffers: whether buffers of modules on the "disk" go there, too, and not to the CPU.
         keep_in_fp32_modules: names of modules whose tensors are float32 whatever `dtype` says.
         offload_8bit_bnb: whether weights on the "disk" that belong to layers in 8 bits are quantized before
@@ -182,7 +182,7 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
 
     Raises:
-        ConfigurationError: an argument cannot work, or the device map has no place for a tensor.
+        ConfigurationError: an argument cannot work, or the device map has no device for a tensor.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
     options = LoadOptions(
@@ -192,7 +192,7 @@ def load_checkpoint_in_model(
         offload_buffers,
         offload_8bit_bnb,
     )
-    source = Source(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+    source = CheckpointSource(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
     index, _ = fill_model(model, source, options, offload_folder)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
@@ -207,16 +207,16 @@ def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         ConfigurationError: there is none of that name, or it is one of integers.
     """
-    found = None if dtype is None else read_dtype(dtype)
-    if found is not None and not (found.is_floating_point or found.is_complex):
+    resolved = None if dtype is None else read_dtype(dtype)
+    if resolved is not None and not (resolved.is_floating_point or resolved.is_complex):
         raise wrong_value(
             "dtype", dtype, "parameters are floating-point numbers", "pass one, such as torch.bfloat16"
         )
-    return found
+    return resolved
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """The files that a model is filled from, and how they are taken.
 
     Attributes:
@@ -236,7 +236,7 @@ class Source:
 
 @progress_bar("Loading weights")
 def fill_model(
-    model: nn.Module, source: Source, options: LoadOptions, folder: str | os.PathLike[str] | None
+    model: nn.Module, source: CheckpointSource, options: LoadOptions, folder: str | os.PathLike[str] | None
 ) -> tuple[Index, Index]:
     """Fill a model from files.
 
@@ -259,7 +259,7 @@ def fill_model(
         return {}, {}
     tied = find_tied_parameters(model)
     if options.device_map is not None:
-        check_places(options.device_map)
+        check_devices(options.device_map)
         check_device_map(model, options.device_map)
     opened = _open_or_receive(source)
     weights = opened.weights
@@ -284,14 +284,14 @@ def fill_model(
     return written, left
 
 
-def _fill_sharded(model: nn.Module, source: Source) -> None:
+def _fill_sharded(model: nn.Module, source: CheckpointSource) -> None:
     if not source.full:
-        fill_own_parts(model, source.path, _open(source.path), source.strict)
+        fill_local_parts(model, source.path, _open(source.path), source.strict)
         return
     fill_from_whole(model, _open_or_receive(source), source.strict)
 
 
-def _open_or_receive(source: Source) -> Opened:
+def _open_or_receive(source: CheckpointSource) -> Opened:
     if source.broadcast:
         return receive_weights(source.path, _open)
     weights = _open(source.path)
@@ -299,34 +299,34 @@ def _open_or_receive(source: Source) -> Opened:
     return Opened(source.path, weights, weights)
 
 
-def _open(path: Path) -> Weights:
-    return Weights.open(find_shards(path))
+def _open(path: Path) -> StoredWeights:
+    return StoredWeights.open(find_shards(path))
 
 
-def _by_file(plan: Plan, weights: Weights) -> Iterable[tuple[WeightFile, list[Move]]]:
+def _by_file(plan: LoadPlan, weights: StoredWeights) -> Iterable[tuple[WeightFile, list[Move]]]:
     """Return the moves file by file: so no more than one is in memory."""
-    found: dict[int, tuple[WeightFile, list[Move]]] = {}
+    groups: dict[int, tuple[WeightFile, list[Move]]] = {}
     for move in plan.moves:
         file = weights.files[move.source]
-        found.setdefault(id(file), (file, []))[1].append(move)
-    return found.values()
+        groups.setdefault(id(file), (file, []))[1].append(move)
+    return groups.values()
 
 
-def _leave_in_files(plan: Plan, weights: Weights) -> Index:
+def _leave_in_files(plan: LoadPlan, weights: StoredWeights) -> Index:
     """Return entries of the weights for the disk that can be mapped from where they are."""
-    found: Index = {}
+    index: Index = {}
     for move in plan.moves:
         where = weights.files[move.source].locate(move.source)
         if move.on_disk and not move.in_8_bits and where is not None:
             path, name = where
-            found[move.name] = {"safetensors_file": str(path), "weight_name": name}
+            index[move.name] = {"safetensors_file": str(path), "weight_name": name}
             if move.dtype is not None:
-                found[move.name]["dtype"] = str(move.dtype).removeprefix("torch.")
-    return found
+                index[move.name]["dtype"] = str(move.dtype).removeprefix("torch.")
+    return index
 
 
 def _carry_out(
-    model: nn.Module, move: Move, weights: Weights, folder: str | os.PathLike[str] | None, index: Index
+    model: nn.Module, move: Move, weights: StoredWeights, folder: str | os.PathLike[str] | None, index: Index
 ) -> None:
     value = weights.read(move.source, CPU if move.in_place or move.device == META else move.device)
     advance(value.nbytes)
@@ -353,7 +353,7 @@ def _carry_out(
     )
 
 
-def _factors_of(name: str, weights: Weights, device: torch.device) -> Tensor | None:
+def _factors_of(name: str, weights: StoredWeights, device: torch.device) -> Tensor | None:
     factors = beside(name, STATISTICS)
     is_wanted = name == beside(name, "weight") and factors in weights.files and device != META
     return weights.read(factors, device) if is_wanted else None

@@ -17,12 +17,12 @@ from accelerate.weights import (
     INT8,
     OUTLINE,
     STATISTICS,
-    Weights,
+    StoredWeights,
     all_tensors,
     beside,
     get_non_persistent_buffers,
+    mapped_device,
     parts_of,
-    place_of,
     resolve_device,
     shape_of,
 )
@@ -62,7 +62,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What is done with each tensor.
 
     Attributes:
@@ -80,10 +80,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the user wants tensors placed.
+    """Devices and dtypes that the user wants.
 
     Attributes:
-        device_map: devices by module; None leaves tensors where they are; those without a value come to the
+        device_map: devices by module; None leaves tensors where they are; those without a value go to the
             CPU.
         dtype: of floating-point tensors; None keeps those of the model.
         kept: modules whose tensors are float32 whatever `dtype` says.
@@ -100,18 +100,18 @@ class LoadOptions:
 
 def plan_moves(
     model: nn.Module,
-    weights: Weights,
+    weights: StoredWeights,
     options: LoadOptions,
     tied: Sequence[Sequence[str]],
     part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> Plan:
+) -> LoadPlan:
     """Decide what is done with each tensor; nothing is changed.
 
     Args:
         model: the module.
         weights: the opened files.
         options: of the user.
-        tied: groups of names in the model that stand for one parameter each.
+        tied: groups of names in the model of one parameter each.
         part_of: what of a tensor the files hold; by default the whole of it.
     """
     own = all_tensors(model)
@@ -119,7 +119,7 @@ def plan_moves(
     packed = _find_packed(own, sources, weights)
     belonging = {part for parts in packed.values() for part in parts}
     needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
-    return Plan(
+    return LoadPlan(
         moves=[
             replace(_plan_move(name, source, own[name], options), parts=packed.get(name, ()))
             for name, source in sources.items()
@@ -136,28 +136,28 @@ def plan_moves(
             ]
         ),
         misshapen=[
-            told
+            difference
             for name, source in sources.items()
-            if (told := _difference(name, source, own, weights, part_of(own[name]), packed))
+            if (difference := _difference(name, source, own, weights, part_of(own[name]), packed))
         ],
     )
 
 
 def _find_packed(
-    own: Mapping[str, Tensor], sources: Mapping[str, str], weights: Weights
+    own: Mapping[str, Tensor], sources: Mapping[str, str], weights: StoredWeights
 ) -> dict[str, tuple[str, ...]]:
     """Return, for each tensor that is stored in 4 bits, the names of its scales."""
     if not any(OUTLINE in name for name in weights.files):
         return {}
-    found = {name: parts_of(source, weights.files) for name, source in sources.items()}
-    return {name: parts for name, parts in found.items() if parts}
+    packed = {name: parts_of(source, weights.files) for name, source in sources.items()}
+    return {name: parts for name, parts in packed.items() if parts}
 
 
 def _difference(
     name: str,
     source: str,
     own: Mapping[str, Tensor],
-    weights: Weights,
+    weights: StoredWeights,
     part: Tensor,
     packed: Mapping[str, tuple[str, ...]],
 ) -> str | None:
@@ -172,12 +172,12 @@ def _difference(
             return f"{name} is stored in {bits} bits, and its layer is not ({wanted})"
     stored, shape = tuple(weights.shape(source)), tuple(part.shape)
     if name in packed:
-        stored = shape_of({each: weights.read(each, CPU) for each in packed[name] if OUTLINE in each})
+        stored = shape_of({key: weights.read(key, CPU) for key in packed[name] if OUTLINE in key})
         shape = tuple(getattr(getattr(part, "quant_state", None), "shape", None) or shape)
     return None if stored == shape else f"{name} is {stored} and not {shape}"
 
 
-def check_fit(plan: Plan, path: Path, kind: str, strict: bool) -> None:
+def check_fit(plan: LoadPlan, path: Path, kind: str, strict: bool) -> None:
     """Refuse files that do not fit a model, or warn where names are the only difference.
 
     Args:
@@ -205,10 +205,10 @@ def _find_sources(
 ) -> dict[str, str]:
     """Return, for each tensor of the model that the files hold, the name it has there."""
     twins = {name: group for group in tied for name in group}
-    found = {
-        name: next((each for each in (name, *twins.get(name, ())) if each in stored), None) for name in own
+    sources = {
+        name: next((key for key in (name, *twins.get(name, ())) if key in stored), None) for name in own
     }
-    return {name: source for name, source in found.items() if source is not None}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions) -> Move:
@@ -222,9 +222,9 @@ def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions) -> Mov
             dtype=dtype,
             in_place=has_value and dtype == old.dtype,
         )
-    place = place_of(name, options.device_map)
-    if place != DISK:
-        return Move(name, source, resolve_device(place), dtype=dtype)
+    device = mapped_device(name, options.device_map)
+    if device != DISK:
+        return Move(name, source, resolve_device(device), dtype=dtype)
     stays = not (isinstance(old, nn.Parameter) or options.offload_buffers)
     in_8_bits = options.in_8_bits and type(old).__name__ == INT8
     return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, as_builtin, listed
-from accelerate.big_modeling.checking import spell_place
+from accelerate.big_modeling.checking import device_key
 from accelerate.big_modeling.device_map import CPU, DISK
 from accelerate.devices import of_device
 from accelerate.weights import (
@@ -23,9 +23,9 @@ from accelerate.weights import (
     all_tensors,
     beside,
     get_non_persistent_buffers,
+    mapped_device,
     note_files,
     offload_state_dict,
-    place_of,
     read_index,
     resolve_device,
     scales_of,
@@ -35,33 +35,33 @@ PINNED_PART = 0.5
 """Part of the free memory that weights on their way to accelerators may lock."""
 
 
-def find_elsewhere(
-    model: nn.Module, device_map: Mapping[str, Any], elsewhere: Collection[str], offload_buffers: bool
+def find_offloaded(
+    model: nn.Module, device_map: Mapping[str, Any], offload_devices: Collection[str], offload_buffers: bool
 ) -> dict[str, str]:
-    """Return the tensors that do not stay on the device that computes, with their places.
+    """Return the offloaded tensors of a model, with their devices.
 
-    Where a map parts the own tensors of a module, all of them lie elsewhere: its hook brings all.
+    Where a map splits the own tensors of a module, all of them are offloaded: its hook loads all.
 
     Args:
         model: the module.
         device_map: devices by module or tensor.
-        elsewhere: places where nothing computes.
+        offload_devices: the CPU or the disk, where nothing computes.
         offload_buffers: whether buffers are among them.
     """
     stay = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    found = {
-        name: spell_place(place_of(name, device_map))
+    values = {
+        name: device_key(mapped_device(name, device_map))
         for name, tensor in all_tensors(model).items()
         if isinstance(tensor, nn.Parameter) or (offload_buffers and name not in stay)
     }
-    away = {name.rpartition(".")[0]: place for name, place in found.items() if place in elsewhere}
-    return {name: away[owner] for name in found if (owner := name.rpartition(".")[0]) in away}
+    away = {name.rpartition(".")[0]: device for name, device in values.items() if device in offload_devices}
+    return {name: away[owner] for name in values if (owner := name.rpartition(".")[0]) in away}
 
 
 def keep_in_memory(
     model: nn.Module, names: Collection[str], state_dict: Mapping[str, Tensor] | None, main: Device
 ) -> dict[str, Tensor]:
-    """Return weights on the CPU, in locked memory where they travel to an accelerator; tied ones once.
+    """Return weights on the CPU, in pinned memory where an accelerator loads them; tied ones once.
 
     Args:
         model: the module.
@@ -74,8 +74,8 @@ def keep_in_memory(
     """
     own = all_tensors(model)
     given = state_dict or {}
-    found = {name: given.get(name, own[name]).detach() for name in names}
-    empty = [name for name, tensor in found.items() if tensor.is_meta]
+    values = {name: given.get(name, own[name]).detach() for name in names}
+    empty = [name for name, tensor in values.items() if tensor.is_meta]
     if empty:
         error = ConfigurationError(
             f"{listed(empty)} have no values to keep on the CPU: they are on the meta device. Load the model "
@@ -83,21 +83,21 @@ def keep_in_memory(
         )
         raise as_builtin(error, NotImplementedError)
     kept: dict[Any, Tensor] = {}
-    lock = _may_lock(found, resolve_device(main))
-    for name, tensor in found.items():
+    lock = _may_lock(values, resolve_device(main))
+    for name, tensor in values.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
         if key not in kept or not tensor.numel():
             on_cpu = tensor.to(CPU)
             kept[key] = on_cpu.pin_memory() if lock and not on_cpu.is_pinned() else on_cpu
-        found[name] = kept[key]
-    return {**found, **_scales(model, names)}
+        values[name] = kept[key]
+    return {**values, **_scales(model, names)}
 
 
 def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """The scales of weights in 8 bits, beside them."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     scales = {name: scales_of(owner) for name, owner in owners.items() if name == beside(name, "weight")}
-    return {beside(name, STATISTICS): each.to(CPU) for name, each in scales.items() if each is not None}
+    return {beside(name, STATISTICS): value.to(CPU) for name, value in scales.items() if value is not None}
 
 
 def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
@@ -105,7 +105,7 @@ def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
         return False
     import psutil
 
-    return sum(each.nbytes for each in weights.values()) < PINNED_PART * psutil.virtual_memory().available
+    return sum(value.nbytes for value in weights.values()) < PINNED_PART * psutil.virtual_memory().available
 
 
 def keep_on_disk(
@@ -123,7 +123,7 @@ def keep_on_disk(
         names: of the weights.
         folder: where they are written to, and where others are already.
         given: where weights are that need not be written.
-        tied: groups of names that stand for one parameter each.
+        tied: groups of names of one parameter each.
         device_map: devices by module or tensor, for the message.
 
     Raises:
@@ -135,7 +135,7 @@ def keep_on_disk(
     index = dict(given or {})
     fresh = {name: own[name] for name in names if name not in index and not own[name].is_meta}
     if folder is None and (fresh or given is None):
-        modules = [name or "all modules" for name, place in device_map.items() if place == DISK]
+        modules = [name or "all modules" for name, device in device_map.items() if device == DISK]
         raise ConfigurationError(
             f"device_map puts {listed(modules)} on the disk, and there is no folder for them. "
             "Pass offload_dir."

@@ -15,7 +15,7 @@ from accelerate.big_modeling import Memory, get_balanced_memory, infer_auto_devi
 from accelerate.devices import hardware_table
 from accelerate.plugins import BnbQuantizationConfig, one_of
 from accelerate.quantization.layers import find_layers, get_keys_to_not_convert, is_in
-from accelerate.weights import all_tensors, get_non_persistent_buffers, place_of, quantizes_itself
+from accelerate.weights import all_tensors, get_non_persistent_buffers, mapped_device, quantizes_itself
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -43,32 +43,32 @@ def get_quantized_model_device_map(
         Devices by module.
 
     Raises:
-        ConfigurationError: there is no such way to find one, or layers in 4 bits would lie elsewhere than on
-            an accelerator that computes with them.
+        ConfigurationError: there is no such method, or layers in 4 bits would not be on an accelerator that
+            computes with them.
     """
     if device_map is None:
-        return {"": _own_place()}
-    places = device_map
-    if isinstance(places, str):
-        places = _find_places(
+        return {"": _own_device()}
+    devices = device_map
+    if isinstance(devices, str):
+        devices = _plan_device_map(
             model,
             bnb_quantization_config,
-            one_of("device_map", places, MAPS),
+            one_of("device_map", devices, MAPS),
             max_memory,
             no_split_module_classes,
         )
-    _check_offloaded(model, bnb_quantization_config, places)
-    return places
+    _check_offloaded(model, bnb_quantization_config, devices)
+    return devices
 
 
-def _own_place() -> int | str:
+def _own_device() -> int | str:
     """The device of this process, as device maps write it."""
     backend = hardware_table.detect()
     return backend.name if backend.shares_host_memory else backend.current()
 
 
-def _away() -> tuple[str, ...]:
-    """Where weights only wait for being brought to the device that computes."""
+def _offload_devices() -> tuple[str, ...]:
+    """Devices that store weights and do not compute."""
     return (DISK,) if hardware_table.detect().is_host else ("cpu", DISK)
 
 
@@ -80,18 +80,22 @@ def name_kept(
     Args:
         model: a module, not quantized yet.
         config: the user's options.
-        device_map: see `load_and_quantize_model`; in 4 bits, modules that it puts away are not quantized.
+        device_map: see `load_and_quantize_model`; in 4 bits, modules that it offloads are not quantized.
     """
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     mapped = device_map if isinstance(device_map, Mapping) else {}
-    away = [name for name, place in mapped.items() if place in _away()] if config.load_in_4bit else []
-    return replace(config, skip_modules=[*skipped, *away])
+    offloaded = (
+        [name for name, device in mapped.items() if device in _offload_devices()]
+        if config.load_in_4bit
+        else []
+    )
+    return replace(config, skip_modules=[*skipped, *offloaded])
 
 
-def _find_places(
+def _plan_device_map(
     model: nn.Module,
     config: BnbQuantizationConfig,
-    how: str,
+    method: str,
     max_memory: Memory | None,
     whole: Collection[str] | None,
 ) -> Mapping[str, Any]:
@@ -100,8 +104,8 @@ def _find_places(
         "dtype": config.target_dtype,
         "special_dtypes": _dtypes_of_rest(model, config),
     }
-    if how != "sequential":
-        low_zero = how == "balanced_low_0"
+    if method != "sequential":
+        low_zero = method == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, low_zero=low_zero, **sizes)
     return infer_auto_device_map(model, max_memory, **sizes)
 
@@ -132,15 +136,15 @@ def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> 
     return config.torch_dtype  # type: ignore[return-value]  # torch's own after construction
 
 
-def _check_offloaded(model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Any]) -> None:
-    away = _away()
-    found = [name for name in _quantized_weights(model, config) if place_of(name, places) in away]
-    if not found:
+def _check_offloaded(model: nn.Module, config: BnbQuantizationConfig, devices: Mapping[str, Any]) -> None:
+    offload = _offload_devices()
+    names = [name for name in _quantized_weights(model, config) if mapped_device(name, devices) in offload]
+    if not names:
         return
     if config.load_in_4bit:
         raise ConfigurationError(
-            f"device_map puts {listed(sorted(found))} on the CPU or the disk, and layers in 4 bits cannot "
-            "wait there. Give accelerators more of max_memory, use load_in_8bit, or name these modules in "
+            f"device_map puts {listed(sorted(names))} on the CPU or the disk, and layers in 4 bits cannot be "
+            "offloaded. Give accelerators more of max_memory, use load_in_8bit, or name these modules in "
             "skip_modules."
         )
-    logger.info("Weights on the CPU or the disk are kept in 8 bits, too, and brought in by each forward.")
+    logger.info("Weights on the CPU or the disk are stored in 8 bits, too, and loaded for each forward.")

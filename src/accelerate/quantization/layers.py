@@ -23,8 +23,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put a layer of bitsandbytes in the place of each linear layer of a model; weights are not quantized
-    yet.
+    """Replace each linear layer of a model by one of bitsandbytes; weights are not quantized yet.
 
     They are when they are moved to a device from the CPU, also to the CPU itself. A layer whose class
     computes in its own way stays.
@@ -43,13 +42,13 @@ def replace_with_bnb_layers(
     """
     require_bitsandbytes(bnb_quantization_config)
     prefix = "".join(f"{part}." for part in current_key_name or ())
-    found = find_layers(model, modules_to_not_convert or (), prefix)
-    if not found:
+    layers = find_layers(model, modules_to_not_convert or (), prefix)
+    if not layers:
         logger.warning(
             f"No linear layer of this {type(model).__name__} is quantized: it has none, or all of them are "
             "in modules that are kept as they are. Look at skip_modules."
         )
-    for name, layer in found.items():
+    for name, layer in layers.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, _quantizable(layer, bnb_quantization_config))
     return model
@@ -72,11 +71,11 @@ def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a tensor or module is, or lies in, one of some modules.
+    """Return whether a tensor or module is one of some modules, or inside one.
 
     Args:
         name: dotted name.
-        modules: names, or parts of names: "head" stands for "decoder.head", too.
+        modules: names, or parts of names: "head" matches "decoder.head", too.
     """
     return any(f".{module}." in f".{name}." for module in modules)
 

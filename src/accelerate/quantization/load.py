@@ -1,4 +1,4 @@
-"""Load, quantize and place a model in one pass."""
+"""Load and quantize a model, and move it to its devices, in one pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accelerate.weights import (
     all_tensors,
     find_tied_parameters,
     get_non_persistent_buffers,
-    place_of,
+    mapped_device,
     resolve_device,
     retie_parameters,
     set_module_tensor_to_device,
@@ -45,7 +45,7 @@ def load_and_quantize_model(
     offload_folder: Folder | None = None,
     offload_state_dict: bool = False,
 ) -> Model:
-    """Let bitsandbytes compute the linear layers of a model in 8 or 4 bits, and bring it to its devices.
+    """Let bitsandbytes compute the linear layers of a model in 8 or 4 bits, and move it to its devices.
 
     A model on the meta device is filled from files, weight by weight; one that has its weights is quantized
     as it is.
@@ -54,7 +54,7 @@ def load_and_quantize_model(
         model: a module; it is changed.
         bnb_quantization_config: how many bits, and which modules stay as they are.
         weights_location: files of weights: see `load_checkpoint_in_model`. Needed on the meta device.
-        device_map: devices by module, or how they are found: "auto" or "balanced" (evenly), "balanced_low_0"
+        device_map: devices by module, or how to plan them: "auto" or "balanced" (evenly), "balanced_low_0"
             (as little as possible on the first) or "sequential". None is the device of this process.
         no_split_module_classes: names of classes whose modules stay on one device.
         max_memory: bytes by device.
@@ -77,55 +77,55 @@ def load_and_quantize_model(
             "they are in."
         )
     config = name_kept(model, bnb_quantization_config, device_map)
-    places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
-    check_device_map(model, places)
-    _refuse_disk(places, is_empty)
+    devices = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    check_device_map(model, devices)
+    _refuse_disk(devices, is_empty)
     replace_with_bnb_layers(model, config, config.unquantized_modules)
     if weights_location is not None and is_empty:
         load_checkpoint_in_model(
             model,
             weights_location,
-            places,
+            devices,
             offload_folder=offload_folder,
             dtype=config.torch_dtype,
             offload_state_dict=offload_state_dict,
             keep_in_fp32_modules=config.keep_in_fp32_modules,
             offload_8bit_bnb=config.load_in_8bit,
         )
-    _bring_rest(model, config, places, is_empty)
+    _move_rest(model, config, devices, is_empty)
     noted: Any = model
-    noted.hf_device_map = dict(places)
-    if len(set(places.values())) > 1 or DISK in places.values():
-        dispatch_model(model, places, offload_dir=offload_folder)
+    noted.hf_device_map = dict(devices)
+    if len(set(devices.values())) > 1 or DISK in devices.values():
+        dispatch_model(model, devices, offload_dir=offload_folder)
     noted.is_loaded_in_8bit, noted.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     return model
 
 
-def _refuse_disk(places: Mapping[str, Any], is_empty: bool) -> None:
-    if DISK in places.values() and not is_empty:
+def _refuse_disk(devices: Mapping[str, Any], is_empty: bool) -> None:
+    if DISK in devices.values() and not is_empty:
         raise ConfigurationError(
             'device_map puts modules on the "disk", and the model has its weights in memory already. Build '
             "it under init_empty_weights() and pass weights_location."
         )
 
 
-def _bring_rest(
-    model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Any], is_filled: bool
+def _move_rest(
+    model: nn.Module, config: BnbQuantizationConfig, devices: Mapping[str, Any], is_filled: bool
 ) -> None:
-    """Bring what was not filled from files to its device, in its dtype; weights are quantized by that."""
+    """Move what was not filled from files to its device, in its dtype; that quantizes weights."""
     tied = find_tied_parameters(model)
     same_dtype = get_non_persistent_buffers(model, recurse=True, fqns=True)
     lacking = []
     for name, tensor in all_tensors(model).items():
-        place = place_of(name, places)
-        if place == DISK:
+        device = mapped_device(name, devices)
+        if device == DISK:
             continue
         if tensor.device.type == "meta":
             lacking.append(name)
             continue
         dtype = tensor.dtype if is_filled or name in same_dtype else dtype_of(name, tensor, config)
-        if not is_filled or resolve_device(place) != tensor.device:
-            set_module_tensor_to_device(model, name, place, dtype=dtype, clear_cache=False)
+        if not is_filled or resolve_device(device) != tensor.device:
+            set_module_tensor_to_device(model, name, device, dtype=dtype, clear_cache=False)
     if lacking:
         raise CheckpointError(
             f"The files have no value for {listed(lacking)}. Take those of this model; buffers that are "

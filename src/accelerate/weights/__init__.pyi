@@ -53,7 +53,7 @@ from accelerate.weights.placement import (
     entry_of as entry_of,
     find_home as find_home,
     id_tensor_storage as id_tensor_storage,
-    place_of as place_of,
+    mapped_device as mapped_device,
     read_dtype as read_dtype,
     renew as renew,
     resolve_device as resolve_device,
@@ -62,8 +62,8 @@ from accelerate.weights.placement import (
 from accelerate.weights.reading import (
     DTYPES as DTYPES,
     MappedFile as MappedFile,
+    StoredWeights as StoredWeights,
     WeightFile as WeightFile,
-    Weights as Weights,
     is_extra as is_extra,
     open_weights as open_weights,
 )

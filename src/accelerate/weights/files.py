@@ -27,7 +27,7 @@ from torch import Tensor
 
 from accelerate.base import CheckpointError, ConfigurationError, like, replace_files, wrong_value
 from accelerate.state import PartialState
-from accelerate.weights.placement import place_of, resolve_device
+from accelerate.weights.placement import mapped_device, resolve_device
 from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
@@ -58,7 +58,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors to a file that any reader of safetensors takes.
 
     Args:
-        state: tensors by name. One that several names share is stored once; the file's metadata tells the
+        state: tensors by name. One that several names share is stored once; the file's metadata has the
             other names.
         path: the file; what was there is overwritten.
 
@@ -174,13 +174,13 @@ DAMAGES = (
 
 
 def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
-    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers unless told otherwise.
+    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers by default.
 
     Args:
         path: the file.
         map_location: where tensors go, as for `torch.load`.
-        **options: further arguments of `torch.load`; `weights_only=False` reads any object, and runs whatever
-            code the file brings with it.
+        **options: further arguments of `torch.load`; `weights_only=False` reads any object, and runs
+            any code that the file contains.
 
     Raises:
         CheckpointError: the file is broken, or holds other things.
@@ -245,7 +245,7 @@ def write(obj: Any, path: Path, safe_serialization: bool) -> None:
 def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object to one file, once; called on any ranks.
 
-    The file is written beside its place first, so that one that was there is whole until the new one is.
+    A temporary file is written first and then renamed, so that an older file is replaced by a whole one.
 
     Args:
         obj: anything that can be pickled; with `safe_serialization` a dictionary of tensors.
@@ -269,7 +269,7 @@ def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serializatio
 
 
 def write_beside(obj: Any, path: Path, safe_serialization: bool) -> None:
-    """Write an object to a file that appears when it is whole, in the place of an older one.
+    """Write an object to a temporary file, and rename that when it is whole; an older file is replaced.
 
     Args:
         obj: anything; with `safe_serialization` tensors by name.
@@ -300,22 +300,22 @@ def load_state_dict(
     if not device_map:
         return cast("dict[str, Tensor]", state)
     moved: dict[tuple[int, torch.device], Tensor] = {}
-    placed = {}
+    result = {}
     for name, tensor in state.items():
-        place = place_of(name, device_map)
-        device = resolve_device("cpu" if place in (None, "disk") else place)
-        placed[name] = moved.setdefault((id(tensor), device), tensor.to(device))
-    return placed
+        entry = mapped_device(name, device_map)
+        device = resolve_device("cpu" if entry in (None, "disk") else entry)
+        result[name] = moved.setdefault((id(tensor), device), tensor.to(device))
+    return result
 
 
 def load(f: Target, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers unless told otherwise.
+    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers by default.
 
     Args:
         f: a path, or a binary file object.
         map_location: where tensors go, as for `torch.load`.
-        **kwargs: further arguments of `torch.load`; `weights_only=False` reads any object, and runs whatever
-            code the file brings with it.
+        **kwargs: further arguments of `torch.load`; `weights_only=False` reads any object, and runs
+            any code that the file contains.
 
     Raises:
         CheckpointError: the file is broken, or holds other things.

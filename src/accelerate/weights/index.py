@@ -73,10 +73,10 @@ def _is_size(value: Any) -> bool:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the index of a model whose weights lie in several files, such as `model.safetensors.index.json`.
+    """Read the index of a model whose weights are in several files, such as `model.safetensors.index.json`.
 
     Args:
-        path: the index; the files lie in its folder, as files or links. It holds the names under
+        path: the index; the files are in its folder, as files or links. It holds the names under
             `weight_map`, or is itself such a dictionary.
 
     Returns:
@@ -86,19 +86,19 @@ def read_weight_map(path: Path) -> dict[str, str]:
         CheckpointError: it is missing, damaged or no such index, or names a file outside the folder.
     """
     content = _read_json(path)
-    found = content.get("weight_map", content or None) if isinstance(content, dict) else None
-    if not isinstance(found, dict):
+    weight_map = content.get("weight_map", content or None) if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
         raise CheckpointError(
             f"{path} is no index of weights: it holds no dictionary 'weight_map', and is no such dictionary "
             "itself."
         )
-    for name, file in found.items():
+    for name, file in weight_map.items():
         if reason := refuse_outside(file):
             raise CheckpointError(
-                f"{path} says that {name!r} lies in {file!r}, which {reason}. Each file must lie in the "
+                f"{path} says that {name!r} is stored in {file!r}, which {reason}. Each file must be in the "
                 "folder of the index."
             )
-    return found
+    return weight_map
 
 
 def _read_json(path: Path) -> Any:

@@ -129,7 +129,7 @@ def find_blocks(
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the blocks of a module in its order: each tensor belongs to exactly one of them.
 
-    What stands in a list of modules is called through its `forward`, which is not certain of other modules,
+    An entry of a list of modules is called through its `forward`, which is not certain of other modules,
     whose parts may be called one by one. So a block is a module of such a list, without lists of its own; one
     of a named class; or, anywhere else, the tensors of one module alone.
 
@@ -138,7 +138,7 @@ def find_blocks(
         name: its own dotted name.
         whole: names of classes that are always one block.
         opened: names of modules that are none.
-        repeated: whether the module is part of one that stands in a list.
+        repeated: whether the module is part of an entry of a list.
 
     Yields:
         Name, module, and whether the block has the tensors of all modules inside, too.
@@ -183,10 +183,10 @@ def GatheredParameters(
     Args:
         params: the parameters.
         modifier_rank: the rank whose changes are kept and sent to the others; None: changes are lost.
-        fwd_module: the module whose forward uses them from elsewhere.
+        fwd_module: another module whose forward uses them.
         enabled: whether it does anything.
 
-    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html
+    CheckpointSource: https://deepspeed.readthedocs.io/en/latest/zero3.html
     """
     if not is_deepspeed_available():
         return nullcontext()

@@ -56,7 +56,7 @@ def remade(
     make = cast("type[nn.Parameter]", type(old))
     attributes = dict(vars(old))
     if not quantizes_itself(old):
-        return _remade_elsewhere(make, source.to(target, dtype), old.requires_grad, attributes)
+        return _remade_by_class(make, source.to(target, dtype), old.requires_grad, attributes)
     if target.type == "meta":
         kept = {**attributes, **(_FRESH[INT8] if type(old).__name__ == INT8 else {})}  # its numbers go, too
         return make(source.to(target), requires_grad=old.requires_grad, **kept)
@@ -69,12 +69,12 @@ def remade(
     return make(plain, requires_grad=old.requires_grad, **fresh).to(target)
 
 
-def _remade_elsewhere(
+def _remade_by_class(
     make: type[nn.Parameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
 ) -> Tensor:
     """Make a parameter of any other library: what its class does not take is set on it."""
     taken = inspect.signature(make.__new__).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     new = make(
         data,
         requires_grad=requires_grad,
@@ -91,8 +91,8 @@ def parts_of(name: str, stored: Iterable[str]) -> tuple[str, ...]:
         name: of the weight.
         stored: names of all that is stored.
     """
-    found = tuple(each for each in stored if each.startswith(f"{name}."))
-    return found if any(each.startswith(f"{name}{OUTLINE}") for each in found) else ()
+    parts = tuple(key for key in stored if key.startswith(f"{name}."))
+    return parts if any(key.startswith(f"{name}{OUTLINE}") for key in parts) else ()
 
 
 def shape_of(parts: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def set_module_tensor_to_device(
             raise wrong_value(
                 "device",
                 str(device),
-                f"{tensor_name} is on the meta device and has no value to bring there",
+                f"{tensor_name} is on the meta device and has no value to move",
                 "pass the value",
             )
         if old.device == target and dtype is None:
@@ -151,7 +151,7 @@ def check_here(device: torch.device) -> None:
     """Refuse a device that this machine does not have.
 
     Args:
-        device: of any kind; kinds that other packages bring to torch are left to them.
+        device: of any kind; kinds that other packages register with torch are left to them.
 
     Raises:
         ConfigurationError: there is none, or there are fewer.
@@ -174,8 +174,8 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    if not isinstance(resolved, torch.dtype):
         raise wrong_value(
             "dtype",
             dtype,
@@ -184,11 +184,11 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
             AttributeError,
             TypeError,
         )
-    return found
+    return resolved
 
 
-def place_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return where a device map puts a tensor or module: the entry of the innermost module around it.
+def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the device of a tensor or module in a device map: the entry of the innermost module around it.
 
     Args:
         name: dotted name.
@@ -227,7 +227,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what tells the memory of a tensor apart: its device, address and size in bytes.
+    """Return what identifies the memory of a tensor: its device, address and size in bytes.
 
     Args:
         tensor: any tensor with a storage.
@@ -237,10 +237,10 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def renew(old: Tensor, data: Tensor) -> Tensor:
-    """Return data in the place of a tensor: a parameter like it, or plain for a buffer.
+    """Return data that replaces a tensor: a parameter like it, or plain for a buffer.
 
     Args:
-        old: the tensor whose place it takes; gives class, `requires_grad` and attributes.
+        old: the tensor that is replaced; gives class, `requires_grad` and attributes.
         data: the new values.
     """
     if is_own_class(old):

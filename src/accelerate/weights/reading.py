@@ -45,7 +45,7 @@ LENGTH = 8
 
 
 class Range(NamedTuple):
-    """Where the values of a tensor lie.
+    """The bytes of a file with the values of a tensor.
 
     Attributes:
         start: offset in the file, in bytes.
@@ -64,7 +64,7 @@ class MappedFile:
     """A file of safetensors whose tensors are mapped one by one, and unmapped when nobody holds them.
 
     What opens the whole file keeps all pages that were ever read among those of the process. The file stays
-    open, so that it is this one that is read, even if another takes its place or it is deleted.
+    open, so that it is this one that is read, even if another replaces it or it is deleted.
 
     Args:
         path: the file.
@@ -92,10 +92,10 @@ class MappedFile:
         Raises:
             CheckpointError: the file does not have it, or was cut off.
         """
-        found = self._ranges.get(name)
-        if found is None:
+        stored = self._ranges.get(name)
+        if stored is None:
             raise CheckpointError(f"{self.path} has no tensor of the name {name}.")
-        start, end, dtype, shape = found
+        start, end, dtype, shape = stored
         if dtype is None:
             raise CheckpointError(f"{name} of {self.path} has a number format that this torch does not know.")
         if start == end:
@@ -124,12 +124,12 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
     shape = tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
         raise ValueError(f"{name} has a shape or offsets that are not sizes")
-    found = Range(data + first, data + last, DTYPES.get(entry["dtype"]), shape)
-    if not data <= found.start <= found.end <= size:
+    stored = Range(data + first, data + last, DTYPES.get(entry["dtype"]), shape)
+    if not data <= stored.start <= stored.end <= size:
         raise ValueError(f"{name} is cut off")
-    if found.dtype is not None and found.end - found.start != prod(found.shape) * found.dtype.itemsize:
+    if stored.dtype is not None and stored.end - stored.start != prod(stored.shape) * stored.dtype.itemsize:
         raise ValueError(f"{name} has not as many bytes as its shape says")
-    return found
+    return stored
 
 
 class WeightFile(Protocol):
@@ -290,7 +290,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredWeights:
     """The weights of a model in all of their files.
 
     Attributes:
@@ -302,7 +302,7 @@ class Weights:
     extra: Mapping[str, WeightFile]
 
     @classmethod
-    def open(cls, paths: list[Path]) -> Weights:
+    def open(cls, paths: list[Path]) -> StoredWeights:
         """Open all files.
 
         Raises:
@@ -310,8 +310,8 @@ class Weights:
         """
         opened = [open_weights(path) for path in paths]
         return cls(
-            {name: each for each in opened for name in each.shapes},
-            {name: each for each in opened for name in each.extra},
+            {name: file for file in opened for name in file.shapes},
+            {name: file for file in opened for name in file.extra},
         )
 
     def shape(self, name: str) -> torch.Size:

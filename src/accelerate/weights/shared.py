@@ -1,4 +1,4 @@
-"""Names that share one tensor: found in models and state dicts, stored once in a file, and restored."""
+"""Names that share one tensor: detected in models and state dicts, stored once in a file, and restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, describe, wrong_value
 from accelerate.devices import of_device
-from accelerate.weights.placement import find_home, place_of
+from accelerate.weights.placement import find_home, mapped_device
 
 RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""
@@ -24,7 +24,7 @@ ALIASES = "aliases"
 
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state whose tensors say where they lie: others are brought to the CPU, one tensor once.
+    """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once.
 
     Args:
         state: tensors, and what else there is, by name.
@@ -37,11 +37,13 @@ def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
         fix = "pass a state dict, or safe_serialization=False"
         kind = type(given).__name__
         raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
-    found = {id(each): each for each in state.values() if isinstance(each, Tensor)}
+    tensors = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, Tensor)}
     copies = {
-        key: each.detach().cpu() for key, each in found.items() if not of_device(each.device).is_addressable
+        key: tensor.detach().cpu()
+        for key, tensor in tensors.items()
+        if not of_device(tensor.device).is_addressable
     }
-    return {name: copies.get(id(each), each) for name, each in state.items()} if copies else state
+    return {name: copies.get(id(tensor), tensor) for name, tensor in state.items()} if copies else state
 
 
 def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -55,7 +57,7 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
         first one. Tensors that overlap without being the same are all kept, those after the first as copies.
 
     Raises:
-        ConfigurationError: something is not a tensor with values that lie in memory one after the other.
+        ConfigurationError: something is not a dense tensor with values.
     """
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -63,16 +65,16 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     memory: set[Any] = set()
     for name, tensor in addressable(state).items():
         _check_storable(name, tensor)
-        place = (tensor.device, tensor.untyped_storage().data_ptr())
-        how = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        identity = (*place, tensor.storage_offset(), *how)
+        memory_of = (tensor.device, tensor.untyped_storage().data_ptr())
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        identity = (*memory_of, tensor.storage_offset(), *layout)
         if tensor.numel() and identity in firsts:
             aliases[name] = firsts[identity]
             continue
         firsts[identity] = name
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        kept[name] = tensor.clone() if tensor.numel() and place in memory else tensor
-        memory.add(place)
+        kept[name] = tensor.clone() if tensor.numel() and memory_of in memory else tensor
+        memory.add(memory_of)
     return kept, aliases
 
 
@@ -172,7 +174,7 @@ logger = logging.getLogger(__name__)  # also used where no run is set up
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names that stand for one parameter, a sorted list for each such parameter.
+    """Return the names of each parameter that has several, as sorted lists.
 
     Args:
         model: any module, also one on the meta device.
@@ -203,7 +205,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Let each group of names stand for one parameter again: the first of them that has a value.
+    """Let each group of names share one parameter again: the first of them that has a value.
 
     Args:
         model: the module.
@@ -211,14 +213,16 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     """
     for group in tied_params:
         homes = [find_home(model, name) for name in group]
-        found = [owner._parameters[name] for owner, name in homes]
-        kept = next((each for each in found if each is not None and each.device.type != "meta"), found[0])
+        tensors = [owner._parameters[name] for owner, name in homes]
+        kept = next(
+            (tensor for tensor in tensors if tensor is not None and tensor.device.type != "meta"), tensors[0]
+        )
         for owner, name in homes:
             owner._parameters[name] = kept
 
 
 def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> None:
-    """Let names that stood for one parameter do so again, where they have the same device and dtype.
+    """Let names that shared one parameter do so again, where they have the same device and dtype.
 
     Args:
         model: the module.
@@ -226,7 +230,7 @@ def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> Non
     """
     for group in tied:
         first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
-        for owner, name in (find_home(model, each) for each in group):
+        for owner, name in (find_home(model, alias) for alias in group):
             parameter = owner.get_parameter(name)
             owner._parameters[name] = first.setdefault((parameter.device, parameter.dtype), parameter)
 
@@ -241,9 +245,9 @@ def check_tied_parameters_on_same_device(
         device_map: devices by module.
     """
     for group in tied_params:
-        places = {name: place_of(name, device_map) for name in group}
-        if len({str(place) for place in places.values()}) > 1:
+        devices = {name: mapped_device(name, device_map) for name in group}
+        if len({str(device) for device in devices.values()}) > 1:
             logger.warning(
-                f"Tied parameters are on different devices, where they are no longer one: {places}. "
+                f"Tied parameters are on different devices, where they are no longer one: {devices}. "
                 "Put their modules on one device."
             )

@@ -89,7 +89,7 @@ def compute_module_sizes(
     `dtype_byte_size`: a bool counts as one bit.
 
     Args:
-        model: the module; it may lie on the meta device.
+        model: the module; it may be on the meta device.
         dtype: it will be converted to; see `tensor_bytes`.
         special_dtypes: those of single tensors, by name.
         buffers_only: whether parameters are left out.
@@ -141,7 +141,7 @@ def _layers(modules: Iterable[NamedModule], whole: Collection[str]) -> Iterable[
         if not inner or type(module).__name__ in whole:
             yield name
         else:
-            yield from _layers([(f"{name}.{child}", each) for child, each in inner], whole)
+            yield from _layers([(f"{name}.{child}", layer) for child, layer in inner], whole)
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:

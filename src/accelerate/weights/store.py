@@ -1,4 +1,4 @@
-"""Weights that lie in files until they are needed: raw files with an index, or files of safetensors."""
+"""Weights that stay in files until they are used: raw files with an index, or files of safetensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelerate.weights.reading import MappedFile
 WRITTEN = "written"
 """Key of an entry, in memory only: when its file was written."""
 STATISTICS = "SCB"
-"""End of the name under which the factors of a weight in 8 bits lie beside it."""
+"""End of the name under which the factors of a weight in 8 bits are stored beside it."""
 
 # Raw files
 
@@ -87,11 +87,11 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
             f"{path} was written again after the model was dispatched: another one has its weights there. "
             "Give each model a folder of its own."
         )
-    found = -1 if status is None else status.st_size
-    if found < size:
-        reason = "is missing" if found < 0 else f"has {found} bytes instead of {size}: it is cut off"
+    length = -1 if status is None else status.st_size
+    if length < size:
+        reason = "is missing" if length < 0 else f"has {length} bytes instead of {size}: it is cut off"
         error = CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
-        raise as_builtin(error, FileNotFoundError if found < 0 else ValueError)
+        raise as_builtin(error, FileNotFoundError if length < 0 else ValueError)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
@@ -102,12 +102,12 @@ def note_files(index: Index, folder: Folder) -> Index:
         index: entries; those of files of safetensors stay as they are.
         folder: with the raw files.
     """
-    found = {}
+    noted = {}
     for name, entry in index.items():
         path = Path(folder) / f"{name}.dat"
         is_raw = "safetensors_file" not in entry and path.is_file()
-        found[name] = {**entry, WRITTEN: path.stat().st_mtime_ns} if is_raw else entry
-    return found
+        noted[name] = {**entry, WRITTEN: path.stat().st_mtime_ns} if is_raw else entry
+    return noted
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
@@ -128,7 +128,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
 
 
 def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folder) -> None:
-    """Bring weights of a model from their files to the CPU.
+    """Load weights of a model from their files to the CPU.
 
     Args:
         model: the module.
@@ -164,7 +164,7 @@ def beside(name: str, last: str) -> str:
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, some in memory and some in files, which are read when they are asked for.
+    """Weights by name, some in memory and some in files, which are read when they are used.
 
     Args:
         state_dict: those in memory.
@@ -208,7 +208,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if "safetensors_file" in entry:
             return self._read_safetensors(key, entry)
         if self.save_folder is None:
-            raise ConfigurationError(f"{key} lies in a file of its own, and no save_folder was given.")
+            raise ConfigurationError(f"{key} is stored in a file of its own, and no save_folder was given.")
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", entry)
 
     def __iter__(self) -> Iterator[str]:
@@ -218,7 +218,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
     def open_files(self) -> OffloadedWeightsLoader:
-        """Open the files of safetensors now: these are read, even if others take their places or they go.
+        """Open the files of safetensors now: these are read, even if others replace them or they are deleted.
 
         Raises:
             CheckpointError: one is missing or broken.

@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from accelerate import PartialState
 from accelerate.base import CheckpointError
 from accelerate.big_modeling import receive_weights
-from accelerate.weights import Weights
+from accelerate.weights import StoredWeights
 
 pytestmark = pytest.mark.usefixtures("states")
 CPU = torch.device("cpu")
 
 
-def opened(path: Path) -> Weights:
-    return Weights.open([path])
+def opened(path: Path) -> StoredWeights:
+    return StoredWeights.open([path])
 
 
 def test_all_that_is_there(tmp_path: Path) -> None:

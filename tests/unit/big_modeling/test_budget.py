@@ -17,13 +17,13 @@ from accelerate.big_modeling import (
     Unit,
     budget,
     even_shares,
-    find_units,
     fits,
     get_balanced_memory,
     get_max_memory,
     least_for_first,
     plan_memory,
     smallest_share,
+    split_into_units,
     total,
 )
 from accelerate.devices import hardware_table
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def test_leaves_single_tensors_and_tied_groups() -> None:
-    units = find_units(Net())
+    units = split_into_units(Net())
     assert [unit.names for unit in units] == [
         ("scale",),
         ("embed", "head"),
@@ -64,12 +64,12 @@ def test_leaves_single_tensors_and_tied_groups() -> None:
 
 
 def test_classes_that_stay_whole() -> None:
-    named = [unit.names for unit in find_units(Net(), "Block")]
+    named = [unit.names for unit in split_into_units(Net(), "Block")]
     assert named == [("scale",), ("embed", "head"), ("layers.0",), ("layers.1",)]
     model = Net()
     model._no_split_modules = ["Block"]
-    assert [unit.names for unit in find_units(model)] == named
-    assert len(find_units(model, [])) == 8
+    assert [unit.names for unit in split_into_units(model)] == named
+    assert len(split_into_units(model, [])) == 8
 
 
 def test_a_chain_of_ties_is_one_group() -> None:
@@ -77,18 +77,18 @@ def test_a_chain_of_ties_is_one_group() -> None:
     model = nn.ModuleDict({"one": one, "other": nn.Linear(2, 2), "two": two, "three": three})
     two.weight = three.weight
     one.bias = three.bias
-    assert [unit.names for unit in find_units(model)] == [("one", "two", "three"), ("other",)]
+    assert [unit.names for unit in split_into_units(model)] == [("one", "two", "three"), ("other",)]
 
 
 def test_a_module_in_two_places_is_one_unit() -> None:
     layer = nn.Linear(2, 2)
-    assert [unit.names for unit in find_units(nn.Sequential(layer, nn.ReLU(), layer))] == [("0", "2")]
+    assert [unit.names for unit in split_into_units(nn.Sequential(layer, nn.ReLU(), layer))] == [("0", "2")]
 
 
 def test_buffers_that_are_shared_do_not_tie() -> None:
     model = nn.ModuleList([Block(), Block()])
     model[1].steps = model[0].steps
-    units = find_units(model, ["Block"])
+    units = split_into_units(model, ["Block"])
     assert [unit.size for unit in units] == [44, 32]
 
 

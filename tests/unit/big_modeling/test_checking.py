@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.base import ConfigurationError
-from accelerate.big_modeling import check_device_map, check_places, spell_place
+from accelerate.big_modeling import check_device_map, check_devices, device_key
 
 
 class Tied(nn.Module):
@@ -48,7 +48,7 @@ def test_one_device_in_two_spellings() -> None:
     check_device_map(Tied(), {"": 0, "head": "cuda:0"})
     check_device_map(Tied(), {"": "cuda", "head": torch.device("cuda", 0)})
     places = [0, "0", "cuda", "cuda:1", "cpu", "mps:0", "meta", torch.device("cpu")]
-    assert [spell_place(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]
+    assert [device_key(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_one_device_in_two_spellings() -> None:
 )
 def test_places_that_are_not_here(device_map: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        check_places(device_map)
+        check_devices(device_map)
 
 
 def test_places_that_are_here() -> None:
-    check_places({"a": "cpu", "b": "disk", "c": torch.device("cpu"), "d": "meta", "e": None})
+    check_devices({"a": "cpu", "b": "disk", "c": torch.device("cpu"), "d": "meta", "e": None})

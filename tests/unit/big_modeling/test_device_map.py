@@ -16,12 +16,12 @@ from accelerate import infer_auto_device_map
 from accelerate.base import ConfigurationError
 from accelerate.big_modeling import (
     Unit,
+    assign_units,
     check_device_map,
     clean_device_map,
     explain_device_map,
     fallback_allocate,
-    place_in_gaps,
-    place_units,
+    fill_empty_devices,
     shorten,
 )
 from accelerate.weights import compute_module_sizes
@@ -69,9 +69,9 @@ def test_tied_modules_are_left_together() -> None:
 
 def test_gaps_take_the_first_run_that_fits() -> None:
     units = [Unit((str(index),), size, 0, size) for index, size in enumerate((9, 2, 3, 9, 1))]
-    assert place_in_gaps(units, [None] * 5, {0: 5, 1: 4}, 0) == [None, 0, 0, None, 1]
-    assert place_in_gaps(units, [None] * 5, {0: 5}, 3) == [None, 0, None, None, None]
-    assert place_in_gaps(units, [0, None, None, None, None], {0: 9, 1: 5}, 99) == [0, 1, 1, None, None]
+    assert fill_empty_devices(units, [None] * 5, {0: 5, 1: 4}, 0) == [None, 0, 0, None, 1]
+    assert fill_empty_devices(units, [None] * 5, {0: 5}, 3) == [None, 0, None, None, None]
+    assert fill_empty_devices(units, [0, None, None, None, None], {0: 9, 1: 5}, 99) == [0, 1, 1, None, None]
 
 
 def test_a_row_for_each_device() -> None:
@@ -151,7 +151,7 @@ UNITS = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(UNITS, max_size=7), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 30))
 def test_no_plan_brings_more_onto_accelerators(units: list[Unit], limits: list[int], cpu: int) -> None:
-    places = place_units(units, {**dict(enumerate(limits)), "cpu": cpu})
+    places = assign_units(units, {**dict(enumerate(limits)), "cpu": cpu})
     on_accelerators = [place for place in places if isinstance(place, int)]
     assert len(on_accelerators) == best_by_trial(units, limits)
     order = [*range(len(limits)), "cpu", "disk"]
@@ -222,22 +222,22 @@ def test_a_module_too_large_for_the_first_device(caplog: pytest.LogCaptureFixtur
     units = [Unit(("tied", "group"), 20, 0, 10), *(Unit((name,), 4, 0, 4) for name in "abc")]
     memory = {0: 19, "cpu": 99}
     with caplog.at_level(logging.WARNING):
-        assert place_units(units, memory) == ["cpu"] * 4
+        assert assign_units(units, memory) == ["cpu"] * 4
     assert "No module goes to device 0" in caplog.text
     assert "fallback_allocation=True" in caplog.text
-    assert place_units(units, memory, fallback=True) == ["cpu", 0, 0, "cpu"]
+    assert assign_units(units, memory, fallback=True) == ["cpu", 0, 0, "cpu"]
     assert infer_auto_device_map(chain(2), {0: LAYER, "cpu": "1MB"}, fallback_allocation=True) == {"": "cpu"}
 
 
 def test_a_limit_for_the_disk() -> None:
-    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a place"):
+    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a device"):
         infer_auto_device_map(chain(3), {"cpu": 3 * LAYER - 1, "disk": 10})
 
 
 def test_a_limit_for_the_disk_may_be_used_up() -> None:
     memory = {"cpu": 3 * LAYER - 1, "disk": 2 * LAYER}
     assert infer_auto_device_map(chain(3), memory) == {"0": "cpu", "1": "disk", "2": "disk"}
-    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a place"):
+    with pytest.raises(ConfigurationError, match=r"leaves 1, 2 without a device"):
         infer_auto_device_map(chain(3), {**memory, "disk": 2 * LAYER - 1})
 
 

@@ -174,7 +174,7 @@ def test_one_device_with_hooks(net: Net, plain: Net) -> None:
 def test_a_model_without_values_cannot_be_moved() -> None:
     with init_empty_weights():
         empty = Net()
-    with pytest.raises(ConfigurationError, match="have no values to bring to cpu"):
+    with pytest.raises(ConfigurationError, match="have no values to move to cpu"):
         dispatch_model(empty, {"": "cpu"})
 
 

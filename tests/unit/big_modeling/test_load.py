@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.big_modeling import LoadOptions, check_options, is_sharded, own_part
+from accelerate.big_modeling import LoadOptions, check_options, is_sharded, local_part
 from accelerate.checkpointing import save_sharded
 from accelerate.diagnostics import CLEAR_REFS, MIB, HostMeter
 from accelerate.weights import OffloadedWeightsLoader, write_safetensors
@@ -25,7 +25,7 @@ from accelerate.weights import OffloadedWeightsLoader, write_safetensors
 def test_a_plain_model_is_not_sharded() -> None:
     model = nn.Linear(2, 2)
     assert not is_sharded(model)
-    assert own_part(model.weight) is model.weight
+    assert local_part(model.weight) is model.weight
 
 
 @pytest.mark.parametrize(

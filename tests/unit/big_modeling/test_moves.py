@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import LoadOptions, plan_moves
-from accelerate.weights import Weights
+from accelerate.weights import StoredWeights
 
 
 def test_everything_is_decided_before_anything_changes(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_everything_is_decided_before_anything_changes(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(3), "more": torch.ones(1)}, path)
     wishes = LoadOptions({"": "cpu", "0.weight": "disk"}, torch.float16)
-    plan = plan_moves(model, Weights.open([path]), wishes, [])
+    plan = plan_moves(model, StoredWeights.open([path]), wishes, [])
     assert [(move.name, move.on_disk, move.dtype) for move in plan.moves] == [
         ("0.weight", True, torch.float16),
         ("0.bias", False, torch.float16),
@@ -54,7 +54,7 @@ def test_weights_in_4_bits_bring_their_scales(
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model[0].weight = kind(torch.zeros(2, 2))
     save_file(packed(shape), tmp_path / "x.safetensors")
-    plan = plan_moves(model, Weights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
+    plan = plan_moves(model, StoredWeights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
     assert (plan.missing, plan.unexpected) == ([], [])
     assert [text.partition(" (load")[0] for text in plan.misshapen] == told
     assert plan.moves[0].parts == ("0.weight.absmax", "0.weight.quant_state.bitsandbytes__nf4")
@@ -68,6 +68,6 @@ def test_weights_in_8_bits_do_not_become_numbers(tmp_path: Path) -> None:
         "0.weight_format": torch.zeros((), dtype=torch.uint8),
     }
     save_file(stored, tmp_path / "x.safetensors")
-    plan = plan_moves(model, Weights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
+    plan = plan_moves(model, StoredWeights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
     assert plan.unexpected == []
     assert "0.weight is stored in 8 bits" in plan.misshapen[0]

@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate import dispatch_model
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.big_modeling import find_elsewhere, keep_in_memory, keep_on_disk, offload_sources
+from accelerate.big_modeling import find_offloaded, keep_in_memory, keep_on_disk, offload_sources
 from accelerate.hooks import remove_hook_from_submodules
 
 
@@ -21,9 +21,9 @@ def build() -> nn.Module:
 
 def test_what_lies_elsewhere() -> None:
     model = build()
-    found = find_elsewhere(model, {"": 0, "0.bias": "cpu", "1": "disk"}, {"disk", "cpu"}, False)
+    found = find_offloaded(model, {"": 0, "0.bias": "cpu", "1": "disk"}, {"disk", "cpu"}, False)
     assert found == {"0.weight": "cpu", "0.bias": "cpu", "1.weight": "disk", "1.bias": "disk"}
-    assert "1.running_mean" in find_elsewhere(model, {"": "disk"}, {"disk"}, True)
+    assert "1.running_mean" in find_offloaded(model, {"": "disk"}, {"disk"}, True)
 
 
 def test_memory_holds_shared_tensors_once() -> None:

@@ -12,7 +12,7 @@ from accelerate.base import ConfigurationError
 from accelerate.weights import (
     check_device_same,
     id_tensor_storage,
-    place_of,
+    mapped_device,
     read_dtype,
     set_module_tensor_to_device,
 )
@@ -127,8 +127,8 @@ def test_parameters_of_other_classes_stay_what_they_are() -> None:
 def test_places() -> None:
     places = {"": "cpu", "a": 1, "a.b": "disk", "a.b.weight": 2}
     names = ("a.b.weight", "a.b.bias", "a.c", "ab")
-    assert [place_of(name, places) for name in names] == [2, "disk", 1, "cpu"]
-    assert place_of("b", {"a": 0}) is None
+    assert [mapped_device(name, places) for name in names] == [2, "disk", 1, "cpu"]
+    assert mapped_device("b", {"a": 0}) is None
 
 
 def test_devices_and_storages() -> None:

@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.base import CheckpointError
-from accelerate.weights import DTYPES, MappedFile, Weights, load_state_dict, open_weights, write_safetensors
+from accelerate.weights import (
+    DTYPES,
+    MappedFile,
+    StoredWeights,
+    load_state_dict,
+    open_weights,
+    write_safetensors,
+)
 
 
 def test_every_format_comes_back(tmp_path: Path) -> None:
@@ -182,7 +189,7 @@ def test_further_names_of_a_tensor_are_names(tmp_path: Path) -> None:
 
 def test_several_files_are_one(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{name}.safetensors", {name: tensor}) for name, tensor in STATE.items()]
-    weights = Weights.open(paths)
+    weights = StoredWeights.open(paths)
     assert weights.shape("b") == torch.Size([2])
     assert torch.equal(weights.read("a", CPU), STATE["a"])
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.base import ConfigurationError, CustomDtype
-from accelerate.big_modeling import find_units
+from accelerate.big_modeling import split_into_units
 from accelerate.weights import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -69,7 +69,7 @@ def test_a_bool_is_a_bit_in_reports_and_a_byte_in_plans() -> None:
     assert compute_module_total_buffer_size(model) == 2.5
     assert tensor_bytes("mask", model.mask) == 20
     assert tensor_bytes("weight", model.weight, special_dtypes={"weight": torch.bool}) == 16
-    assert sum(unit.size for unit in find_units(model)) == 100
+    assert sum(unit.size for unit in split_into_units(model)) == 100
 
 
 def test_an_unknown_format_is_refused() -> None:
