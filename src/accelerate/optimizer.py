@@ -27,7 +27,7 @@ def move_to_device(state: T, device: torch.device | str) -> T:
 
     Args:
         state: a nested structure of lists, tuples, mappings and tensors.
-        device: where the tensors shall lie.
+        device: of the tensors.
     """
     moved: Any = state
     if isinstance(state, (list, tuple)):

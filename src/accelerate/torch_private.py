@@ -131,7 +131,7 @@ NAMES: dict[str, PrivateName] = {
     ),
     "StorageInfo": PrivateName(
         "torch.distributed.checkpoint.filesystem:_StorageInfo",
-        "Where a shard lies in its file, in the .metadata of torch.distributed.checkpoint.",
+        "Where a shard is in its file, in the .metadata of torch.distributed.checkpoint.",
     ),
     "MemoryFormat": PrivateName(
         "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",

@@ -21,6 +21,11 @@ INSTEAD = {
     r"takes? down": "records",
     r"told apart": "recognised, different",
     r"as heavy as": "weighted by",
+    r"told": "what is passed, set or sent",
+    r"kin": "the names themselves",
+    r"(hear|settle)s?": "receive, agree or decide",
+    r"lies?": "is stored, is at",
+    r"wires?": "process group, transport or network",
 }
 """Word that no reader would search for -> what to write."""
 

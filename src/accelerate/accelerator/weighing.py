@@ -91,10 +91,10 @@ class CountedWeights:
         """Return `loss` times the factor of the window, which the first call of the last round finds out."""
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            self._settle(answer.wait()[0])
+            self._set_total(answer.wait()[0])
         return loss * self._factor
 
-    def _settle(self, total: float) -> None:
+    def _set_total(self, total: float) -> None:
         factor = factor_of(total, self._replicas)
         if len(self._items) > 1:
             rescale_gradients(self._models.values(), factor / self._factor)

@@ -136,8 +136,8 @@ class Window:
                 drop_gradients(self._models)
             elif self._is_begun:
                 logger.warning(
-                    "A window of windows() was left before its last batch, and its gradients lie where only "
-                    "the engine reaches them: they are added to those of the next window."
+                    "A window of windows() was left before its last batch, and its gradients are inside "
+                    "the engine: they are added to those of the next window."
                 )
         if runtime.weights is self._weights:
             runtime.weights = runtime.even_weights

@@ -189,7 +189,7 @@ class CustomDtype(Enum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How gradients are compressed on the wire under DistributedDataParallel."""
+    """How gradients are compressed for communication under DistributedDataParallel."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,6 +1,6 @@
 """A folder that is there as a whole or not at all: written beside its place, then renamed.
 
-While a checkpoint is written it lies under a hidden name beside its place, which also tells other processes
+While a checkpoint is written it has a hidden name in the same folder, which also tells other processes
 that somebody writes it. One that takes the place of an older folder of the same name swaps names with that.
 Where the file system cannot, it moves that aside first; a crash between the two renames leaves the older one
 under its hidden name, from where `recover` brings it back. Where the folder itself must stay, or cannot be
@@ -266,9 +266,7 @@ def _bring_back(aside: Path, target: Path) -> None:
         os.rename(aside, target)
     except OSError as error:
         if not target.exists():  # otherwise another process was faster
-            logger.warning(
-                f"{target} lies at {aside}, since a save was interrupted, and stays there: {error}."
-            )
+            logger.warning(f"{target} is at {aside}, since a save was interrupted, and stays there: {error}.")
         return
     logger.warning(f"{target} was being replaced when a save was interrupted: the older one is back.")
 

@@ -239,7 +239,7 @@ def read(
         info = index.metadata.storage_data.get(item.storage_index)
         if info is None:
             name = item.storage_index.fqn
-            raise CheckpointError(f"{index.folder.name}/{NAME} does not say where a part of {name} lies")
+            raise CheckpointError(f"{index.folder.name}/{NAME} does not say where a part of {name} is stored")
         by_file.setdefault(info.relative_path, []).append(item)
     reader = FileSystemReader(index.folder)
     reader.set_up_storage_reader(index.metadata, True)

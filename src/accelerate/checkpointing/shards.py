@@ -104,7 +104,7 @@ def _bytes_of(max_shard_size: int | str) -> int:
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Of a state dict, what counts for the size of a file; modules may keep other objects in theirs.
 
-    torch writes the whole memory that a tensor is a part of: one that nothing else here lies in is copied.
+    torch writes the whole storage of a tensor: a tensor that shares it with nothing else here is copied.
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     dense = {name for name, tensor in tensors.items() if tensor.layout == torch.strided}

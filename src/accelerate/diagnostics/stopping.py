@@ -399,7 +399,7 @@ class Agreement:
         self._began, self._spent = now, 0.0
         requests = asked(self._sources) | self._notes.take()
         numbers = [self._rank + 1.0 if trigger in requests else 0.0 for trigger in TRIGGERS]
-        # The slowest step counts, and the quickest exchange: the others waited for a rank, not for the wire.
+        # The slowest step counts, and the quickest exchange: others waited for a rank, not for the network.
         self._answer = self._combine([*numbers, step, -cost], "max", _PURPOSE)
 
     def _take(self, numbers: Sequence[float]) -> None:

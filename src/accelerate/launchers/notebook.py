@@ -242,7 +242,7 @@ def _free_port(port: int, machines: int) -> int:
 
 
 def _device_variables(backend: DeviceBackend) -> dict[str, str]:
-    """What processes on this hardware need to be told."""
+    """The variables that processes on this hardware need."""
     if backend.is_host:
         return {"ACCELERATE_USE_CPU": "true", **thread_variables()}
     if backend.comm == "nccl" and not check_cuda_p2p_ib_support():

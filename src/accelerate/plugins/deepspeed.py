@@ -178,11 +178,11 @@ class DeepSpeedPlugin:
         filling = Filling(kwargs)
         filling.fill_one(config, key, ds_key_long, must_match)
         if mismatches is None:
-            filling.settle()
+            filling.check_filled()
         else:
             mismatches += filling.mismatches
             filling.mismatches = []
-            filling.settle()
+            filling.check_filled()
 
     def deepspeed_config_process(
         self,
@@ -209,7 +209,7 @@ class DeepSpeedPlugin:
         if mismatches is not None:
             mismatches += filling.mismatches
             filling.mismatches = []
-        filling.settle()
+        filling.check_filled()
         self.hf_ds_config.set_stage_and_offload()
 
     def set_mixed_precision(self, mixed_precision: str) -> None:

@@ -176,7 +176,7 @@ class Filling:
     def _hint(self, name: str) -> str:
         return next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
 
-    def settle(self) -> None:
+    def check_filled(self) -> None:
         """Raise if anything is missing or does not fit.
 
         Raises:

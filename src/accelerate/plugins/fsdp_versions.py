@@ -57,7 +57,7 @@ class FsdpVersion(ABC):
         """Return the policy that computes, reduces and returns in one dtype.
 
         Args:
-            dtype: of parameters, gradients on the wire and (version 2) outputs of units.
+            dtype: of parameters, gradients when they are reduced and (version 2) outputs of units.
             buffer_dtype: of buffers (version 1; version 2 leaves them alone).
         """
 

@@ -145,7 +145,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_reduction: kept for older scripts; torch ignores it.
         gradient_as_bucket_view: whether gradients live inside the buckets, which saves memory.
         static_graph: whether the same parameters are used in every step.
-        comm_hook: how gradients are compressed on the wire; a member or its value ("fp16", "power_sgd", ...).
+        comm_hook: compression of gradients; a member or its value ("fp16", "power_sgd", ...).
         comm_wrapper: a number format that the compressed gradients are cast to on top: "no", "fp16", "bf16".
         comm_state_option: arguments of `PowerSGDState` for the two PowerSGD hooks.
 

@@ -236,7 +236,7 @@ class _Config:
         )
 
     def rope(self, name: str, default: Any) -> Any:
-        """Return a value of rotary positions, which lie apart in newer configurations."""
+        """Return a value of rotary positions, which are an entry of their own in newer configurations."""
         apart: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         return apart.get(name, self.values.get(name, default))
 

@@ -77,7 +77,7 @@ class ProjectConfiguration:
         iteration: number of the next checkpoint.
         save_on_each_node: whether each machine writes what otherwise only the first one writes. Machines that
             do not see the folder of the first one do so in any case.
-        async_save: whether `save_state` writes in the background unless told otherwise.
+        async_save: whether `save_state` writes in the background by default.
 
     Raises:
         ConfigurationError: a limit below one, or a negative iteration.

@@ -51,10 +51,10 @@ class Strategy:
     """Number of processes whose gradients the backward pass averages."""
 
     holds_gradients: bool = True
-    """Whether gradients lie in the parameters between backward passes, where they may be changed."""
+    """Whether gradients are in the parameters between backward passes, where they may be changed."""
 
     gathers_shards: bool = False
-    """Whether weights lie in shards that are gathered for each forward and may travel in another format."""
+    """Whether weights are shards that are gathered for each forward, possibly in another dtype."""
 
     make_scaler: Callable[..., torch.amp.GradScaler] | None = None
     """Builds the gradient scaler of float16; `None` takes the one of the hardware."""

@@ -230,7 +230,7 @@ def find_units(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.
 
 
 class XlaFullyShard(XlaReplicas):
-    """One process drives all devices of its machine: parameters and batches lie in parts on them, and XLA's
+    """One process drives all devices of its machine: parameters and batches are sharded over them, and XLA's
     compiler decides when parts are brought together.
 
     The model stays the user's own object, with the names it has.
@@ -306,7 +306,7 @@ class XlaFullySharded(XlaReplicas):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients, which lie in parts, so that their joint norm is at most `max_norm`."""
+        """Scale sharded gradients so that their joint norm is at most `max_norm`."""
         listed = as_list(parameters)
         wanted = {id(parameter) for parameter in listed}
         for model in self._wrapped:

@@ -1,4 +1,4 @@
-"""Old import path of weights that lie in files until they are needed."""
+"""Old import path of weights that stay in files until they are needed."""
 
 from accelerate.weights import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,

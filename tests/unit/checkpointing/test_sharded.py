@@ -228,7 +228,7 @@ LR = "optimizer.param_groups.0.lr"
         (move(LR, "param_groups", 7, "lr"), "holds 2 groups of parameters, and this AdamW has 1"),
         (move(LR, "param_groups", 0, "params"), "gives several entries the same place"),
         (exchange, "saved without names of parameters"),
-        (lose, "does not say where a part of optimizer.state.weight.exp_avg lies"),
+        (lose, "does not say where a part of optimizer.state.weight.exp_avg is stored"),
     ],
 )
 def test_a_catalogue_of_something_else_is_refused(

@@ -104,7 +104,7 @@ def test_auto_is_filled_and_all_that_does_not_fit_is_said_at_once():
     filling.fill(config)
     assert config == {"x": 1, "y": {"z": 7, "w": 3, "v": "8"}, "left": "auto", "u": 1}
     with pytest.raises(ConfigurationError) as caught:
-        filling.settle()
+        filling.check_filled()
     said = str(caught.value)
     assert "y.w is 3 in the DeepSpeed configuration, and 4 by the argument w" in said
     assert "u is 1 in the DeepSpeed configuration, and 2 by an argument" in said

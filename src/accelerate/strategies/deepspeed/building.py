@@ -87,7 +87,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     filling.fill(config)
     if config is plugin.deepspeed_config:
         plugin.filled.note(before, config)
-    filling.settle()
+    filling.check_filled()
     plugin.hf_ds_config.set_stage_and_offload()
     return config
 

@@ -106,7 +106,7 @@ class Sharded(Strategy, ABC):
         )
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Cut each gradient element, in the parts that lie here."""
+        """Clip each gradient element of the local shards."""
         clip_values(parameters, clip_value)
 
     # Save and end

@@ -1,4 +1,4 @@
-"""Norms and bounds of gradients that lie in parts on several ranks."""
+"""Norms and bounds of gradients that are sharded over several ranks."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def ensure_weights_retied(
     Args:
         param_init_fn: gives values to the parameters of one module on the meta device.
         model: its parameters are tied as they shall be.
-        device: where parameters come to lie; the function brings them there.
+        device: of the parameters; the function moves them there.
 
     Returns:
         What FSDP 1 takes as `param_init_fn`.

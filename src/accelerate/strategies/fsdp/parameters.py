@@ -95,7 +95,7 @@ def get_parameters_from_modules(
     Args:
         modules: the modules, or a regular expression that matches their whole names; None for none.
         model: the model they are in.
-        device: where the parameters shall lie; None leaves them where they are.
+        device: of the parameters; None leaves them where they are.
 
     Raises:
         ConfigurationError: that is no regular expression.

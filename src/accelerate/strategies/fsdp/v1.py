@@ -269,7 +269,7 @@ def root_of(model: nn.Module) -> FSDP | None:
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
-    """Iterate over the parameters of a sharded model that lie in parts, with the ranks that have them."""
+    """Iterate over the sharded parameters of a model, with the ranks that have their shards."""
     for _, unit in torch_private.flat_units(model):
         if unit.group is not None and unit.is_sharded:
             for parameter in (unit.flat,) if unit.originals is None else unit.originals:

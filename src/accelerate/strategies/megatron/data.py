@@ -302,6 +302,6 @@ def iterators(batches: list[Batch], parts: int) -> Iterator[Batch] | list[Iterat
 
     Args:
         batches: the micro-batches of a step.
-        parts: how many parts of the model lie on this process.
+        parts: number of parts of the model on this process.
     """
     return iter(batches) if parts == 1 else [iter(batches) for _ in range(parts)]

@@ -39,7 +39,7 @@ class MegatronEngine(nn.Module):
 
     Args:
         accelerator: has `state.megatron_lm_plugin`.
-        model: the parts of the model that lie on this process.
+        model: the parts of the model on this process.
         optimizer: Megatron-LM's.
         scheduler: Megatron-LM's.
 

@@ -170,7 +170,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module]
         accelerator: has `state.megatron_lm_plugin`.
 
     Returns:
-        The parts of the model that lie on this process, its optimizer and its scheduler.
+        The parts of the model on this process, its optimizer and its scheduler.
     """
     plugin, training = accelerator.state.megatron_lm_plugin, library.training("training")
     given = {

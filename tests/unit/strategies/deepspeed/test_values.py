@@ -60,7 +60,7 @@ def test_a_batch_that_nobody_knows_is_missing():
     _, filling = filled(written, optimizer=object())
     assert filling.missing == ["train_micro_batch_size_per_gpu", "train_batch_size"]
     with pytest.raises(ConfigurationError, match="give the loader to prepare, with a batch_size"):
-        filling.settle()
+        filling.check_filled()
 
 
 def test_a_model_that_is_only_run_has_no_batches_to_count():
