@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate import load_checkpoint_in_model
 from accelerate.checkpointing import find_shards, save_sharded
-from accelerate.weights import Weights, find_tied_parameters
+from accelerate.weights import StoredWeights, find_tied_parameters
 
 SETTINGS = settings(max_examples=120, deadline=None)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -49,7 +49,7 @@ def test_what_is_split_comes_back(model: Bag, size: Any, safe: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = save_sharded(state, Path(folder), size, safe)
         assert find_shards(Path(folder)) == sorted(written)
-        weights = Weights.open(written)
+        weights = StoredWeights.open(written)
         stored = set(weights.files)
         assert stored == set(state)
         assert all(torch.equal(weights.read(name, CPU), state[name]) for name in stored)

@@ -102,6 +102,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.end()
             self._advance(epoch)
+            self._release_workers()
+
+    def _release_workers(self) -> None:
+        """Drop torchdata's iterator, so that its workers end with the pass and not with the loader."""
+        base: Any = self.base_dataloader
+        if self.torchdata_resumes and not base.persistent_workers:
+            base._iterator = None
 
     def _open_own_share(self, number: int) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
         """Start a pass over a shard that the dataset makes, and whose length other ranks do not know."""

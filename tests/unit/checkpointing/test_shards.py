@@ -94,9 +94,9 @@ def test_an_index_reads_no_files_of_other_folders(tmp_path: Path, kind: str) -> 
     (tmp_path / "own").mkdir()
     index = tmp_path / "own" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(STATE, name)}))
-    with pytest.raises(CheckpointError, match="Each file must lie in the folder of the index"):
+    with pytest.raises(CheckpointError, match="Each file must be in the folder of the index"):
         find_shards(tmp_path / "own")
-    with pytest.raises(ConfigurationError, match="Each file must lie in the folder of the index"):
+    with pytest.raises(ConfigurationError, match="Each file must be in the folder of the index"):
         read_tensors(str(tmp_path / "own"), None, False)
 
 
