@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import manifest, parts, retention
+from accelerate.checkpointing import Background, manifest, parts, retention
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
@@ -40,7 +40,12 @@ def leave(how: str, folder: str) -> None:
         time.sleep(0.5)
         write(*args)
 
+    def run_late(self: Background, job: Callable[[], Any]) -> None:
+        time.sleep(0.5)  # the script has ended by then
+        run(self, job)
+
     parts.write_whole_tensors = slowly
+    run, Background._run = Background._run, run_late  # type: ignore[method-assign]
     accelerator.save_state(blocking=False)
     if how == "error":
         raise KeyError("mine")

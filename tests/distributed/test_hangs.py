@@ -372,9 +372,10 @@ class Squares(torch.utils.data.Dataset[int]):
 def load_in_forks() -> list[int]:
     accelerator = Accelerator()
     loader = accelerator.prepare(torch.utils.data.DataLoader(Squares(), num_workers=1, batch_size=1))
-    found = [int(batch) for batch in loader]
+    values = [int(batch) for batch in loader]
     assert is_watched(accelerator)
-    return found
+    accelerator.wait_for_everyone()  # rank 0 holds the store, and rank 1 may still connect to it
+    return values
 
 
 def test_forks_have_no_watcher(run: Run) -> None:

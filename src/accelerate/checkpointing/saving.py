@@ -202,6 +202,9 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
             tensors = iterate_tensors([payload.content for payload in payloads])
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             expect(2 * size)  # each byte is written, and read for its checksum
+        if threads == 1:  # no pool starts threads once the interpreter has begun to end
+            records.extend(map(write_file, payloads))
+            return
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
