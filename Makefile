@@ -4,9 +4,7 @@
 PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
-# Tests wait for processes and timers: on two cores a third worker uses the time. The slow ones need more memory.
-test: WORKERS ?= 3
-test-slow mutate: WORKERS ?= 2
+WORKERS ?= 2
 # Debian packages that tests of several machines start; without them those tests skip, and say so.
 INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
