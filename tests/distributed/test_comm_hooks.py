@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.plugins import DistributedDataParallelKwargs
+from accelerate.state.process_group import close_group
 
 # How far gradients may be off: float16 keeps 11 bits, bfloat16 8.
 FORMATS = {"fp16": 2e-3, "bf16": 2e-2}
@@ -30,7 +31,7 @@ def train(variants: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     finally:
         # The wire's threads end with the last model that holds it; one that calls Python at exit aborts.
         gc.collect()
-        dist.destroy_process_group()
+        close_group()
 
 
 def train_one(kwargs: dict[str, Any]) -> list[list[list[float]]]:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.diagnostics import render
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect, report
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState, rendezvous
 from accelerate.utils import gather, gather_object, patch_environment, reduce
 
 Run = Callable[..., Any]
@@ -374,8 +375,23 @@ def load_in_forks() -> list[int]:
     loader = accelerator.prepare(torch.utils.data.DataLoader(Squares(), num_workers=1, batch_size=1))
     values = [int(batch) for batch in loader]
     assert is_watched(accelerator)
-    accelerator.wait_for_everyone()  # rank 0 holds the store, and rank 1 may still connect to it
     return values
+
+
+def leave_before_the_other_connects() -> None:
+    if os.environ["RANK"] == "1":
+        connect = rendezvous.connect_channel
+
+        def connect_late(purpose: str, timeout: timedelta) -> Any:
+            time.sleep(1.0)
+            return connect(purpose, timeout)
+
+        rendezvous.connect_channel = connect_late
+    Accelerator()
+
+
+def test_rank_0_keeps_its_store_until_others_have_connected(run: Run) -> None:
+    assert run(leave_before_the_other_connects) == [None, None]
 
 
 def test_forks_have_no_watcher(run: Run) -> None:

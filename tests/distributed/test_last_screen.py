@@ -162,7 +162,10 @@ def test_a_rank_that_the_launcher_killed_did_not_run_out_of_memory(fail: Fail) -
 
 
 def test_a_long_message_is_cut_and_whole_in_the_report(fail: Fail) -> None:
-    screen = fail("raise ValueError('\\n'.join(f'line {n}' for n in range(10_000)))\n")
+    both = (
+        "open(f'{rank}.here', 'w').close()\nwhile not os.path.exists(f'{1 - rank}.here'): time.sleep(0.01)\n"
+    )
+    screen = fail(both + "raise ValueError('\\n'.join(f'line {n}' for n in range(10_000)))\n")
     assert "lines are left out here; the whole text is in " in screen.text
     assert len(screen.err.splitlines()) < MOST_LINES + 10
     assert "line 5000\n" in screen.report["first"]["trace"]

@@ -71,6 +71,10 @@ class HangChannel:
         """How another process is found; None when it has not posted it."""
         return as_dataclass(Identity, self._channel.read(f"who/{rank}"))
 
+    def wait_for_identities(self, ranks: Sequence[int], seconds: float) -> None:
+        """Wait until other ranks have posted how they are found, which is when they have connected."""
+        self._channel.gather("who", ranks, seconds)
+
     def leave(self, ending: str) -> None:
         """Post that this process ends, and how."""
         self._channel.post(f"end/{self._rank}", ending)

@@ -44,6 +44,9 @@ DEFAULT_SECONDS = 60.0
 
 _logger = logging.getLogger(__name__)
 
+SECONDS_TO_CONNECT = 5.0
+"""How long after its start rank 0 waits, when it ends, for ranks that have not connected to its store yet."""
+
 
 class Watchdog:
     """What the thread that watches one rank does; it holds nothing that holds `Watching`.
@@ -67,6 +70,7 @@ class Watchdog:
         outlet: Outlet,
     ) -> None:
         self.rank = rank
+        self._started = time.monotonic()
         self.ended = threading.Event()
         self.ending = "given up its state"
         self.failed = False
@@ -97,6 +101,9 @@ class Watchdog:
             while not self.ended.wait(self._limits.pause):
                 self.look()
             self.last_words(self.ending, self.failed, self.lost)
+            if self.rank == 0:  # it keeps the store: another rank would wait long for a connection to it
+                left = self._started + SECONDS_TO_CONNECT - time.monotonic()
+                self._hang_channel.wait_for_identities(self._peers.ranks, left)
         except RuntimeError as error:  # what torch raises when a store does not answer
             self._watch_alone(str(error).splitlines()[0])
         finally:

@@ -142,8 +142,11 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
     if is_open():
         if group is None:
             services.before_close()
+        # A thread of gloo that released the last reference would wait for itself, and abort the process.
+        held = group or dist.group.WORLD
         dist.destroy_process_group(group)
         _wait_for_threads()
+        del held
 
 
 def _wait_for_threads() -> None:
