@@ -1,8 +1,9 @@
 """Train a tiny language model on the Python documentation, with gradients of the mean over all tokens.
 
-Paragraphs have different lengths, so batches hold different numbers of tokens. The mean of the batches'
-means, which accumulation forms without further knowledge, is not the mean over all tokens. First this script
-measures that: it compares the gradients of some windows with those of one big batch. Then it trains.
+Paragraphs have different lengths, so batches hold different numbers of tokens. Gradient accumulation without
+`num_items` averages the means of the batches, which is not the mean over all tokens. The script first
+measures the difference: it compares the gradients of some windows with those of one large batch. Then it
+trains.
 
     python examples/accumulation.py
     accelerate launch --cpu --num_processes 2 examples/accumulation.py
@@ -67,7 +68,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor, reduction: str = "sum") -> to
 def rounds(
     accelerator: Accelerator, way: str, model: nn.Module, loader: DataLoader
 ) -> Iterator[torch.Tensor]:
-    """Give the batches of a loader, and accumulate what is done with each of them."""
+    """Yield the batches of a loader, each inside `accumulate`."""
     if way == "windows":
         for window in accelerator.windows(loader, num_items=num_tokens):
             yield from window
@@ -79,7 +80,7 @@ def rounds(
 
 
 def big_batch(accelerator: Accelerator, model: nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
-    """The gradient of the mean over all tokens of all processes' batches, computed at once."""
+    """The gradient of the mean over all tokens of all processes' batches, computed in one pass."""
     longest = [nn.functional.pad(batch, (0, LONGEST - batch.shape[1])) for batch in batches]
     everything = accelerator.gather(torch.cat(longest))
     twin = LanguageModel().to(accelerator.device)
@@ -89,7 +90,7 @@ def big_batch(accelerator: Accelerator, model: nn.Module, batches: list[torch.Te
 
 
 def compare(accelerator: Accelerator, model: nn.Module, loader: DataLoader, way: str) -> list[float]:
-    """Return, for each window, the difference to the gradient of the big batch, relative to its norm."""
+    """Return, for each window, the difference to the gradient of the large batch, relative to its norm."""
     differences, batches = [], []
     for batch in rounds(accelerator, way, model, loader):
         accelerator.backward(loss_of(model, batch, "mean" if way == "means" else "sum"))

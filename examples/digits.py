@@ -1,14 +1,13 @@
-"""Train a small convolutional net on handwritten digits: on one process or on many, without a change.
+"""Train a small convolutional network on handwritten digits, unchanged on one process or many.
 
     python examples/digits.py
     accelerate launch --cpu --num_processes 2 examples/digits.py
     accelerate launch --mixed_precision bf16 examples/digits.py
     torchrun --nproc_per_node 2 examples/digits.py
 
-The five marked lines are all that a plain PyTorch loop needs for this. `set_seed`, `tqdm` and
-`accelerator.print` are conveniences: the same start everywhere, and one progress bar and one line of output
-however many processes there are. The script ends with an error when fewer than 96 % of the held-out images
-are recognised.
+Only the five marked lines differ from a plain PyTorch loop. `set_seed`, `tqdm` and `accelerator.print` are
+optional: they give the same seed on all ranks, and one progress bar and one line of output for any number of
+processes. The script raises an error if fewer than 96 % of the test images are recognised.
 """
 
 import argparse
@@ -27,7 +26,7 @@ HELD_OUT = 360  # of 1797 images
 
 
 def load_images() -> tuple[DataLoader, DataLoader]:
-    """Load the 8 x 8 grey images that scikit-learn brings along: a loader to train with, one to test with."""
+    """Load the 8 x 8 grey images of scikit-learn: a training loader and a test loader."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.tensor(digits.target))
@@ -52,7 +51,7 @@ def build_model() -> nn.Module:
 
 
 def train(num_epochs: int) -> float:
-    """Train; return the share of the held-out images that the net recognises, the same on every process."""
+    """Train and return the accuracy on the test images, the same on every rank."""
     accelerator = Accelerator()  # (2)
     set_seed(42)
 

@@ -1,6 +1,6 @@
-"""Train a small GPT on the Python documentation; the launch line alone says how it is spread out.
+"""Train a small GPT on the Python documentation; the launch command selects the parallel layout.
 
-One process, then copies of the model, then its parameters in parts, then its layers too, then its sequences:
+One process, replicas (DDP), sharded parameters (FSDP 2), FSDP 2 with tensor parallelism, context parallelism:
 
     python examples/gpt.py
     accelerate launch --cpu --num_processes 2 examples/gpt.py
@@ -10,7 +10,7 @@ One process, then copies of the model, then its parameters in parts, then its la
     accelerate launch --cpu --num_processes 2 --use_parallelism_config \\
         --parallelism_config_cp_size 2 examples/gpt.py
 
-All print the same losses: a batch is shared by as many processes as there are, not added to.
+All print the same losses: the global batch size does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ HEAD = 16
 
 
 def pieces() -> torch.Tensor:
-    """Python's help texts as bytes, in pieces of one more than the model reads."""
+    """Python's help texts as bytes, in chunks of one byte more than the model reads."""
     text = "\n".join(topics[topic] for topic in sorted(topics)).encode()
     return torch.tensor(list(text[: len(text) // (LENGTH + 1) * (LENGTH + 1)])).view(-1, LENGTH + 1)
 
 
 class Block(nn.Module):
-    """Attention to what stands before, and two linear layers."""
+    """Causal attention and two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.norm1(hidden)
-        # As many heads as there are on this process: with tensor parallelism it has some of them.
+        # The number of heads on this rank: with tensor parallelism it has some of them.
         heads = [layer(normed).unflatten(-1, (-1, HEAD)) for layer in (self.query, self.key, self.value)]
         attended = scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads), is_causal=True)
         hidden = hidden + self.join(attended.transpose(1, 2).flatten(-2))
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Guesses each byte from those before it."""
+    """Predicts each byte from those before it."""
 
     _no_split_modules: ClassVar = ["Block"]  # a unit of FSDP
     tp_plan: ClassVar = {

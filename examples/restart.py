@@ -1,12 +1,12 @@
-"""Train on handwritten digits in a run that survives the death of its processes.
+"""Train on handwritten digits in a run that restarts after its processes fail.
 
     accelerate launch --cpu --num_processes 2 --max_restarts 3 examples/restart.py
     accelerate launch --cpu --num_processes 2 --max_restarts 3 examples/restart.py --die_at 50 95
 
-When a process dies, the launcher starts all of them again, up to `--max_restarts` times. The script loads
-the newest complete checkpoint, if there is one, and goes on behind it: the run ends with the same weights,
-bit by bit on the CPU, as one that was never interrupted. `--die_at` shows it: at each of these steps the last
-process kills itself, once. The last line is a checksum of the weights, to compare runs by.
+If a process fails, the launcher restarts all processes, up to `--max_restarts` times. The script loads the
+newest complete checkpoint, if there is one, and continues after it: the run ends with the same weights as an
+uninterrupted run, bitwise on the CPU. `--die_at` demonstrates this: at each of these steps the last rank
+kills itself, once. The last line of output is a checksum of the weights, to compare runs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 
 
 class Progress:
-    """How far the run is: what a loop needs to know to go on."""
+    """The progress of the run, which a loop needs to resume."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -41,14 +41,14 @@ class Progress:
 
 
 def load_images() -> DataLoader:
-    """Load the 8 x 8 grey images that scikit-learn brings along."""
+    """Load the 8 x 8 grey images of scikit-learn."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     return DataLoader(TensorDataset(images, torch.tensor(digits.target)), batch_size=20, shuffle=True)
 
 
 def build_model() -> nn.Module:
-    """A convolution and a linear layer; the dropout needs the right random numbers after a restart."""
+    """A convolution and a linear layer; dropout needs the restored generator states after a restart."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
         nn.ReLU(),
@@ -67,7 +67,7 @@ def checksum(model: nn.Module) -> str:
 
 
 def die_once(accelerator: Accelerator, project: Path, step: int) -> None:
-    """Kill this process as a machine that fails would: without a word; in the next life it lives on."""
+    """Kill the last rank without an error message, as a failing machine would; once per step."""
     trace = project / f"died_at_step_{step}"
     if accelerator.is_last_process and not trace.exists():
         trace.touch()

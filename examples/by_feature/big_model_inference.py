@@ -1,10 +1,10 @@
-"""Answer with a model that is larger than the memory it may take.
+"""Run inference with a model that is larger than the available memory.
 
     accelerate launch --cpu examples/by_feature/big_model_inference.py
 
-The model is made without memory and filled from a checkpoint in shards. A device map says where each module
-lies: what the given memory does not hold stays in the files, and comes when its turn is. With GPUs their
-memory is the first to be filled; here `--max_memory` is that of the CPU.
+The model is created on the meta device and loaded from a sharded checkpoint. A device map gives the device of
+each module: modules that do not fit in memory stay in the files and are loaded when they run. GPU memory is
+filled first; here `--max_memory` limits the memory of the CPU.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def build_model() -> nn.Module:
 
 
 def train_and_save(accelerator: Accelerator, folder: Path, num_epochs: int) -> None:
-    """Make a checkpoint in shards of at most 80 kB."""
+    """Write a checkpoint in shards of at most 80 kB."""
     train_loader, _ = load_images()
     model = build_model()
     model, optimizer, train_loader = accelerator.prepare(model, build_optimizer(model), train_loader)

@@ -1,11 +1,11 @@
-"""Save the whole state of a run each epoch, and go on from it.
+"""Save the state of a run each epoch, and resume from it.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/checkpointing.py --num_epochs 6
     accelerate launch --cpu --num_processes 2 examples/by_feature/checkpointing.py --resume
 
-`save_state` writes model, optimizer, the order of the data and random numbers; `register_for_checkpointing`
-adds an object of your own. `load_state` without a folder takes the newest complete checkpoint of the project.
-`examples/restart.py` saves and goes on in the middle of an epoch.
+`save_state` writes the model, the optimizer, the order of the data and the random number generator states;
+`register_for_checkpointing` adds your own object. `load_state` without a folder loads the newest complete
+checkpoint of the project. `examples/restart.py` saves and resumes in the middle of an epoch.
 """
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments
@@ -16,7 +16,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 
 
 class Progress:
-    """How many epochs are done."""
+    """The number of finished epochs."""
 
     def __init__(self) -> None:
         self.num_epochs = 0

@@ -1,10 +1,10 @@
-"""Train one model for each fold, and let them vote.
+"""Train one model per fold, and combine their predictions by a vote.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/cross_validation.py
 
-Every fold is a training of its own with one `Accelerator`: `free_memory` lets go of what the fold before has
-prepared. `gather_for_metrics` returns each held-out image once, in the same order for every fold, so the
-guesses of all models can be added.
+All folds are trained with one `Accelerator`: `free_memory` releases the prepared objects of the previous
+fold. `gather_for_metrics` returns each test image once, in the same order for every fold, so the predictions
+of all models can be added.
 """
 
 import torch
@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 def guess(
     accelerator: Accelerator, model: nn.Module, loader: DataLoader
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores (N, 10) and labels (N,) of all images of a loader, on all processes."""
+    """Return the scores (N, 10) and labels (N,) of all images of a loader, on all ranks."""
     scores, labels = [], []
     model.eval()
     for images, truth in loader:

@@ -1,10 +1,10 @@
-"""Send gradients in fewer bits.
+"""Compress gradients with a communication hook.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/ddp_comm_hook.py --comm_hook bf16
 
-`fp16` and `bf16` halve what travels. `power_sgd` sends two thin matrices in the place of each gradient, after
-some steps in which it sends all of it, and can be wrapped in a format too. `batched_power_sgd` is not offered
-here: in torch 2.13 it fails inside torch at its first compressed step.
+`fp16` and `bf16` halve the bytes that are sent. `power_sgd` sends two low-rank matrices instead of each
+gradient, after some uncompressed steps, and can be combined with a 16-bit format. `batched_power_sgd` is not
+offered here: in torch 2.13 it fails inside torch at its first compressed step.
 """
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments

@@ -1,10 +1,11 @@
-"""Train by DeepSpeed, with its own configuration.
+"""Train with DeepSpeed and its configuration file.
 
     accelerate launch --cpu --num_processes 2 --use_deepspeed \
         --deepspeed_config_file examples/by_feature/zero2.json examples/by_feature/deepspeed_with_config.py
 
-Optimizer and scheduler are named in the JSON file; `DummyOptim` and `DummyScheduler` stand for them here, and
-say what is "auto" there. Without DeepSpeed's flags the script trains with those of torch.
+The JSON file names optimizer and scheduler; `DummyOptim` and `DummyScheduler` are placeholders for them, and
+set the values that are "auto" in the file. Without DeepSpeed's flags the script trains with optimizer and
+scheduler of torch.
 """
 
 import torch
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def choose(accelerator: Accelerator, model: torch.nn.Module, steps: int) -> tuple[object, object]:
-    """Return optimizer and scheduler, or what stands for those that DeepSpeed's configuration names."""
+    """Return optimizer and scheduler, or placeholders for those in DeepSpeed's configuration."""
     plugin = accelerator.deepspeed_plugin
     if plugin is None or "optimizer" not in plugin.deepspeed_config:
         own = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

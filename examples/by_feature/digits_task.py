@@ -1,6 +1,6 @@
-"""The task that the examples beside this file share: recognise scikit-learn's handwritten digits.
+"""The task of the examples in this folder: recognise scikit-learn's handwritten digits.
 
-The images are real, 8 x 8 and already on the disk, so an example runs in seconds and shows one feature only.
+The images have 8 x 8 pixels and are installed with scikit-learn, so an example runs in seconds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ LEARNING_RATE = 3e-3
 
 
 def load_images(batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
-    """Return a loader to train with and one to test with; a batch is (images of 64 numbers, labels)."""
+    """Return a training loader and a test loader; a batch is (images of 64 numbers, labels)."""
     digits = load_digits()
     dataset = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
     split = torch.Generator().manual_seed(0)
@@ -26,7 +26,7 @@ def load_images(batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
 
 
 def build_model() -> nn.Module:
-    """Return a net with one hidden layer and one output for each digit."""
+    """Return a network with one hidden layer and one output for each digit."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def measure_accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of images that are recognised; called on all processes, the same on each."""
+    """Return the accuracy, the same on all ranks; called on all ranks."""
     model.eval()
     num_right = num_images = 0
     for images, labels in loader:

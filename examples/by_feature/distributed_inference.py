@@ -1,9 +1,9 @@
-"""Answer many inputs with a copy of the model on each process.
+"""Run inference on many inputs with a replica of the model on each rank.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/distributed_inference.py
 
-`split_between_processes` gives each process its part of any list, tensor or dictionary, in order;
-`gather_object` brings the answers together. No loader, no `prepare`: nothing is trained here.
+`split_between_processes` gives each rank its part of a list, tensor or dictionary, in order; `gather_object`
+gathers the results. Inference needs neither a loader nor `prepare`.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from accelerate.utils import gather_object, set_seed
 
 
 def train_and_save(path: Path, num_epochs: int) -> None:
-    """Make a checkpoint to infer with, by an ordinary loop of one process."""
+    """Write a checkpoint for inference, trained in a plain loop on one process."""
     train_loader, _ = load_images()
     model = build_model()
     optimizer = build_optimizer(model)

@@ -1,10 +1,10 @@
-"""Stop all processes when one of them wants to.
+"""Stop all ranks when one rank requests it.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/early_stopping.py
 
-Each process sees its own batches, so each sees another loss. A process that left the loop alone would leave
-the others waiting for it. `set_trigger` raises a flag on one process; `check_trigger`, called by all of them,
-tells whether any has raised it.
+Each rank reads different batches and computes a different loss. If one rank left the loop alone, the other
+ranks would hang. `set_trigger` sets a flag on one rank; `check_trigger`, called on all ranks, returns whether
+any rank has set it.
 """
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments

@@ -1,9 +1,10 @@
-"""Measure on all processes what one process would have measured.
+"""Compute the same metrics on several ranks as on one process.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/exact_metrics.py
 
-The 360 held-out images do not divide evenly, so some are seen twice. `gather_for_metrics` returns each once;
-`weighted_mean` averages a mean over samples, by their number. `gather` alone would count the extra ones.
+The 360 test images do not divide evenly, so some are read twice. `gather_for_metrics` returns each image
+once; `weighted_mean` weights each rank's mean by its number of samples. `gather` alone would count the
+duplicates.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""Train with parameters, gradients and optimizer state in parts (FSDP 2), and save a model that is whole.
+"""Shard parameters, gradients and optimizer state (FSDP 2), and save the full model.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/fully_sharded.py
 
-The plugin says what is shared out: here each linear layer that has at least a thousand numbers. The same can
-be said on the launch line (`--use_fsdp --fsdp_version 2 ...`) with an empty `Accelerator()`. `save_model`
-gathers the parts: any program can load the file.
+The plugin selects the modules that are sharded: here each linear layer with at least a thousand parameters.
+The flags of the launcher (`--use_fsdp --fsdp_version 2 ...`) and a plain `Accelerator()` do the same.
+`save_model` gathers the shards: any program can load the file.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Gradient accumulation: several small batches make one update, as if they were one large batch.
+"""Gradient accumulation: several micro-batches make one update that equals that of one large batch.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/gradient_accumulation.py
 
-Inside `accelerator.accumulate(model)` the loop looks as always. `optimizer.step()` and `zero_grad()` do
-nothing until enough batches have been seen, the loss is divided, and processes exchange gradients once per
-update. The last batches of an epoch make an update of their own when they are fewer.
+The training loop does not change inside `accelerator.accumulate(model)`. `optimizer.step()` and `zero_grad()`
+do nothing until enough batches have been processed, the loss is divided, and gradients are all-reduced once
+per update. If fewer batches remain at the end of an epoch, they make an update too.
 """
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments

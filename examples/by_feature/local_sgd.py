@@ -1,9 +1,9 @@
-"""Local SGD: processes train on their own and average their weights now and then.
+"""Local SGD: ranks train independently and average their weights every few steps.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/local_sgd.py
 
-Usually processes exchange gradients at every step. On a slow wire it can be better to let each take some
-steps alone: inside `LocalSGD` they exchange nothing but, after every few steps, the average of their weights.
+DistributedDataParallel all-reduces gradients at every step, which is costly on a slow network. Inside
+`LocalSGD` the ranks take several steps independently, and only their weights are averaged, every few steps.
 """
 
 import torch
@@ -36,7 +36,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 local_sgd.step()
 
-    # The last block ends with an average: all processes hold the same weights.
+    # The last block ends with an average: all ranks hold the same weights.
     first_weights = next(model.parameters()).detach()
     for other in accelerator.gather(first_weights.unsqueeze(0)):
         torch.testing.assert_close(other, first_weights)

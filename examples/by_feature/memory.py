@@ -1,11 +1,11 @@
-"""Find the largest batch that fits into memory.
+"""Find the largest batch size that fits in memory.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/memory.py
 
-`find_executable_batch_size` calls the training function again with half the batch size when any process runs
-out of memory. Whatever depends on the batch size, and every prepared object, is made inside the function, and
-`free_memory` lets go of what the failed attempt has left. These images would fit in any memory, so the script
-raises the error of a full GPU itself above `--pretend_limit`.
+`find_executable_batch_size` calls the training function again with half the batch size if any rank runs out
+of memory. Create everything that depends on the batch size, and every prepared object, inside the function;
+`free_memory` releases the objects of the failed attempt. The images of this example fit in any memory, so the
+script raises an out-of-memory error itself above `--pretend_limit`.
 """
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments

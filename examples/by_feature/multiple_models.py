@@ -1,10 +1,10 @@
-"""Two models with two optimizers in one loop.
+"""Train two models with two optimizers in one loop.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/multiple_models.py
 
-One net compresses an image to eight numbers, the other one reads the digit from them. Both are prepared in
-one call and trained with optimizers of their own; `accumulate` takes both, so that they exchange gradients
-together.
+One network compresses an image to eight numbers, the other one predicts the digit from them. Both are
+prepared in one call and trained with their own optimizers; `accumulate` takes both models, so that their
+gradients are synchronized at the same step.
 """
 
 import torch

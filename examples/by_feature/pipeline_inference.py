@@ -1,9 +1,9 @@
-"""Infer with a model in stages, one on each process.
+"""Run inference with a model split into pipeline stages, one per rank.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/pipeline_inference.py
 
-`prepare_pippy` cuts the model into as many stages as there are processes. A batch goes through in parts, so
-that all stages work at a time. All processes call the model; the arguments of the first one count.
+`prepare_pippy` splits the model into one stage per rank. A batch is split into micro-batches, so that all
+stages compute at the same time. All ranks call the model; the arguments of rank 0 are used.
 """
 
 import torch

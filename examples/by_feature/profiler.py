@@ -1,9 +1,9 @@
-"""See where the time and the memory of training steps go.
+"""Profile the time and memory of training steps.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/profiler.py
 
-`accelerator.profile` is torch's profiler with one trace for each process, to be opened at ui.perfetto.dev;
-`accelerator.peak_memory` tells the peak of each of them.
+`accelerator.profile` runs torch's profiler with one trace per rank, which can be opened at ui.perfetto.dev;
+`accelerator.peak_memory` measures the peak memory of each rank.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Log a run to whatever tracker is at hand.
+"""Log a run to an experiment tracker.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/tracking.py --log_with tensorboard
 
-`init_trackers`, `log` and `end_training` are called on all processes; only the main one has a run. What is
-logged stays a tensor: the loop does not wait for its value. Without `--log_with` nothing is logged.
+`init_trackers`, `log` and `end_training` are called on all ranks; only the main process has a run. Logged
+values stay tensors: the loop does not wait for them. Without `--log_with` nothing is logged.
 """
 
 import torch
