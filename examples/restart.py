@@ -119,10 +119,10 @@ def main() -> None:
     parser.add_argument("--num_epochs", type=int, default=3)
     parser.add_argument("--save_every", type=int, default=15, help="steps between checkpoints (default: 15)")
     parser.add_argument(
-        "--background", action="store_true", help="go on training while checkpoints are written"
+        "--background", action="store_true", help="continue training while checkpoints are written"
     )
     parser.add_argument(
-        "--die_at", type=int, nargs="*", default=[], help="steps at which the last process dies"
+        "--die_at", type=int, nargs="*", default=[], help="steps at which the last rank kills itself"
     )
     train(**vars(parser.parse_args()))
 

@@ -30,9 +30,9 @@ class Progress:
 
 def main() -> None:
     arguments = parse_arguments(
-        "Save each epoch, and go on.",
+        "Save each epoch, and resume.",
         project_dir={"default": "runs/checkpointing", "help": "folder of the checkpoints"},
-        resume={"action": "store_true", "help": "go on from the newest checkpoint"},
+        resume={"action": "store_true", "help": "resume from the newest checkpoint"},
     )
     project = ProjectConfiguration(arguments.project_dir, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)
