@@ -191,14 +191,14 @@ def draw_mesh() -> Picture:
     """Show three layouts of a device mesh."""
     picture = Picture(
         "Layouts of a device mesh",
-        "Eight ranks as two copies of four shards: each rank reads a batch of its own. Eight ranks as two "
+        "Eight ranks as two replicas of four shards: each rank reads its own batch. Eight ranks as two "
         "copies, two shards and two ranks that share each layer: two neighbors read the same batch. Four "
         "ranks with two shards and two parts of each sequence: two neighbors read parts of the same "
         "sequences.",
         498,
     )
     picture.text(14, 24, "dp_replicate_size=2, dp_shard_size=4", "code")
-    picture.text(14, 42, "two copies of the model, each in four shards (HSDP)", "note")
+    picture.text(14, 42, "two replicas of the model, each in four shards (HSDP)", "note")
     _draw_ranks(picture, 50, [0, 1, 2, 3] * 2, [f"batch {rank}" for rank in range(8)], 4)
     picture.text(14, 212, "dp_replicate_size=2, dp_shard_size=2, tp_size=2", "code")
     picture.text(14, 230, "neighbors share each layer and read the same batch", "note")
