@@ -1,4 +1,4 @@
-"""Load names on first use: a package's from its one table, the stub `__init__.pyi` beside it."""
+"""Load names on first use: those of a package or module from its one table, the stub (`.pyi`) beside it."""
 
 import ast
 import gc
@@ -17,7 +17,7 @@ def attach(
 
     Args:
         module: The module's `__name__`.
-        imports: Module -> the names that are imported from it. Default: what the package's `__init__.pyi`
+        imports: Module -> the names that are imported from it. Default: what the stub beside the module
             imports, so that type checkers and the interpreter read the same table.
 
     Returns:
@@ -48,12 +48,21 @@ def attach(
     return load, list_names, sorted(table)
 
 
-def read_table(package: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the module, the name in it, and the name in the package, of each import in a package's stub."""
-    for statement in ast.parse(get_data(package, "__init__.pyi") or b"").body:
-        if isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                yield str(statement.module), alias.name, alias.asname or alias.name
+def read_table(module: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the source, the name in it, and the name in the module, of each import in a module's stub.
+
+    `from package import *` stands for the table of that package, without its submodules.
+    """
+    loaded = import_module(module)
+    stub = "__init__" if hasattr(loaded, "__path__") else module.rpartition(".")[2]
+    statements = ast.parse(get_data(module, f"{stub}.pyi") or b"").body
+    for statement in (node for node in statements if isinstance(node, ast.ImportFrom)):
+        source = str(statement.module)
+        for alias in statement.names:
+            if alias.name == "*":
+                yield from (row for row in read_table(source) if row[0] != source)
+            else:
+                yield source, alias.name, alias.asname or alias.name
 
 
 @contextmanager

@@ -126,6 +126,7 @@ from accelerate.devices import (
     set_numa_affinity as set_numa_affinity,
 )
 from accelerate.diagnostics import find_executable_batch_size as find_executable_batch_size
+from accelerate.display import tqdm as tqdm
 from accelerate.hooks import (
     align_module_device as align_module_device,
     has_offloaded_params as has_offloaded_params,
@@ -285,7 +286,6 @@ from accelerate.utils import (
     torch_xla as torch_xla,
     versions as versions,
 )
-from accelerate.utils.tqdm import tqdm as tqdm
 from accelerate.weights import (
     GatheredParameters as GatheredParameters,
     OffloadedWeightsLoader as OffloadedWeightsLoader,

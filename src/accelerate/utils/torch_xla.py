@@ -1,3 +1,5 @@
 """Old import path of the installation of torch_xla."""
 
-from accelerate.devices import install_xla as install_xla
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,7 +1,5 @@
 """Old import path of version comparison."""
 
-from accelerate.base import (
-    STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC,
-    compare_versions as compare_versions,
-    is_torch_version as is_torch_version,
-)
+from accelerate.base import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,1 @@
+from accelerate.utils import *
