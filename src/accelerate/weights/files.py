@@ -55,26 +55,20 @@ _METADATA = {"format": "pt"}
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors to a file that any reader of safetensors takes.
+    """Write tensors by name to a file that any reader of safetensors takes.
 
-    Args:
-        state: tensors by name. One that several names share is stored once; the file's metadata has the
-            other names.
-        path: the file; what was there is overwritten.
-
-    Raises:
-        ConfigurationError: something in `state` is not a tensor.
+    A tensor that several names share is stored once; the file's metadata has the other names.
     """
     kept, aliases = drop_shared(state)
     write_whole_tensors(kept, aliases, path)
 
 
 def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write tensors of which no two share memory.
+    """Write contiguous tensors of which no two share memory.
 
     Args:
-        kept: contiguous tensors by name.
-        aliases: further names, each with the one in `kept` that holds its tensor.
+        kept: tensors by name.
+        aliases: further names, each with the one in `kept` that has its tensor.
         path: the file.
 
     Raises:
@@ -110,10 +104,6 @@ def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[s
 
 def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read all tensors of a file; names that share a tensor get the same one.
-
-    Args:
-        path: the file.
-        device: where the tensors go.
 
     Raises:
         CheckpointError: it is not such a file, or not a whole one.
@@ -174,33 +164,17 @@ DAMAGES = (
 
 
 def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
-    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers by default.
-
-    Args:
-        path: the file.
-        map_location: where tensors go, as for `torch.load`.
-        **options: further arguments of `torch.load`; `weights_only=False` reads any object, and runs
-            any code that the file contains.
-
-    Raises:
-        CheckpointError: the file is broken, or holds other things.
-    """
+    """Read what `torch.save` wrote, as `load` does."""
     try:
         with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
             return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
     except pickle.UnpicklingError as error:
         raise CheckpointError(_explain_refusal(path, error)) from error
-    except OSError as error:
-        if error.filename is not None:  # the system's own words name the file
+    except (OSError, *DAMAGES) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # the system's own words name the file
             raise
-        raise _unreadable(path, error) from error
-    except DAMAGES as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Target, error: Exception) -> CheckpointError:
-    text = f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
-    return like(CheckpointError(text), error)
+        text = f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
+        raise like(CheckpointError(text), error) from error
 
 
 def refused_globals(path: Path) -> list[str]:
@@ -228,20 +202,6 @@ def _name_of(path: Target) -> str:
 # Either
 
 
-def write(obj: Any, path: Path, safe_serialization: bool) -> None:
-    """Write an object to one file.
-
-    Args:
-        obj: anything; with `safe_serialization` tensors by name.
-        path: the file.
-        safe_serialization: whether in the format of safetensors.
-    """
-    if safe_serialization:
-        write_safetensors(cast("Mapping[str, Tensor]", obj), path)
-    else:
-        write_torch(obj, path)
-
-
 def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object to one file, once; called on any ranks.
 
@@ -261,23 +221,12 @@ def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serializatio
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
     if isinstance(f, (str, os.PathLike)):
-        write_beside(obj, Path(f), safe_serialization)
+        with replace_files([Path(f)]) as (temporary,):
+            (write_safetensors if safe_serialization else write_torch)(obj, temporary)
     elif safe_serialization:
         raise ConfigurationError("safe_serialization=True needs the path of a file; this is a file object.")
     else:
         torch.save(obj, f)
-
-
-def write_beside(obj: Any, path: Path, safe_serialization: bool) -> None:
-    """Write an object to a temporary file, and rename that when it is whole; an older file is replaced.
-
-    Args:
-        obj: anything; with `safe_serialization` tensors by name.
-        path: the file.
-        safe_serialization: whether in the format of safetensors.
-    """
-    with replace_files([path]) as (temporary,):
-        write(obj, temporary, safe_serialization)
 
 
 def load_state_dict(

@@ -37,11 +37,7 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
 
 
 def read_index(path: Path) -> Index:
-    """Read the index of a folder.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or names a file outside the folder.
-    """
+    """Read the index of a folder; a file that is damaged or names one outside the folder is refused."""
     content = _read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no index of weights: it holds a {type(content).__name__}.")
@@ -110,14 +106,7 @@ def _read_json(path: Path) -> Any:
 
 
 def make_folder(folder: Folder) -> None:
-    """Make the folder where weights go, before anything else is done.
-
-    Args:
-        folder: with those around it; it may be there.
-
-    Raises:
-        CheckpointError: that cannot be.
-    """
+    """Make the folder of the weights, and those around it, before anything else is done."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

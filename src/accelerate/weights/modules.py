@@ -107,11 +107,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module by name; one with several names is there several times.
-
-    Args:
-        module: the module.
-    """
+    """Return all parameters and buffers of a module by name; those with several names are listed for each."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
@@ -134,10 +130,10 @@ def find_blocks(
     of a named class; or, anywhere else, the tensors of one module alone.
 
     Args:
-        module: where to look.
+        module: the module that is searched.
         name: its own dotted name.
         whole: names of classes that are always one block.
-        opened: names of modules that are none.
+        opened: names of modules that are no blocks.
         repeated: whether the module is part of an entry of a list.
 
     Yields:
@@ -158,11 +154,7 @@ def find_blocks(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: lists of modules, and bare `nn.Module`s, cannot.
-
-    Args:
-        module: any module.
-    """
+    """Whether a module can be called: lists of modules, and bare `nn.Module`s, cannot."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -186,7 +178,7 @@ def GatheredParameters(
         fwd_module: another module whose forward uses them.
         enabled: whether it does anything.
 
-    CheckpointSource: https://deepspeed.readthedocs.io/en/latest/zero3.html
+    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html
     """
     if not is_deepspeed_available():
         return nullcontext()

@@ -51,7 +51,7 @@ def remade(
         source: its values: plain numbers, or packed ones like those of `old`.
         target: the device.
         dtype: dtype of plain numbers.
-        statistics: what values in 8 bits are multiplied by.
+        statistics: the scales of values in 8 bits.
     """
     make = cast("type[nn.Parameter]", type(old))
     attributes = dict(vars(old))
@@ -85,22 +85,13 @@ def _remade_by_class(
 
 
 def parts_of(name: str, stored: Iterable[str]) -> tuple[str, ...]:
-    """Return the names under which the scales of a weight in 4 bits are stored; none for any other.
-
-    Args:
-        name: of the weight.
-        stored: names of all that is stored.
-    """
+    """Return the names under which the scales of a weight in 4 bits are stored; none for any other weight."""
     parts = tuple(key for key in stored if key.startswith(f"{name}."))
     return parts if any(key.startswith(f"{name}{OUTLINE}") for key in parts) else ()
 
 
 def shape_of(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of a weight in 4 bits before it was packed.
-
-    Args:
-        parts: what is stored with it, by name.
-    """
+    """Return the shape of a weight in 4 bits before it was packed, from what is stored with it, by name."""
     outline = next(tensor for name, tensor in parts.items() if OUTLINE in name)
     return tuple(json.loads(bytes(outline.tolist()))["shape"])
 
@@ -108,14 +99,7 @@ def shape_of(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
 def with_parts(
     old: Tensor, packed: Tensor, parts: Mapping[str, Tensor], target: torch.device
 ) -> nn.Parameter:
-    """Return a weight in 4 bits as it was stored.
-
-    Args:
-        old: of the same class.
-        packed: its values.
-        parts: what is stored with them, by name.
-        target: the device.
-    """
+    """Return a weight in 4 bits like `old`, from its packed values and what is stored with them."""
     make = cast("Any", type(old))
     made: nn.Parameter = make.from_prequantized(
         packed, dict(parts), requires_grad=old.requires_grad, device=target
@@ -124,13 +108,9 @@ def with_parts(
 
 
 def take_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Let `load_state_dict` fill a quantized layer, used or not: its weight takes the stored scales, too.
+    """Let `load_state_dict` fill a quantized layer, used or not, with its stored scales; changes `state`.
 
-    Args:
-        layer: has the weight.
-        state: changed in place, as torch reads it next.
-        prefix: name of the layer, with a dot.
-        *rest: what else torch passes to such hooks.
+    It is a hook of torch, which passes further arguments.
     """
     name = f"{prefix}weight"
     parts, scales = parts_of(name, state), state.get(f"{prefix}SCB")
@@ -147,11 +127,7 @@ def take_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any)
 
 
 def scales_of(owner: nn.Module) -> Tensor | None:
-    """Return the scales of a layer in 8 bits, which keeps them itself from its first forward on.
-
-    Args:
-        owner: the layer, or any module.
-    """
+    """Return the scales of a layer in 8 bits, which keeps them itself from its first forward on."""
     weight = owner._parameters.get("weight")
     if weight is None or type(weight).__name__ != INT8:
         return None
@@ -160,11 +136,7 @@ def scales_of(owner: nn.Module) -> Tensor | None:
 
 
 def let_go(owner: nn.Module) -> None:
-    """Let a layer in 8 bits forget the values that it has taken over from its weight.
-
-    Args:
-        owner: the layer, or any module.
-    """
+    """Let a layer in 8 bits drop the values that it has taken over from its weight."""
     weight = owner._parameters.get("weight")
     if weight is not None and type(weight).__name__ == INT8:
         state: Any = owner.state

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError, wrong_value
+from accelerate.base import wrong_value
 from accelerate.devices import clear_device_cache, hardware_table, of_device
 from accelerate.weights.packed import (
     is_own_class,
@@ -96,30 +96,33 @@ def set_module_tensor_to_device(
 
 
 def find_home(module: nn.Module, tensor_name: str) -> Home:
-    """Return the module that holds a tensor itself, and the tensor's name there.
-
-    Args:
-        module: the module, or one around it.
-        tensor_name: dotted name of a parameter or buffer.
+    """Return the module that has a tensor itself, and the tensor's name there.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is no parameter or buffer of that dotted name.
     """
     path, _, name = tensor_name.rpartition(".")
-    try:
-        owner = module.get_submodule(path)
-    except AttributeError:
-        raise _unknown(module, tensor_name) from None
-    if name not in _own_tensors(owner):
-        raise _unknown(module, tensor_name)
+    owner = _submodule(module, path)
+    if owner is None or name not in _own_tensors(owner):
+        raise wrong_value(
+            "tensor_name",
+            tensor_name,
+            f"this {type(module).__name__} has no parameter or buffer of that name",
+            "names are those of its state dict",
+            AttributeError,
+        )
     return owner, name
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def resolve_device(device: Device) -> torch.device:
     """Return a device; an integer is the index of an accelerator.
-
-    Args:
-        device: as users write it.
 
     Raises:
         ConfigurationError: it is a number, and there is no accelerator; or torch knows no such device.
@@ -148,14 +151,7 @@ def resolve_device(device: Device) -> torch.device:
 
 
 def check_here(device: torch.device) -> None:
-    """Refuse a device that this machine does not have.
-
-    Args:
-        device: of any kind; kinds that other packages register with torch are left to them.
-
-    Raises:
-        ConfigurationError: there is none, or there are fewer.
-    """
+    """Refuse a device that this machine does not have; kinds of other packages are left to them."""
     backend = of_device(device)
     if not backend.name or backend.is_host:
         return
@@ -167,11 +163,7 @@ def check_here(device: torch.device) -> None:
 
 
 def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype, also by its name: "float16" or "torch.float16".
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
+    """Return a dtype, also by its name: "float16" or "torch.float16"."""
     if isinstance(dtype, torch.dtype):
         return dtype
     resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
@@ -188,15 +180,7 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a tensor or module in a device map: the entry of the innermost module around it.
-
-    Args:
-        name: dotted name.
-        device_map: devices by module; "" is the whole model.
-
-    Returns:
-        The entry; None when there is none.
-    """
+    """Return a tensor's or module's device in a device map, None if there is none: see `entry_of`."""
     entry = entry_of(name, device_map)
     return None if entry is None else device_map[entry]
 
@@ -204,9 +188,7 @@ def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
 def entry_of(name: str, device_map: Mapping[str, Any]) -> str | None:
     """Return the name in a device map of the innermost module around a tensor or module, or its own.
 
-    Args:
-        name: dotted name.
-        device_map: devices by module; "" is the whole model.
+    The name "" in a device map is the whole model.
     """
     while True:
         if name in device_map:
@@ -237,12 +219,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def renew(old: Tensor, data: Tensor) -> Tensor:
-    """Return data that replaces a tensor: a parameter like it, or plain for a buffer.
-
-    Args:
-        old: the tensor that is replaced; gives class, `requires_grad` and attributes.
-        data: the new values.
-    """
+    """Return data that replaces a tensor: a parameter with the attributes of `old`, or plain for a buffer."""
     if is_own_class(old):
         return remade(old, data, data.device, data.dtype, None)
     if not isinstance(old, nn.Parameter):
@@ -255,16 +232,6 @@ def renew(old: Tensor, data: Tensor) -> Tensor:
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
-
-
-def _unknown(module: nn.Module, tensor_name: str) -> ConfigurationError:
-    return wrong_value(
-        "tensor_name",
-        tensor_name,
-        f"this {type(module).__name__} has no parameter or buffer of that name",
-        "names are those of its state dict",
-        AttributeError,
-    )
 
 
 def _find_twin(

@@ -45,13 +45,9 @@ LENGTH = 8
 
 
 class Range(NamedTuple):
-    """The bytes of a file with the values of a tensor.
+    """The bytes of a file with the values of a tensor, from `start` up to `end`.
 
-    Attributes:
-        start: offset in the file, in bytes.
-        end: behind the last of them.
-        dtype: of the tensor; None: torch has none of that name.
-        shape: of the tensor.
+    A dtype that torch does not have is None.
     """
 
     start: int
@@ -61,16 +57,10 @@ class Range(NamedTuple):
 
 
 class MappedFile:
-    """A file of safetensors whose tensors are mapped one by one, and unmapped when nobody holds them.
+    """A file of safetensors whose tensors are mapped one by one, and unmapped when nothing refers to them.
 
-    What opens the whole file keeps all pages that were ever read among those of the process. The file stays
+    Opening the whole file would keep all pages that were ever read among those of the process. The file stays
     open, so that it is this one that is read, even if another replaces it or it is deleted.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: it is none, or not a whole one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,11 +77,7 @@ class MappedFile:
         return MappedFile, (self.path,)  # a copy opens the file by itself
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU; changes do not reach the file.
-
-        Raises:
-            CheckpointError: the file does not have it, or was cut off.
-        """
+        """Return a tensor on the CPU; changes do not reach the file."""
         stored = self._ranges.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path} has no tensor of the name {name}.")
@@ -165,11 +151,7 @@ class WeightFile(Protocol):
 
 
 class SafetensorsFile:
-    """A file of safetensors: see `WeightFile`.
-
-    Raises:
-        CheckpointError: it is none, or not a whole one.
-    """
+    """A file of safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -211,11 +193,7 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """A state dict in a file of torch, of which only tensors are read: see `WeightFile`.
-
-    Raises:
-        CheckpointError: it is broken, or holds other things than tensors by name.
-    """
+    """A state dict in a file of torch, of which only tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -276,14 +254,7 @@ def _find_strange(content: Any) -> str:
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file of weights, whose format follows from its name.
-
-    Args:
-        path: `*.safetensors`, or a file of torch under any other name.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Open a file of weights: `*.safetensors`, or one of torch under any other name."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
@@ -295,7 +266,7 @@ class StoredWeights:
 
     Attributes:
         files: each tensor's file, by name.
-        extra: the same of what modules keep beside their tensors.
+        extra: the same for the entries of modules that are not tensors.
     """
 
     files: Mapping[str, WeightFile]
@@ -303,11 +274,7 @@ class StoredWeights:
 
     @classmethod
     def open(cls, paths: list[Path]) -> StoredWeights:
-        """Open all files.
-
-        Raises:
-            CheckpointError: one is missing or broken.
-        """
+        """Open all files."""
         opened = [open_weights(path) for path in paths]
         return cls(
             {name: file for file in opened for name in file.shapes},
@@ -315,10 +282,8 @@ class StoredWeights:
         )
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a tensor."""
         return self.files[name].shapes[name]
 
     def read(self, name: str, device: torch.device) -> Tensor:
-        """Return a tensor."""
         tensor: Tensor = self.files[name].read(name, device)
         return tensor

@@ -24,14 +24,7 @@ ALIASES = "aliases"
 
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once.
-
-    Args:
-        state: tensors, and what else there is, by name.
-
-    Raises:
-        ConfigurationError: it is no dictionary.
-    """
+    """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once."""
     given: object = state
     if not isinstance(given, Mapping):
         fix = "pass a state dict, or safe_serialization=False"
@@ -48,9 +41,6 @@ def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Separate the first name of each tensor from the others.
-
-    Args:
-        state: tensors by name.
 
     Returns:
         Contiguous tensors, no two of which share memory, by their first names; and for each other name the
@@ -79,11 +69,7 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _check_storable(name: object, tensor: object) -> None:
-    """Refuse what a file of safetensors cannot hold.
-
-    Raises:
-        ConfigurationError: with the name, and what to do.
-    """
+    """Refuse what a file of safetensors cannot hold."""
     fix = "pass safe_serialization=False"
     if not isinstance(name, str) or name == RESERVED_NAME:
         raise wrong_value("name", name, "safetensors cannot name a tensor so", "use another text as its name")
@@ -98,18 +84,10 @@ def _check_storable(name: object, tensor: object) -> None:
 
 
 def read_aliases(metadata: Mapping[str, str] | None, names: Collection[str], path: Path) -> dict[str, str]:
-    """Return the further names of tensors that the metadata of a file gives.
-
-    Args:
-        metadata: of a file of safetensors; None where it has none.
-        names: of the tensors in the file.
-        path: the file, for messages.
+    """Return the further names of tensors, from the metadata of a file of safetensors.
 
     Returns:
         Further name -> the name of the tensor in the file.
-
-    Raises:
-        CheckpointError: they are not JSON of that form, or do not belong to the tensors in the file.
     """
     try:
         aliases = json.loads((metadata or {}).get(ALIASES, "{}"))
@@ -134,32 +112,17 @@ def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
 
 
 def restore_shared(state: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Give each of several names of a tensor that tensor.
-
-    Args:
-        state: tensors by their first names.
-        aliases: other names with the first one, as `read_aliases` returns them.
-    """
+    """Return tensors by all of their names; `aliases` gives the first name for each further one."""
     return {**state, **{name: state[first] for name, first in aliases.items()}}
 
 
 def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """List what a model has and a state dict lacks; a tensor that has several names needs one.
-
-    Args:
-        model: the module that is to be filled.
-        state: tensors by name.
-    """
+    """List what a model has and a state dict lacks; a tensor that has several names needs one."""
     return lacking_names(model.state_dict(), state)
 
 
 def lacking_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
-    """List what a state dict lacks of another one, where a tensor that has several names needs one.
-
-    Args:
-        own: what is needed by name, tensors of a module among it.
-        state: the names that there are.
-    """
+    """List what a state dict lacks of another one, where a tensor that has several names needs one."""
     filled = {_memory(own[name]) for name in state if name in own}
     return [name for name, tensor in own.items() if name not in state and _memory(tensor) not in filled]
 
@@ -222,12 +185,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
 
 def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> None:
-    """Let names that shared one parameter do so again, where they have the same device and dtype.
-
-    Args:
-        model: the module.
-        tied: groups of names, as `find_tied_parameters` returns them.
-    """
+    """Let names that shared one parameter do so again, where they have the same device and dtype."""
     for group in tied:
         first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
         for owner, name in (find_home(model, alias) for alias in group):

@@ -42,14 +42,7 @@ def dtype_byte_size(dtype: Dtype) -> float:
 
 
 def memory_size(dtype: Dtype) -> float:
-    """Return how many bytes one number takes in memory: an `int`, or a part of one for packed formats.
-
-    Args:
-        dtype: one of torch, also by its name, or a `CustomDtype`.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
+    """Return how many bytes one number takes in memory: an `int`, or a part of one for packed formats."""
     return PACKED_BYTES[dtype] if isinstance(dtype, CustomDtype) else read_dtype(dtype).itemsize
 
 

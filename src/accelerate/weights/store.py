@@ -96,12 +96,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
 
 def note_files(index: Index, folder: Folder) -> Index:
-    """Return entries that say when their files were written: who reads them notices when that is done again.
-
-    Args:
-        index: entries; those of files of safetensors stay as they are.
-        folder: with the raw files.
-    """
+    """Return entries with the times at which their raw files were written: readers notice a new file."""
     noted = {}
     for name, entry in index.items():
         path = Path(folder) / f"{name}.dat"
@@ -150,12 +145,7 @@ def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folde
 
 
 def beside(name: str, last: str) -> str:
-    """Return the name of another tensor of the same module: `beside("a.weight", "SCB")` is `"a.SCB"`.
-
-    Args:
-        name: dotted name of a tensor.
-        last: name of the other one in their module.
-    """
+    """Return the name of another tensor of the same module: `beside("a.weight", "SCB")` is `"a.SCB"`."""
     path = name.rpartition(".")[0]
     return f"{path}.{last}" if path else last
 
@@ -218,11 +208,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
     def open_files(self) -> OffloadedWeightsLoader:
-        """Open the files of safetensors now: these are read, even if others replace them or they are deleted.
-
-        Raises:
-            CheckpointError: one is missing or broken.
-        """
+        """Open the files of safetensors now, so that these are read, even if others replace them."""
         for entry in self.index.values():
             if "safetensors_file" in entry:
                 self._open(str(entry["safetensors_file"]))
@@ -328,11 +314,7 @@ def quantize_and_offload_8bit(
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in 8 bits and the scale of each row, as bitsandbytes computes them.
-
-    Args:
-        weight: a matrix of floating-point numbers.
-    """
+    """Return a matrix in 8 bits and the scale of each row, as bitsandbytes computes them."""
     require("bitsandbytes", "Quantizing a weight to 8 bits")
     from bitsandbytes.functional import int8_vectorwise_quant
 
