@@ -21,7 +21,6 @@ from accelerate.base import (
 from accelerate.big_modeling import (
     Memory,
     Unit,
-    ends_of,
     fill,
     get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
@@ -78,12 +77,12 @@ def generate_device_map(
         )
     limits = _limits(units, num_processes, max_memory)
     share = smallest_share(units, limits)
-    edges = fill(ends_of(units), [min(limit, share) for limit in limits])
-    if edges[-1] < len(units):
+    full = fill(units, [min(limit, share) for limit in limits])
+    if full[-1] < len(units):
         raise wrong_value(
-            "max_memory", max_memory, f"{units[edges[-1]].names[0]} fits no process", "raise the limits"
+            "max_memory", max_memory, f"{units[full[-1]].names[0]} fits no process", "raise the limits"
         )
-    ends = [min(edge, len(units) - num_processes + rank + 1) for rank, edge in enumerate(edges)]
+    ends = [min(end, len(units) - num_processes + rank + 1) for rank, end in enumerate(full)]
     return OrderedDict(
         (unit.names[0], next(rank for rank, end in enumerate(ends) if index < end))
         for index, unit in enumerate(units)

@@ -3,11 +3,9 @@ from accelerate.base import (
     parse_flag_from_env as parse_flag_from_env,
     recursive_getattr as recursive_getattr,
 )
-from accelerate.big_modeling.broadcast import receive_weights as receive_weights
 from accelerate.big_modeling.budget import (
     Memory as Memory,
     Unit as Unit,
-    ends_of as ends_of,
     even_shares as even_shares,
     fill as fill,
     fits as fits,
@@ -19,18 +17,18 @@ from accelerate.big_modeling.budget import (
     split_into_units as split_into_units,
     total as total,
 )
-from accelerate.big_modeling.checking import (
+from accelerate.big_modeling.device_map import (
+    METHODS as METHODS,
+    assign_units as assign_units,
     check_device_map as check_device_map,
     check_devices as check_devices,
-    device_key as device_key,
-)
-from accelerate.big_modeling.device_map import (
-    assign_units as assign_units,
     clean_device_map as clean_device_map,
+    device_key as device_key,
     explain_device_map as explain_device_map,
     fallback_allocate as fallback_allocate,
     fill_empty_devices as fill_empty_devices,
     infer_auto_device_map as infer_auto_device_map,
+    plan_device_map as plan_device_map,
     shorten as shorten,
 )
 from accelerate.big_modeling.dispatch import (
@@ -53,9 +51,9 @@ from accelerate.big_modeling.layerwise import (
 )
 from accelerate.big_modeling.load import (
     check_options as check_options,
-    is_sharded as is_sharded,
     load_checkpoint_in_model as load_checkpoint_in_model,
     local_part as local_part,
+    receive_weights as receive_weights,
 )
 from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves
 from accelerate.big_modeling.offload_sources import (

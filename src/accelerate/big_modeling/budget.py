@@ -22,7 +22,7 @@ class Unit:
     """One or several modules, or single tensors, that go to one device.
 
     Attributes:
-        names: theirs; several where modules share parameters.
+        names: several where modules share parameters.
         size: bytes of all their tensors that no unit before has.
         buffers: bytes of the buffers among them.
         block: bytes of the largest block that one of their tensors is part of: what a device must have free
@@ -79,12 +79,7 @@ def split_into_units(
 
 
 def whole_classes(model: nn.Module, named: str | Collection[str] | None) -> frozenset[str]:
-    """Return the names of the classes that stay whole.
-
-    Args:
-        model: the module, maybe with `_no_split_modules`.
-        named: by the user; None leaves it to the model.
-    """
+    """Return the names of the classes that stay whole; None leaves it to the model's `_no_split_modules`."""
     chosen = getattr(model, "_no_split_modules", None) if named is None else named
     return frozenset([chosen] if isinstance(chosen, str) else chosen or ())
 
@@ -117,10 +112,10 @@ def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
         if len(joined) > 1:
             groups = [min(joined) if group in joined else group for group in groups]
         owner.update(dict.fromkeys(shared, index))
-    edges: dict[int, list[_Part]] = defaultdict(list)
+    joined_parts: dict[int, list[_Part]] = defaultdict(list)
     for group, part in zip(groups, parts, strict=True):
-        edges[group].append(part)
-    return [edges[group] for group in sorted(edges)]
+        joined_parts[group].append(part)
+    return [joined_parts[group] for group in sorted(joined_parts)]
 
 
 def _block_sizes(
@@ -159,25 +154,21 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
         ConfigurationError: a size cannot be read, or a device is called otherwise than 0, 1, ..., "mps",
             "cpu" or "disk".
     """
-    edges: Memory = _free_memory() if max_memory is None else max_memory
-    if not isinstance(edges, Mapping):
+    limits: Memory = _free_memory() if max_memory is None else max_memory
+    if not isinstance(limits, Mapping):
         raise wrong_value(
-            "max_memory", edges, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
+            "max_memory", limits, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
         )
-    for device in edges:
+    for device in limits:
         _check_device(device)
-    sizes = {device: _read_size(device, edges[device]) for device in sorted(edges, key=_rank)}
+    sizes = {device: _read_size(device, limits[device]) for device in sorted(limits, key=_position)}
     if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed texts
-        max_memory.update({device: size for device, size in sizes.items() if isinstance(edges[device], str)})
+        max_memory.update({device: size for device, size in sizes.items() if isinstance(limits[device], str)})
     return sizes
 
 
 def plan_memory(max_memory: Memory | None) -> dict[DeviceName, int]:
-    """Return the budget of a plan: what the user says, or what is free without the room for activations.
-
-    Args:
-        max_memory: as in `get_max_memory`.
-    """
+    """Return the memory for a plan: what the user says, or what is free without the room for activations."""
     bytes_ = get_max_memory(max_memory)
     return bytes_ if max_memory is not None else {device: int(b * (1 - ROOM)) for device, b in bytes_.items()}
 
@@ -220,39 +211,26 @@ def even_shares(units: Sequence[Unit], limits: Sequence[int]) -> list[int]:
     """Return the bytes of units that each device gets, in their order, so that the largest share is least.
 
     A device takes what the smallest share lets it take; those behind it divide the rest in the same way.
-
-    Args:
-        units: in their order; they fit.
-        limits: bytes of each device.
+    The units fit the limits.
     """
     shares = []
     for index, limit in enumerate(limits):
         share = min(limit, smallest_share(units, limits[index:]))
-        (taken,) = fill(ends_of(units), [share])
+        (taken,) = fill(units, [share])
         shares.append(total(units[:taken]))
         units = units[taken:]
     return shares
 
 
 def least_for_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return how many units the first device must take for the rest to fit the others.
-
-    Args:
-        units: in their order; they fit.
-        limits: bytes of each device.
-    """
+    """Return how many units the first device must take for the rest to fit the others."""
     return bisect_left(range(len(units)), True, key=lambda count: fits(units[count:], limits[1:]))
 
 
 def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
     """Return the smallest limit that lets units fit, where devices have limits of their own, too.
 
-    Args:
-        units: in their order.
-        limits: bytes of each device.
-
-    Returns:
-        Bytes; more than all units take when they do not fit under any limit.
+    It is more than all units take when they do not fit under any limit.
     """
 
     def is_enough(share: int) -> bool:
@@ -262,48 +240,26 @@ def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
 
 
 def total(units: Sequence[Unit]) -> int:
-    """Return the bytes of units, rounded up: packed formats take parts of one.
-
-    Args:
-        units: of a model.
-    """
+    """Return the bytes of units, rounded up: packed formats take parts of one."""
     return math.ceil(sum(unit.size for unit in units))
 
 
-def ends_of(units: Sequence[Unit]) -> list[float]:
-    """Return the bytes before each unit, and those of all at the end.
-
-    Args:
-        units: in their order.
-    """
-    return [0, *accumulate(unit.size for unit in units)]
-
-
 def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
-    """Return whether units fit devices, filled one after the other.
-
-    Args:
-        units: in their order.
-        limits: bytes of each device.
-    """
-    return fill(ends_of(units), limits)[-1:] == [len(units)] or not units
+    """Return whether units fit devices that are filled one after the other."""
+    return fill(units, limits)[-1:] == [len(units)] or not units
 
 
-def fill(ends: Sequence[float], limits: Sequence[float], first: int = 0) -> list[int]:
+def fill(units: Sequence[Unit], limits: Sequence[float]) -> list[int]:
     """Return, for each device, behind which unit it is full when they are filled one after the other.
 
     No other way with units in their order puts more units on the first devices.
-
-    Args:
-        ends: bytes of all units before each, and of all at the end.
-        limits: bytes of each device.
-        first: the unit with which the first device begins.
     """
-    edges = []
+    sums = [0, *accumulate(unit.size for unit in units)]
+    first, ends = 0, []
     for limit in limits:
-        first = max(first, bisect_right(ends, ends[first] + limit) - 1)
-        edges.append(first)
-    return edges
+        first = max(first, bisect_right(sums, sums[first] + limit) - 1)
+        ends.append(first)
+    return ends
 
 
 def _free_memory() -> dict[DeviceName, int]:
@@ -330,5 +286,5 @@ def _check_device(device: Any) -> None:
         )
 
 
-def _rank(device: DeviceName) -> tuple[int, int]:
+def _position(device: DeviceName) -> tuple[int, int]:
     return (0, device) if isinstance(device, int) else (1, LAST.index(device))

@@ -1,35 +1,45 @@
-"""Device maps: which module of a model goes where, planned, explained as a table, and shortened."""
+"""Device maps: which module of a model goes where; planned, explained as a table, shortened and checked."""
 
 from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError, convert_bytes, listed
+from accelerate.base import ConfigurationError, convert_bytes, listed, wrong_value
 from accelerate.big_modeling.budget import (
     LAST,
     DeviceName,
     Memory,
     Unit,
-    ends_of,
     fill,
+    get_balanced_memory,
     plan_memory,
     split_into_units,
 )
+from accelerate.plugins import one_of
 from accelerate.weights import (
     Dtype,
     NamedModule,
     all_tensors,
+    check_here,
+    find_tied_parameters,
     mapped_device,
     named_module_tensors,
+    resolve_device,
     tensor_bytes,
 )
+
+logger = logging.getLogger(__name__)  # also used where no run is set up
+
+CPU, DISK = "cpu", "disk"
+METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""How to plan a device map."""
 
 
 def fill_empty_devices(
@@ -40,14 +50,8 @@ def fill_empty_devices(
 ) -> list[DeviceName | None]:
     """Give each accelerator without a unit the first units that fit it, out of those without a device.
 
-    Args:
-        units: in the order of the model.
-        devices: of the units; None for those without one.
-        limits: bytes of each accelerator.
-        room: bytes that the first accelerator in use keeps free for offloaded units.
-
-    Returns:
-        The devices of all units; None for those that fit no accelerator.
+    `room` is what the first accelerator in use keeps free for offloaded units, in bytes. Units that fit no
+    accelerator keep None.
     """
     assigned = list(devices)
     for device, limit in limits.items():
@@ -114,7 +118,6 @@ def _is_tied_outside(name: str, tied: Sequence[Sequence[str]]) -> bool:
     return any(any(group) and not all(group) for group in inside)
 
 
-HEADERS = ("device", "parameters", "buffers", "in all", "of its limit", "modules")
 NUMBERED = re.compile(r"(.*?)(\d+)((?:\.\D.*)?)")
 WIDEST = 60
 """Characters that the names of modules may take in a row."""
@@ -139,49 +142,30 @@ def explain_device_map(
     Returns:
         Lines of text; what several names share is counted once, at the first of them.
     """
-    names: dict[Any, list[str]] = defaultdict(list)
-    for name, device in device_map.items():
-        names[device].append(name)
-    taken = _measure(model, device_map, dtype, special_dtypes)
     limits = max_memory or {}
-    rows = [
-        [
-            str(device),
-            convert_bytes(taken[device][0]),
-            convert_bytes(taken[device][1]),
-            convert_bytes(sum(taken[device])),
-            _part_of(sum(taken[device]), limits.get(device)),
-            shorten(names.get(device, [])),
-        ]
-        for device in [*limits, *(device for device in names if device not in limits)]
-    ]
-    return draw([list(HEADERS), *rows])
-
-
-def draw(rows: list[list[str]]) -> str:
-    """Return rows of cells as lines, with columns below each other; the first and last begin at their left.
-
-    Args:
-        rows: the first is that of the headers.
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    lines = [
+    names: dict[Any, list[str]] = {device: [] for device in limits}
+    for name, device in device_map.items():
+        names.setdefault(device, []).append(name)
+    measured = _measure(model, device_map, dtype, special_dtypes)
+    rows = [["device", "parameters", "buffers", "in all", "of its limit", "modules"]]
+    for device, modules in names.items():
+        parameters, buffers = measured[device]
+        size, limit = parameters + buffers, limits.get(device)
+        used = f"{size / limit:.0%}" if limit else ""
+        sizes = [convert_bytes(number) for number in (parameters, buffers, size)]
+        rows.append([str(device), *sizes, used, shorten(modules)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
         "  ".join(
-            cell.ljust(width) if index in (0, last) else cell.rjust(width)
+            cell.rjust(width) if 0 < index < len(row) - 1 else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    ]
-    return "\n".join(lines)
+    )
 
 
 def shorten(names: list[str]) -> str:
-    """Write names in a row, those that differ in one number as a range: "layers.0-11, norm".
-
-    Args:
-        names: of modules; `""` is the whole model.
-    """
+    """Write names in a row, those that differ in one number as a range: "layers.0-11, norm"."""
     runs: list[tuple[str, int, int, str] | str] = []
     for name in names:
         match = NUMBERED.fullmatch(name)
@@ -194,12 +178,12 @@ def shorten(names: list[str]) -> str:
             runs[-1] = (start, before[1], number, end)
         else:
             runs.append((start, number, number, end))
-    text = ", ".join(run if isinstance(run, str) else _spell(*run) for run in runs)
+    texts = [
+        run if isinstance(run, str) else f"{run[0]}{run[1]}{f'-{run[2]}' if run[2] > run[1] else ''}{run[3]}"
+        for run in runs
+    ]
+    text = ", ".join(texts)
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 4].rstrip(', ')} ..."
-
-
-def _spell(start: str, first: int, last: int, end: str) -> str:
-    return f"{start}{first}{end}" if first == last else f"{start}{first}-{last}{end}"
 
 
 def _measure(
@@ -209,7 +193,7 @@ def _measure(
     special_dtypes: Mapping[str, Dtype] | None,
 ) -> dict[Any, tuple[float, float]]:
     """Return bytes of parameters and of buffers by device."""
-    taken: dict[Any, tuple[float, float]] = defaultdict(lambda: (0, 0))
+    measured: dict[Any, tuple[float, float]] = defaultdict(lambda: (0, 0))
     counted: set[int] = set()
     for name, tensor in all_tensors(model).items():
         if id(tensor) in counted:
@@ -217,19 +201,10 @@ def _measure(
         counted.add(id(tensor))
         device = mapped_device(name, device_map)
         size = tensor_bytes(name, tensor, dtype, special_dtypes)
-        parameters, buffers = taken[device]
+        parameters, buffers = measured[device]
         is_parameter = isinstance(tensor, nn.Parameter)
-        taken[device] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
-    return taken
-
-
-def _part_of(size: float, limit: float | None) -> str:
-    return f"{size / limit:.0%}" if limit else ""
-
-
-logger = logging.getLogger(__name__)  # also used where no run is set up
-
-CPU, DISK = "cpu", "disk"
+        measured[device] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
+    return measured
 
 
 # Planning
@@ -278,11 +253,24 @@ def infer_auto_device_map(
     units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
     devices = assign_units(units, memory, offload_buffers, fallback_allocation)
     by_name = {name: device for unit, device in zip(units, devices, strict=True) for name in unit.names}
-    in_order = OrderedDict((name, by_name[name]) for name in _ordered(_names_in_order(model), by_name))
+    in_order = OrderedDict((name, by_name[name]) for name in _in_model_order(model, by_name))
     assigned = clean_device_map(in_order) if clean_result else in_order
     if verbose:
         print(explain_device_map(model, assigned, memory, dtype, special_dtypes))
     return OrderedDict(assigned)
+
+
+def plan_device_map(
+    model: nn.Module,
+    method: str,
+    max_memory: Memory | None = None,
+    offload_buffers: bool = False,
+    **sizes: Any,
+) -> Mapping[str, Any]:
+    """Plan a device map by one of `METHODS`; `sizes` are further arguments of both planning functions."""
+    if one_of("device_map", method, METHODS) != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=method == "balanced_low_0", **sizes)
+    return infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **sizes)
 
 
 def assign_units(
@@ -307,13 +295,15 @@ def assign_units(
     }
     devices = _pack(units, accelerators, offload_buffers)
     if fallback:
-        room = _Packing(units, offload_buffers, blocks=1).reserve(0)
+        room = _room_for(units, 1, offload_buffers)
         devices = fill_empty_devices(units, devices, accelerators, room)
     left = [index for index, device in enumerate(devices) if device is None]
     rest = [units[index] for index in left]
     cpu: dict[DeviceName, float] = {CPU: memory.get(CPU, 0)}
-    works = len(left) == len(units)  # then no accelerator could load modules from the disk
-    on_cpu = _pack(rest, cpu, offload_buffers) if works else _Packing(rest).fill_one(cpu)
+    cpu_computes = len(left) == len(units)  # then no accelerator could load modules from the disk
+    on_cpu = (
+        _pack(rest, cpu, offload_buffers) if cpu_computes else _spread(rest, cpu, fill(rest, [*cpu.values()]))
+    )
     for index, device in zip(left, on_cpu, strict=True):
         devices[index] = device or DISK
     assigned = [device for device in devices if device is not None]
@@ -324,62 +314,48 @@ def assign_units(
 def _pack(
     units: Sequence[Unit], limits: Mapping[DeviceName, float], offload_buffers: bool
 ) -> list[DeviceName | None]:
-    """Assign as many units as possible to the devices that compute; None is for offloaded ones."""
-    packed = _Packing(units, offload_buffers).pack(limits)
-    return (
-        packed
-        if any(device is not None for device in packed)
-        else _Packing(units, offload_buffers, blocks=1).pack(limits)
-    )
+    """Assign as many units as possible to the devices that compute; None is for offloaded ones.
+
+    The first device that takes a unit keeps room for two offloaded blocks, or for one where no unit would fit
+    beside two. The room depends on what is offloaded. With more room, fewer units fit; with fewer units, no
+    less room is needed. So the count goes down from what fits without room, and the first count that fits
+    with its own room is the largest one.
+    """
+    ends: list[int] = []
+    for num_blocks in (2, 1):
+        count = len(units)
+        ends = _fill_with_room(units, limits, 0)
+        while ends and ends[-1] < count:
+            count = ends[-1]
+            ends = _fill_with_room(units, limits, _room_for(units[count:], num_blocks, offload_buffers))
+        if ends and ends[-1] > 0:
+            break
+    return _spread(units, limits, ends)
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """Units in their order, and what the device that computes keeps free for offloaded ones."""
+def _room_for(offloaded: Sequence[Unit], num_blocks: int, offload_buffers: bool) -> float:
+    """Return the bytes that must stay free on the device that computes with offloaded units."""
+    blocks = sorted((unit.block for unit in offloaded), reverse=True)[:num_blocks]
+    return sum(blocks) + (0 if offload_buffers else sum(unit.buffers for unit in offloaded))
 
-    units: Sequence[Unit]
-    offload_buffers: bool = False
-    blocks: int = 2
 
-    def pack(self, limits: Mapping[DeviceName, float]) -> list[DeviceName | None]:
-        """Fill devices that compute; the first that takes a unit keeps the room for offloaded ones.
+def _fill_with_room(units: Sequence[Unit], limits: Mapping[DeviceName, float], room: float) -> list[int]:
+    needed = units[0].size + room if units else 0
+    sizes = list(limits.values())
+    first = next((index for index, limit in enumerate(sizes) if limit >= needed), len(sizes))
+    if first == len(sizes):
+        return [0] * first
+    return [0] * first + fill(units, [sizes[first] - room, *sizes[first + 1 :]])
 
-        The room depends on what is offloaded. With more room, fewer units fit; with fewer units, no less
-        room is needed. So the count goes down from what fits without room, and the first count that fits with
-        its own room is the largest one.
-        """
-        count = len(self.units)
-        edges = self._fill_with_room(limits, 0)
-        while edges and edges[-1] < count:
-            count = edges[-1]
-            edges = self._fill_with_room(limits, self.reserve(count))
-        return self._spread(limits, edges)
 
-    def fill_one(self, limits: Mapping[DeviceName, float]) -> list[DeviceName | None]:
-        """Fill devices that store units and do not compute."""
-        return self._spread(limits, fill(ends_of(self.units), list(limits.values())))
-
-    def reserve(self, count: int) -> float:
-        """Return the bytes that must stay free when only the first units are on the devices that compute."""
-        offloaded = self.units[count:]
-        blocks = sorted((unit.block for unit in offloaded), reverse=True)[: self.blocks]
-        buffers = 0 if self.offload_buffers else sum(unit.buffers for unit in offloaded)
-        return sum(blocks) + buffers
-
-    def _fill_with_room(self, limits: Mapping[DeviceName, float], room: float) -> list[int]:
-        needed = self.units[0].size + room if self.units else 0
-        sizes = list(limits.values())
-        first = next((index for index, limit in enumerate(sizes) if limit >= needed), len(sizes))
-        if first == len(sizes):
-            return [0] * first
-        return [0] * first + fill(ends_of(self.units), [sizes[first] - room, *sizes[first + 1 :]])
-
-    def _spread(self, limits: Mapping[DeviceName, float], edges: Sequence[int]) -> list[DeviceName | None]:
-        """Return the device of each unit, from the unit behind which each device is full."""
-        return [
-            next((device for device, edge in zip(limits, edges, strict=True) if index < edge), None)
-            for index in range(len(self.units))
-        ]
+def _spread(
+    units: Sequence[Unit], limits: Mapping[DeviceName, float], ends: Sequence[int]
+) -> list[DeviceName | None]:
+    """Return the device of each unit, from the unit behind which each device is full."""
+    return [
+        next((device for device, end in zip(limits, ends, strict=True) if index < end), None)
+        for index in range(len(units))
+    ]
 
 
 def _check_result(
@@ -403,22 +379,16 @@ def _check_result(
         )
 
 
-def _names_in_order(model: nn.Module) -> Iterable[str]:
-    """Yield the names of a model's tensors module by module, buffers with the parameters beside them."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in (*module._parameters, *module._buffers):
-            yield f"{path}.{name}" if path else name
-
-
-def _ordered(tensors: Iterable[str], names: Mapping[str, Any]) -> list[str]:
-    """Return the names of units in the order of the model's tensors."""
+def _in_model_order(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Return names of units in the order of the model's tensors: parameters, then buffers of each module."""
     ordered: dict[str, None] = {}
-    for tensor in tensors:
-        name = tensor
-        while name and name not in names:
-            name = name.rpartition(".")[0]
-        if name:
-            ordered.setdefault(name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key in (*module._parameters, *module._buffers):
+            name = f"{path}.{key}" if path else key
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            if name:
+                ordered.setdefault(name)
     return list(ordered)
 
 
@@ -448,3 +418,70 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
         if f"{prefix}{child}" not in device_map:
             clean_device_map(device_map, f"{prefix}{child}")
     return device_map
+
+
+# Checking
+
+
+def check_devices(device_map: Mapping[str, Any]) -> None:
+    """Refuse a device map that is no mapping, or names devices that this machine does not have."""
+    if not isinstance(device_map, Mapping):
+        raise wrong_value(
+            "device_map",
+            device_map,
+            "devices by module are needed",
+            "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one",
+            TypeError,
+            AttributeError,
+        )
+    for device in set(device_map.values()) - {"disk", None}:
+        check_here(resolve_device(device))
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Refuse a map that does not fit a model, before anything is moved; warn of names that the model lacks.
+
+    Args:
+        model: the module.
+        device_map: devices by module, or by tensor.
+
+    Raises:
+        ConfigurationError: with the parameters and buffers that have no device, and the tied parameters that
+            are apart.
+    """
+    tensors = all_tensors(model)
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [name for name in device_map if name not in modules and name not in tensors]
+    if unknown:
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {unknown}. "
+            "They have no effect.",
+            stacklevel=2,
+        )
+    left = [name for name in tensors if mapped_device(name, device_map) is None]
+    apart = _find_apart(model, device_map)
+    problems = []
+    if left:
+        problems.append(
+            f"it gives no device to {listed(left)}: add their modules, or '' for all that is left"
+        )
+    if apart:
+        problems.append(f"it parts tied parameters, which are one: {listed(apart)}; give them one device")
+    if problems:
+        kind = type(model).__name__
+        raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
+
+
+def _find_apart(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
+    apart = []
+    for group in find_tied_parameters(model):
+        devices = {name: mapped_device(name, device_map) for name in group}
+        if len({device_key(device) for device in devices.values() if device is not None}) > 1:
+            apart.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
+    return apart
+
+
+def device_key(device: Any) -> str:
+    """Return one text for all ways to write a device: 0, "cuda:0" and `torch.device("cuda", 0)` are "0"."""
+    kind, _, index = str(device).partition(":")
+    return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

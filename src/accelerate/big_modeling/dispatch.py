@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError, StateError, as_builtin, listed, wrong_value
-from accelerate.big_modeling.budget import Memory, get_balanced_memory, plan_memory
-from accelerate.big_modeling.checking import check_devices, device_key
-from accelerate.big_modeling.device_map import CPU, DISK, infer_auto_device_map
-from accelerate.big_modeling.load import CheckpointSource, fill_model, read_floating
+from accelerate.base import ConfigurationError, StateError, as_builtin, listed
+from accelerate.big_modeling.budget import Memory
+from accelerate.big_modeling.device_map import CPU, DISK, check_devices, device_key, plan_device_map
+from accelerate.big_modeling.load import fill_model, read_floating
 from accelerate.big_modeling.moves import LoadOptions
 from accelerate.big_modeling.offload_sources import find_offloaded, keep_in_memory, keep_on_disk
 from accelerate.devices import BACKENDS
@@ -100,8 +99,6 @@ def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any
 
 
 Model = TypeVar("Model", bound=nn.Module)
-
-METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dispatch_model(
@@ -302,17 +299,25 @@ def load_checkpoint_and_dispatch(
         ConfigurationError: an argument cannot work, or the device map does not fit the model.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    planned = _plan(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    options = LoadOptions(planned, read_floating(dtype), offload_buffers=offload_buffers)
-    source = CheckpointSource(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0, leave=True)
-    written, left = fill_model(model, source, options, offload_folder)
+    if isinstance(device_map, str):
+        sizes = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+        device_map = plan_device_map(model, device_map, max_memory, offload_buffers, **sizes)
+    options = LoadOptions(
+        device_map,
+        read_floating(dtype),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast=broadcast_from_rank0,
+    )
+    written, left = fill_model(model, Path(checkpoint), options, offload_folder, leave=True)
     if offload_folder is not None:
         save_offload_index(written, offload_folder)
-    if planned is None:
+    if device_map is None:
         return model
     return dispatch_model(
         model,
-        planned,
+        device_map,
         offload_dir=offload_folder,
         offload_index={**written, **left} or None,
         offload_buffers=offload_buffers,
@@ -320,28 +325,6 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
     )
-
-
-def _plan(
-    model: nn.Module,
-    device_map: str | Mapping[str, Any] | None,
-    max_memory: Memory | None,
-    whole: str | Collection[str] | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, Any] | None:
-    if not isinstance(device_map, str):
-        return device_map
-    if device_map not in METHODS:
-        raise wrong_value(
-            "device_map", device_map, "there is no such way to plan", f"use {', '.join(METHODS)}, or a map"
-        )
-    memory: Memory = (
-        plan_memory(max_memory)
-        if device_map == "sequential"
-        else get_balanced_memory(model, max_memory, whole, dtype, low_zero=device_map == "balanced_low_0")
-    )
-    return infer_auto_device_map(model, memory, whole, dtype, offload_buffers=offload_buffers)
 
 
 def _attach_all(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, advance, expect, listed, progress_bar, wrong_value
-from accelerate.big_modeling.broadcast import Opened, receive_weights
-from accelerate.big_modeling.checking import check_device_map, check_devices
+from accelerate.big_modeling.device_map import check_device_map, check_devices
 from accelerate.big_modeling.moves import (
     CPU,
     META,
@@ -25,6 +25,7 @@ from accelerate.big_modeling.moves import (
     takes_extra,
 )
 from accelerate.checkpointing import find_shards
+from accelerate.ops import Transport, current_transport, is_dtensor, run_on_rank_0
 from accelerate.weights import (
     STATISTICS,
     Index,
@@ -35,6 +36,7 @@ from accelerate.weights import (
     find_home,
     find_tied_parameters,
     make_folder,
+    model_has_dtensor,
     offload_weight,
     quantize_and_offload_8bit,
     read_dtype,
@@ -45,27 +47,8 @@ from accelerate.weights import (
 )
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether parameters of a model are spread over processes.
-
-    Args:
-        model: any module.
-    """
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 def check_options(model: nn.Module, options: LoadOptions) -> None:
-    """Refuse what cannot be done with parameters that are spread over processes.
-
-    Args:
-        model: the module.
-        options: of the user.
-
-    Raises:
-        ConfigurationError: its tensors would be split over several devices, or change their dtype.
-    """
+    """Refuse options that cannot work with parameters that are sharded over processes."""
     devices = set((options.device_map or {}).values())
     if len(devices) > 1 or "disk" in devices:
         raise wrong_value(
@@ -84,43 +67,87 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
         )
 
 
-def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
-    """Give each rank its parts of whole tensors; called on all ranks.
+@dataclass(frozen=True)
+class Opened:
+    """The files of a model, opened.
 
-    Args:
-        model: the sharded module.
-        opened: the files.
-        strict: whether missing and unexpected names are an error.
-
-    Raises:
-        CheckpointError: the files do not fit.
+    Attributes:
+        path: of the files, on the rank that reads them.
+        weights: read from the files, or received from rank 0 by all ranks together.
+        own: the files that this rank has opened; None: rank 0 sends.
     """
+
+    path: Path
+    weights: StoredWeights
+    own: StoredWeights | None
+
+
+@dataclass
+class SentFile(WeightFile):
+    """All files of a model as one: rank 0 reads and broadcasts, and all ranks read in one order."""
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, torch.dtype]
+    extra: Collection[str]
+    transport: Transport
+    own: StoredWeights | None = None
+
+    def read(self, name: str, device: torch.device) -> Any:
+        value = run_on_rank_0(partial(self._read_on_rank_0, name))
+        if name in self.extra:
+            return self.transport.broadcast_object(value)
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name]) if value is None else value
+        return (self.transport.broadcast(tensor) if tensor.numel() else tensor).to(device)
+
+    def release(self) -> None:
+        for file in () if self.own is None else self.own.files.values():
+            file.release()
+
+    def _read_on_rank_0(self, name: str) -> Any:
+        assert self.own is not None
+        value = (self.own.extra if name in self.extra else self.own.files)[name].read(name, CPU)
+        return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def receive_weights(path: Path, open_files: Callable[[Path], StoredWeights]) -> Opened:
+    """Return the weights of files that rank 0 alone reads; called on all ranks."""
+    transport = current_transport()
+    own = run_on_rank_0(partial(open_files, path))
+    described = None
+    if own is not None:
+        tensors = {
+            name: (own.shape(name), own.read(name, CPU).dtype) for name in own.files
+        }  # mapped, not read
+        described = path, tensors, list(own.extra)
+    path, tensors, extra = transport.broadcast_object(described)
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    file = SentFile(
+        path, shapes, {name: dtype for name, (_, dtype) in tensors.items()}, extra, transport, own
+    )
+    weights = StoredWeights(dict.fromkeys(file.shapes, file), dict.fromkeys(file.extra, file))
+    return Opened(file.path, weights, own)
+
+
+def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
+    """Give each rank its shards of whole tensors; called on all ranks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     own = opened.own
     plan = plan_moves(model, opened.weights, LoadOptions(), find_tied_parameters(model))
     check_fit(plan, opened.path, type(model).__name__, strict)
     state: dict[str, Any] = (
-        {} if own is None else {move.name: own.read(move.source, CPU) for move in plan.moves}
+        {move.name: own.read(move.source, CPU) for move in plan.moves} if own is not None else {}
     )
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=own is not opened.weights, strict=False
-    )
+    is_sent = own is not opened.weights
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent, strict=False)
     set_model_state_dict(model, state, options=options)
 
 
 def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, strict: bool) -> None:
-    """Fill what this rank has of each tensor from a file of just that.
+    """Fill the local shards of this rank, which the files of `path` hold and nothing else.
 
-    Args:
-        model: the sharded module, with values.
-        path: of the files of this rank.
-        weights: the opened files.
-        strict: whether missing and unexpected names are an error.
-
-    Raises:
-        ConfigurationError: the model has no values that could be filled.
-        CheckpointError: the files do not fit the parts of this rank.
+    The model has values already, which are overwritten.
     """
     own = all_tensors(model)
     empty = [name for name, tensor in own.items() if tensor.is_meta]
@@ -135,14 +162,8 @@ def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, stric
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor.
-
-    Args:
-        tensor: one that is sharded over processes, or any other.
-    """
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return what this rank has of a tensor: the local shard of a DTensor, or the whole of any other."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def load_checkpoint_in_model(
@@ -191,22 +212,17 @@ def load_checkpoint_in_model(
         tuple(keep_in_fp32_modules or ()),
         offload_buffers,
         offload_8bit_bnb,
+        strict,
+        full_state_dict,
+        broadcast_from_rank0,
     )
-    source = CheckpointSource(Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
-    index, _ = fill_model(model, source, options, offload_folder)
+    index, _ = fill_model(model, Path(checkpoint), options, offload_folder)
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
 
 
 def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that floating-point tensors are converted to; None keeps theirs.
-
-    Args:
-        dtype: of torch, also by its name.
-
-    Raises:
-        ConfigurationError: there is none of that name, or it is one of integers.
-    """
+    """Return the dtype that floating-point tensors are converted to; None keeps theirs."""
     resolved = None if dtype is None else read_dtype(dtype)
     if resolved is not None and not (resolved.is_floating_point or resolved.is_complex):
         raise wrong_value(
@@ -215,36 +231,22 @@ def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return resolved
 
 
-@dataclass(frozen=True)
-class CheckpointSource:
-    """The files that a model is filled from, and how they are taken.
-
-    Attributes:
-        path: a file of weights, an index, or a folder with either.
-        strict: whether missing and unexpected names are an error.
-        full: for a sharded model: whether the files hold whole tensors, or parts of this rank.
-        broadcast: whether rank 0 alone reads them.
-        leave: whether weights that go to the disk stay in the files of safetensors that they are in.
-    """
-
-    path: Path
-    strict: bool = False
-    full: bool = True
-    broadcast: bool = False
-    leave: bool = False
-
-
 @progress_bar("Loading weights")
 def fill_model(
-    model: nn.Module, source: CheckpointSource, options: LoadOptions, folder: str | os.PathLike[str] | None
+    model: nn.Module,
+    path: Path,
+    options: LoadOptions,
+    folder: str | os.PathLike[str] | None,
+    leave: bool = False,
 ) -> tuple[Index, Index]:
     """Fill a model from files.
 
     Args:
         model: the module.
-        source: the files.
-        options: of the user.
+        path: of the files.
+        options: what the user asks for.
         folder: where weights on the disk go.
+        leave: whether weights that go to the disk stay in the files of safetensors that they are in.
 
     Returns:
         Entries of the weights that were written to the folder, and of those that stay in their files.
@@ -253,19 +255,22 @@ def fill_model(
         ConfigurationError: the device map does not fit the model, or there is no folder.
         CheckpointError: a file is missing or broken, or does not fit the model.
     """
-    if is_sharded(model):
+    if model_has_dtensor(model):
         check_options(model, options)
-        _fill_sharded(model, source)
+        if options.full_state_dict:
+            fill_from_whole(model, _open_or_receive(path, options), options.strict)
+        else:
+            fill_local_parts(model, path, _open(path), options.strict)
         return {}, {}
     tied = find_tied_parameters(model)
     if options.device_map is not None:
         check_devices(options.device_map)
         check_device_map(model, options.device_map)
-    opened = _open_or_receive(source)
+    opened = _open_or_receive(path, options)
     weights = opened.weights
     plan = plan_moves(model, weights, options, tied)
-    check_fit(plan, opened.path, type(model).__name__, source.strict)
-    left = _leave_in_files(plan, weights) if source.leave else {}
+    check_fit(plan, opened.path, type(model).__name__, options.strict)
+    left = _leave_in_files(plan, weights) if leave else {}
     if any(move.on_disk and move.name not in left for move in plan.moves):
         if folder is None:
             raise ConfigurationError(
@@ -276,7 +281,7 @@ def fill_model(
     for file, moves in _by_file(plan, weights):
         for move in moves:
             _carry_out(model, move, weights, None if move.name in left else folder, written)
-        file.rest()
+        file.release()
     retie_on_same_device(model, tied)
     for name, file in weights.extra.items():
         if takes_extra(model, name):
@@ -284,19 +289,12 @@ def fill_model(
     return written, left
 
 
-def _fill_sharded(model: nn.Module, source: CheckpointSource) -> None:
-    if not source.full:
-        fill_local_parts(model, source.path, _open(source.path), source.strict)
-        return
-    fill_from_whole(model, _open_or_receive(source), source.strict)
-
-
-def _open_or_receive(source: CheckpointSource) -> Opened:
-    if source.broadcast:
-        return receive_weights(source.path, _open)
-    weights = _open(source.path)
-    expect(sum(path.stat().st_size for path in find_shards(source.path)))
-    return Opened(source.path, weights, weights)
+def _open_or_receive(path: Path, options: LoadOptions) -> Opened:
+    if options.broadcast:
+        return receive_weights(path, _open)
+    weights = _open(path)
+    expect(sum(file.stat().st_size for file in find_shards(path)))
+    return Opened(path, weights, weights)
 
 
 def _open(path: Path) -> StoredWeights:
@@ -304,7 +302,7 @@ def _open(path: Path) -> StoredWeights:
 
 
 def _by_file(plan: LoadPlan, weights: StoredWeights) -> Iterable[tuple[WeightFile, list[Move]]]:
-    """Return the moves file by file: so no more than one is in memory."""
+    """Return the moves file by file, so that no more than one file is in memory."""
     groups: dict[int, tuple[WeightFile, list[Move]]] = {}
     for move in plan.moves:
         file = weights.files[move.source]

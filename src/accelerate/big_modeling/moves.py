@@ -69,7 +69,7 @@ class LoadPlan:
         moves: one for each tensor of the model that the files hold.
         missing: names in the model's state dict that the files lack.
         unexpected: names in the files that the model lacks.
-        misshapen: tensors whose shapes differ, each as a text.
+        misshapen: for each tensor whose shape differs, a text that says how.
     """
 
     moves: Sequence[Move]
@@ -80,7 +80,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Devices and dtypes that the user wants.
+    """Devices, dtypes and checks that the user asks for.
 
     Attributes:
         device_map: devices by module; None leaves tensors where they are; those without a value go to the
@@ -89,6 +89,9 @@ class LoadOptions:
         kept: modules whose tensors are float32 whatever `dtype` says.
         offload_buffers: whether buffers of modules on the disk go there, too.
         in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
+        strict: whether missing and unexpected names are an error.
+        full_state_dict: for a sharded model: whether the files hold whole tensors, or local shards.
+        broadcast: whether rank 0 alone reads the files.
     """
 
     device_map: Mapping[str, Any] | None = None
@@ -96,6 +99,9 @@ class LoadOptions:
     kept: Sequence[str] = ()
     offload_buffers: bool = False
     in_8_bits: bool = False
+    strict: bool = False
+    full_state_dict: bool = True
+    broadcast: bool = False
 
 
 def plan_moves(
@@ -110,7 +116,7 @@ def plan_moves(
     Args:
         model: the module.
         weights: the opened files.
-        options: of the user.
+        options: what the user asks for.
         tied: groups of names in the model of one parameter each.
         part_of: what of a tensor the files hold; by default the whole of it.
     """
@@ -119,27 +125,19 @@ def plan_moves(
     packed = _find_packed(own, sources, weights)
     belonging = {part for parts in packed.values() for part in parts}
     needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
+    moves = [_plan_move(name, source, own[name], options) for name, source in sources.items()]
+    differences = [
+        _difference(name, source, own, weights, part_of(own[name]), packed)
+        for name, source in sources.items()
+    ]
+    unknown = weights.files.keys() - own.keys() - belonging
+    unexpected = [name for name in unknown if not _is_statistics(name, own)]
+    unexpected += [name for name in weights.extra if not takes_extra(model, name)]
     return LoadPlan(
-        moves=[
-            replace(_plan_move(name, source, own[name], options), parts=packed.get(name, ()))
-            for name, source in sources.items()
-        ],
+        moves=[replace(move, parts=packed.get(move.name, ())) for move in moves],
         missing=[name for name in own if name in needed and name not in sources],
-        unexpected=sorted(
-            [
-                *(
-                    name
-                    for name in weights.files
-                    if name not in own and name not in belonging and not _is_statistics(name, own)
-                ),
-                *(name for name in weights.extra if not takes_extra(model, name)),
-            ]
-        ),
-        misshapen=[
-            difference
-            for name, source in sources.items()
-            if (difference := _difference(name, source, own, weights, part_of(own[name]), packed))
-        ],
+        unexpected=sorted(unexpected),
+        misshapen=[difference for difference in differences if difference],
     )
 
 
@@ -178,13 +176,9 @@ def _difference(
 
 
 def check_fit(plan: LoadPlan, path: Path, kind: str, strict: bool) -> None:
-    """Refuse files that do not fit a model, or warn where names are the only difference.
+    """Refuse files that do not fit a model of class `kind`, or warn where only names differ.
 
-    Args:
-        plan: what would be done.
-        path: of the files.
-        kind: what the model is called in the message.
-        strict: whether missing and unexpected names are an error.
+    With `strict` different names are an error, too.
 
     Raises:
         CheckpointError: with all differences.
@@ -238,12 +232,7 @@ def _dtype_for(name: str, old: Tensor, options: LoadOptions) -> torch.dtype:
 
 
 def takes_extra(model: nn.Module, name: str) -> bool:
-    """Whether the module of that name takes what is kept beside tensors.
-
-    Args:
-        model: the module around it.
-        name: under which it is kept, with the module's name before the last dot.
-    """
+    """Whether the module of that entry takes the extra state of a state dict."""
     path = name.rpartition(".")[0]
     modules = dict(model.named_modules())
     return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, as_builtin, listed
-from accelerate.big_modeling.checking import device_key
-from accelerate.big_modeling.device_map import CPU, DISK
+from accelerate.big_modeling.device_map import CPU, DISK, device_key
 from accelerate.devices import of_device
 from accelerate.weights import (
     INDEX,
@@ -38,15 +37,9 @@ PINNED_PART = 0.5
 def find_offloaded(
     model: nn.Module, device_map: Mapping[str, Any], offload_devices: Collection[str], offload_buffers: bool
 ) -> dict[str, str]:
-    """Return the offloaded tensors of a model, with their devices.
+    """Return the offloaded tensors of a model, with their devices, which are among `offload_devices`.
 
     Where a map splits the own tensors of a module, all of them are offloaded: its hook loads all.
-
-    Args:
-        model: the module.
-        device_map: devices by module or tensor.
-        offload_devices: the CPU or the disk, where nothing computes.
-        offload_buffers: whether buffers are among them.
     """
     stay = get_non_persistent_buffers(model, recurse=True, fqns=True)
     values = {
@@ -127,7 +120,7 @@ def keep_on_disk(
         device_map: devices by module or tensor, for the message.
 
     Raises:
-        ConfigurationError: there is no folder, or weights are nowhere.
+        ConfigurationError: there is no folder, or some weights have neither values nor a file.
     """
     if not names:
         return {}

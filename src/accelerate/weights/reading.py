@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -118,13 +118,13 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
     return stored
 
 
-class WeightFile(Protocol):
-    """One file.
+class WeightFile:
+    """A file of weights.
 
     Attributes:
         path: the file.
         shapes: of all tensors, by name; further names of a tensor are among them.
-        extra: names of what modules keep in a state dict beside their tensors.
+        extra: names of entries of the state dict that are not tensors: the extra states of modules.
     """
 
     path: Path
@@ -132,41 +132,35 @@ class WeightFile(Protocol):
     extra: Collection[str]
 
     def read(self, name: str, device: torch.device) -> Any:
-        """Return one tensor, or what a module keeps beside its tensors.
+        """Return one tensor or extra state.
 
         A tensor of safetensors on the CPU is mapped from the file, and changes do not reach that.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        ...
+        raise NotImplementedError
 
     def locate(self, name: str) -> tuple[Path, str] | None:
         """Return from which file, and under which name, a tensor can be mapped; None: it cannot."""
-        ...
+        return None
 
-    def rest(self) -> None:
-        """Let the file go, for as long as nothing else is read: mapped pages count as memory in use."""
-        ...
+    def release(self) -> None:
+        """Close the file until something is read again: mapped pages count as memory in use."""
 
 
-class SafetensorsFile:
+class SafetensorsFile(WeightFile):
     """A file of safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._opened: dict[str, Any] = {}
         opened = self._open(torch.device("cpu"))
-        names = list(opened.keys())
-        self.extra: Collection[str] = [name for name in names if is_extra(name)]
-        shapes = {
-            name: torch.Size(opened.get_slice(name).get_shape()) for name in names if not is_extra(name)
-        }
-        self._first = read_aliases(opened.metadata(), names, path)
-        self.shapes: Mapping[str, torch.Size] = {
-            **shapes,
-            **{name: shapes[first] for name, first in self._first.items() if first in shapes},
-        }
+        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        self._first = read_aliases(opened.metadata(), shapes.keys(), path)
+        self.extra = [name for name in shapes if is_extra(name)]
+        shapes.update({name: shapes[first] for name, first in self._first.items()})
+        self.shapes = {name: shape for name, shape in shapes.items() if not is_extra(name)}
 
     def read(self, name: str, device: torch.device) -> Tensor:
         try:
@@ -175,10 +169,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
         return tensor
 
-    def locate(self, name: str) -> tuple[Path, str] | None:
+    def locate(self, name: str) -> tuple[Path, str]:
         return self.path, self._first.get(name, name)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         self._opened.clear()
 
     def _open(self, device: torch.device) -> Any:
@@ -192,37 +186,35 @@ class SafetensorsFile:
         return self._opened[key]
 
 
-class TorchFile:
+class TorchFile(WeightFile):
     """A state dict in a file of torch, of which only tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._state: dict[str, Any] = {}
         state = self._open()
-        self.extra: Collection[str] = [name for name in state if is_extra(name)]
-        self.shapes: Mapping[str, torch.Size] = {
-            name: tensor.shape for name, tensor in state.items() if not is_extra(name)
-        }
+        self.extra = [name for name in state if is_extra(name)]
+        self.shapes = {name: tensor.shape for name, tensor in state.items() if not is_extra(name)}
 
     def read(self, name: str, device: torch.device) -> Any:
         value = self._open()[name]
-        # torch.save writes over a file that is there: what was mapped from it would be torn.
+        # torch.save writes over a file that exists, which would change a tensor that is mapped from it.
         return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
-    def locate(self, name: str) -> tuple[Path, str] | None:
-        return None
-
-    def rest(self) -> None:
+    def release(self) -> None:
         self._state = {}
 
     def _open(self) -> dict[str, Any]:
         if not self._state:
             # Files of old versions of torch cannot be mapped.
             content = read_torch(self.path, "cpu", mmap=_can_be_mapped(self.path))
-            strange = _find_strange(content)
-            if strange:
+            refused = [f"a {type(content).__name__}"]
+            if isinstance(content, Mapping):
+                others = {key: type(value) for key, value in content.items() if not isinstance(value, Tensor)}
+                refused = [f"{key!r}, a {kind.__name__}" for key, kind in others.items() if not is_extra(key)]
+            if refused:
                 raise CheckpointError(
-                    f"{self.path} holds {strange}, and not only tensors by name. Pass a state dict alone."
+                    f"{self.path} holds {refused[0]}, and not only tensors by name. Pass a state dict alone."
                 )
             self._state = dict(content)
         return self._state
@@ -236,21 +228,8 @@ def _can_be_mapped(path: Path) -> bool:
 
 
 def is_extra(name: object) -> bool:
-    """Whether this names what a module keeps in a state dict beside its tensors, as torch calls it."""
+    """Whether an entry of a state dict is the extra state of a module, and no tensor."""
     return str(name).rpartition(".")[2] == "_extra_state"
-
-
-def _find_strange(content: Any) -> str:
-    if not isinstance(content, Mapping):
-        return f"a {type(content).__name__}"
-    return next(
-        (
-            f"{name!r}, a {type(value).__name__}"
-            for name, value in content.items()
-            if not (isinstance(value, Tensor) or is_extra(name))
-        ),
-        "",
-    )
 
 
 def open_weights(path: Path) -> WeightFile:

@@ -16,15 +16,15 @@ from torch import nn
 
 from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.big_modeling import LoadOptions, check_options, is_sharded, local_part
+from accelerate.big_modeling import LoadOptions, check_options, local_part
 from accelerate.checkpointing import save_sharded
 from accelerate.diagnostics import CLEAR_REFS, MIB, HostMeter
-from accelerate.weights import OffloadedWeightsLoader, write_safetensors
+from accelerate.weights import OffloadedWeightsLoader, model_has_dtensor, write_safetensors
 
 
 def test_a_plain_model_is_not_sharded() -> None:
     model = nn.Linear(2, 2)
-    assert not is_sharded(model)
+    assert not model_has_dtensor(model)
     assert local_part(model.weight) is model.weight
 
 

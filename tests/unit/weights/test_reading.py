@@ -233,7 +233,7 @@ def test_a_file_that_rests_is_not_mapped_and_can_be_read_again(tmp_path: Path, n
     path = write(tmp_path / name, {"a": torch.ones(5000)})
     opened = open_weights(path)
     assert opened.read("a", CPU).sum() == 5000
-    opened.rest()
+    opened.release()
     with open("/proc/self/maps") as maps:
         assert str(path) not in maps.read()
     assert opened.read("a", CPU).sum() == 5000
