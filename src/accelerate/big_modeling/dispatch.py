@@ -21,10 +21,11 @@ from accelerate.big_modeling.offload_sources import find_offloaded, keep_in_memo
 from accelerate.devices import BACKENDS
 from accelerate.hooks import (
     AlignDevicesHook,
+    CpuOffload,
     UserCpuOffloadHook,
+    add_hook_to_module,
     attach_align_device_hook_on_blocks,
     hooks_of,
-    offload_with_hook,
     remove_hook_from_module,
 )
 from accelerate.weights import (
@@ -218,8 +219,9 @@ def cpu_offload_with_hook(
     Returns:
         The model, and its hook, which sends it back or takes itself off.
     """
-    hook = offload_with_hook(model, execution_device, prev_module_hook)
-    return model, hook
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
 
 
 def disk_offload(

@@ -5,7 +5,12 @@ from accelerate.devices import (
     is_musa_available as is_musa_available,
     is_npu_available as is_npu_available,
 )
-from accelerate.hooks.align import AlignDevicesHook as AlignDevicesHook, all_there as all_there
+from accelerate.hooks.align import (
+    AlignDevicesHook as AlignDevicesHook,
+    Slot as Slot,
+    all_there as all_there,
+    find_slots as find_slots,
+)
 from accelerate.hooks.attach import (
     attach_align_device_hook as attach_align_device_hook,
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
@@ -28,16 +33,13 @@ from accelerate.hooks.offload import (
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
     is_any_offloaded as is_any_offloaded,
-    offload_with_hook as offload_with_hook,
 )
 from accelerate.hooks.prefetch import (
-    NO_PREFETCH as NO_PREFETCH,
     Prefetcher as Prefetcher,
     StreamTransfer as StreamTransfer,
     Transfer as Transfer,
     transfer_to as transfer_to,
 )
-from accelerate.hooks.slots import Slot as Slot, find_slots as find_slots
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device
 from accelerate.state import PartialState as PartialState
 from accelerate.weights import (

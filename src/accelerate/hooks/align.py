@@ -1,22 +1,162 @@
-"""Move the tensors of a module, and its inputs, to the device that computes."""
+"""Move the tensors of a module, and its inputs, to the device that computes; free them after its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from accelerate.hooks.base import ModelHook, not_traced
-from accelerate.hooks.prefetch import NO_PREFETCH, NoPrefetch
-from accelerate.hooks.slots import META, Slot, find_slots
+from accelerate.hooks.base import Arguments, ModelHook, not_traced
+from accelerate.hooks.prefetch import Prefetcher
 from accelerate.nested import find_device, send_to_device
-from accelerate.weights import Device, named_module_tensors, resolve_device, set_module_tensor_to_device
+from accelerate.weights import (
+    STATISTICS,
+    Device,
+    beside,
+    get_non_persistent_buffers,
+    is_own_class,
+    let_go,
+    named_module_tensors,
+    resolve_device,
+    set_module_tensor_to_device,
+)
 
+META = torch.device("meta")
+Tensors = dict[str, Any]
 Shared = dict[int, dict[torch.device, Tensor]]
 STEADY = (int, float, bool, str, type(None))
 """Types of arguments that have no device."""
+
+
+@dataclass
+class Slot:
+    """One offloaded tensor: an entry of a module's parameters or buffers.
+
+    Attributes:
+        owner: the module that has it.
+        tensors: its parameters, or its buffers.
+        key: the tensor's name in them.
+        source: an object with a `weights_map` of its values.
+        name: of the values there.
+        home: where the tensor was before; "meta" where it had no values.
+        empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
+        twins: other entries with the same parameter.
+        filled: the tensor made of the values; where those stay in memory anyway, it is used again.
+        address: of the values that are used again; None: they are not.
+    """
+
+    owner: nn.Module
+    tensors: Tensors
+    key: str
+    source: Any
+    name: str
+    home: torch.device
+    empty: Tensor
+    twins: list[tuple[Tensors, str]] = field(default_factory=list)
+    filled: Tensor | None = None
+    address: int | None = None
+
+    def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+        """Return its values, on a device."""
+        values: Tensor = self.source.weights_map[self.name]
+        if is_own_class(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
+            return values
+        is_integer = not (values.is_floating_point() or values.is_complex())
+        dtype = values.dtype if is_integer else self.empty.dtype
+        return values.to(device, dtype, non_blocking=non_blocking)
+
+    def load(self, device: torch.device) -> None:
+        """Read values and fill the slot; values in the same memory are wrapped once."""
+        empty, filled = self.empty, self.filled
+        values: Tensor = self.source.weights_map[self.name]
+        if (
+            self.address is not None
+            and filled is not None
+            and values.data_ptr() == self.address
+            and self.tensors[self.key] is empty
+            and filled.dtype == empty.dtype
+            and filled.requires_grad is empty.requires_grad
+        ):
+            self._put(filled)
+            return
+        self.keep_changes()
+        ready = self.read(device)
+        self.fill(ready, device)
+        is_used_again = ready is values and values.numel() and not is_own_class(empty)
+        self.address = values.data_ptr() if is_used_again else None
+
+    def fill(self, values: Tensor, device: torch.device) -> None:
+        """Fill the slot with values as `read` returned them."""
+        self.address = None
+        self._put(self._make(values, device))
+
+    def clear(self) -> None:
+        """Take the values out again."""
+        if self.address is None:
+            self.filled = None
+        if is_own_class(self.empty):
+            let_go(self.owner)
+        self.tensors[self.key] = self.empty
+        for tensors, key in self.twins:
+            tensors[key] = self.empty
+
+    def is_empty(self) -> bool:
+        """Whether the slot has no values."""
+        current = self.tensors[self.key]
+        return current is not None and current.device.type == "meta"
+
+    def keep_changes(self) -> None:
+        """Keep the empty tensor that is there: users may have replaced it in between."""
+        if self.is_empty():
+            self.empty = self.tensors[self.key]
+
+    def _put(self, filled: Tensor) -> None:
+        self.filled = self.tensors[self.key] = filled
+        for tensors, key in self.twins:
+            tensors[key] = filled
+
+    def _make(self, values: Tensor, device: torch.device) -> Tensor:
+        if is_own_class(self.empty):
+            statistics = self.source.weights_map.get(beside(self.name, STATISTICS))
+            dtype = None if statistics is None else values.dtype
+            set_module_tensor_to_device(self.owner, self.key, device, values, dtype, statistics)
+            own: Tensor = self.tensors[self.key]
+            return own
+        if not isinstance(self.empty, nn.Parameter):
+            return values
+        made = nn.Parameter(values, requires_grad=self.empty.requires_grad)
+        if vars(self.empty):
+            vars(made).update(vars(self.empty))
+        return made
+
+
+def find_slots(
+    module: nn.Module, source: Any, with_buffers: bool, with_inner: bool
+) -> tuple[list[Slot], dict[str, Tensor]]:
+    """Return a slot for each tensor of a module that is offloaded; and the other tensors, by name.
+
+    Non-persistent buffers always stay. `source` has a `weights_map` with the values.
+    """
+    slots: dict[int, Slot] = {}
+    stay: dict[str, Tensor] = {}
+    left_out = get_non_persistent_buffers(module, recurse=with_inner, fqns=True)
+    for path, owner in module.named_modules() if with_inner else [("", module)]:
+        for tensors in (owner._parameters, owner._buffers):
+            for key, tensor in cast("Mapping[str, Tensor | None]", tensors).items():
+                name = f"{path}.{key}" if path else key
+                if tensor is None:
+                    continue
+                if tensors is owner._buffers and (not with_buffers or name in left_out):
+                    stay[name] = tensor
+                elif id(tensor) in slots:
+                    slots[id(tensor)].twins.append((cast("Tensors", tensors), key))
+                else:
+                    own = cast("Tensors", tensors)
+                    slots[id(tensor)] = Slot(owner, own, key, source, name, tensor.device, tensor)
+    return list(slots.values()), stay
 
 
 class AlignDevicesHook(ModelHook):
@@ -35,7 +175,7 @@ class AlignDevicesHook(ModelHook):
     Attributes:
         input_device: that the inputs of the last call came from.
         original_devices: where offloaded tensors were before, by name; "meta" where they had no value.
-        prefetcher: what loads offloaded tensors.
+        prefetcher: loads offloaded tensors one block ahead; None: they are loaded when they are used.
         block: the hook of the module around this one that loads its tensors; None: it does so itself.
         is_in: whether offloaded tensors are there now.
     """
@@ -65,7 +205,7 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.input_device: torch.device | None = None
-        self.prefetcher: NoPrefetch = NO_PREFETCH
+        self.prefetcher: Prefetcher | None = None
         self.block: AlignDevicesHook | None = None
         self.is_in = False
         self._slots: list[Slot] = []
@@ -73,15 +213,15 @@ class AlignDevicesHook(ModelHook):
         self._device: tuple[Any, torch.device | None] = (None, None)
 
     def __repr__(self) -> str:
-        shown = (
+        names = [
             "execution_device",
             "offload",
             "io_same_device",
             "offload_buffers",
             "place_submodules",
             "skip_keys",
-        )
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        ]
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def is_spared(self) -> bool:
@@ -91,6 +231,8 @@ class AlignDevicesHook(ModelHook):
     # Attaching
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.block is not None:
+            return module
         if self.offload:
             self._empty(module)
         elif self.execution_device is not None:
@@ -108,18 +250,14 @@ class AlignDevicesHook(ModelHook):
             own = {id(slot) for slot in self._slots}
             self.block._slots = [slot for slot in self.block._slots if id(slot) not in own]
             self.block._members.pop(id(self), None)
-        self.prefetcher, self.is_in, self._slots = NO_PREFETCH, False, []
+        self.prefetcher, self.block, self.is_in, self._slots = None, None, False, []
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
         """Become the hook of a module inside a block, whose hook loads the tensors of all of them.
 
         The block reads them from the `weights_map` of this hook. Outside of the block's forward this hook
-        loads and frees them by itself, when it is called.
-
-        Args:
-            block: the hook of the module around.
-            module: the module.
+        loads and frees them by itself, when its module is called.
         """
         own = (module._parameters, module._buffers)
         self._slots = [slot for slot in block._slots if any(slot.tensors is value for value in own)]
@@ -152,8 +290,7 @@ class AlignDevicesHook(ModelHook):
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
         """Return the values of all offloaded tensors, on the device that computes.
 
-        Args:
-            non_blocking: whether the copies from pinned memory may still run.
+        With `non_blocking` the copies from pinned memory may not be complete.
         """
         device = self._target() or torch.device("cpu")
         return [slot.read(device, non_blocking) for slot in self._slots]
@@ -163,11 +300,7 @@ class AlignDevicesHook(ModelHook):
         return sum(slot.empty.nbytes for slot in self._slots)
 
     def values_by_slot(self, device: torch.device) -> dict[tuple[int, str], Tensor]:
-        """Return the values of all offloaded tensors by their slots: dictionary of the module, and key.
-
-        Args:
-            device: where to.
-        """
+        """Return the values of all offloaded tensors by slot: id of the module's dictionary, and key."""
         values_of = {}
         for slot in self._slots:
             values = slot.read(device)
@@ -176,9 +309,7 @@ class AlignDevicesHook(ModelHook):
         return values_of
 
     @not_traced
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload and not self.is_in and not self.is_spared:
@@ -186,10 +317,7 @@ class AlignDevicesHook(ModelHook):
         device = self._target()
         if device is None or all_there(args, kwargs, device):
             return args, kwargs
-        return (
-            send_to_device(args, device),
-            send_to_device(kwargs, device, skip_keys=self.skip_keys),
-        )
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     @not_traced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -203,7 +331,7 @@ class AlignDevicesHook(ModelHook):
 
     def _load(self) -> None:
         device = self._target() or torch.device("cpu")
-        if self.prefetcher is NO_PREFETCH:
+        if self.prefetcher is None:
             for slot in self._slots:
                 slot.load(device)
         else:
@@ -222,13 +350,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def all_there(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether nothing among arguments needs to be moved; in doubt it says no.
-
-    Args:
-        args: of a forward.
-        kwargs: of a forward.
-        device: that computes.
-    """
+    """Whether nothing among the arguments of a forward needs to be moved to a device; False in doubt."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             if value.device != device:

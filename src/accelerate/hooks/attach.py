@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from accelerate.devices import of_device
 from accelerate.hooks.align import AlignDevicesHook, Shared
-from accelerate.hooks.base import HOOK, add_hook_to_module, add_spare_hook
-from accelerate.hooks.prefetch import NO_PREFETCH, NoPrefetch, Prefetcher
+from accelerate.hooks.base import HOOK, add_hook_to_module
+from accelerate.hooks.prefetch import Prefetcher
 from accelerate.weights import (
     Device,
     OffloadedWeightsLoader,
@@ -112,7 +112,8 @@ def attach_align_device_hook_on_blocks(
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
     root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
-    opened = {around for name in devices for around in _names_around(name)}
+    paths = [name.split(".") for name in devices if name]
+    opened = {".".join(path[:count]) for path in paths for count in range(len(path))}
     for name, block, with_inner in list(
         find_blocks(module, module_name, preload_module_classes or (), opened)
     ):
@@ -133,11 +134,6 @@ def attach_align_device_hook_on_blocks(
             add_hook_to_module(inner, AlignDevicesHook(devices[name], skip_keys=skip_keys))
 
 
-def _names_around(name: str) -> list[str]:
-    parts = name.split(".") if name else []
-    return [".".join(parts[:count]) for count in range(len(parts))]
-
-
 def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[str, Any]) -> list[str]:
     """Return the entries of a map that say where the tensors of a block go."""
     prefix = f"{name}." if name else ""
@@ -154,7 +150,7 @@ class _Attaching:
     offload_buffers: bool
     skip_keys: Keys
     tied_params_map: Shared | None
-    prefetchers: dict[torch.device, NoPrefetch] = field(default_factory=dict)
+    prefetchers: dict[torch.device, Prefetcher] = field(default_factory=dict)
 
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
@@ -177,7 +173,7 @@ class _Attaching:
                 known = own if self.weights_map is None else (self.weights_map, f"{prefix}{path}.")
                 member = self._make(*known, device, offload, with_inner=False)
                 member.join(hook, inner)
-                add_spare_hook(inner, member)
+                add_hook_to_module(inner, member)
 
     def _make(
         self,
@@ -197,10 +193,10 @@ class _Attaching:
             tied_params_map=self.tied_params_map,
         )
 
-    def _prefetcher_for(self, device: Device | None) -> NoPrefetch:
+    def _prefetcher_for(self, device: Device | None) -> Prefetcher | None:
         """Prefetch weights, unless they are in the memory in which they are used."""
         target = torch.device("cpu") if device is None else resolve_device(device)
         is_in_files = isinstance(self.weights_map, OffloadedWeightsLoader) and bool(self.weights_map.index)
         if of_device(target).is_host and not is_in_files:
-            return NO_PREFETCH
+            return None
         return self.prefetchers.setdefault(target, Prefetcher(target))

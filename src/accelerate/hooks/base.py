@@ -13,6 +13,8 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
 HOOK = "_hf_hook"
 """Attribute of a module that holds its hook."""
 FORWARD = "_old_forward"
@@ -39,9 +41,7 @@ class ModelHook:
         """
         return module
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Run before a forward.
 
         Args:
@@ -90,9 +90,7 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
@@ -133,20 +131,6 @@ def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> 
     return module
 
 
-def add_spare_hook(module: nn.Module, hook: ModelHook) -> None:
-    """Let a hook run around the forward of a module only where the module around has not done its work.
-
-    Args:
-        module: the module, without a hook.
-        hook: says by `is_spared` whether it is not needed now; is attached already.
-    """
-    old = module.forward
-    setattr(module, HOOK, hook)
-    setattr(module, FORWARD, old)
-    around = functools.partial(_run_where_needed, module)
-    module.forward = functools.update_wrapper(around, old)
-
-
 def remove_hook_from_module(module: Model, recurse: bool = False) -> Model:
     """Take the hook off a module, and give it its own forward back.
 
@@ -178,11 +162,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of a module, those of a chain one by one.
-
-    Args:
-        module: any module.
-    """
+    """Return the hooks of a module, those of a chain one by one."""
     hook = getattr(module, HOOK, None)
     if hook is None:
         return ()
@@ -190,13 +170,10 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def not_traced(function: Function) -> Function:
-    """Let `torch.compile` call a function as it is, and look neither into it nor into what it calls.
+    """Let `torch.compile` call a method of a hook as it is, and trace neither it nor what it calls.
 
-    `torch.compiler.disable` does the same, and imports the compiler, which takes long: it is left alone until
-    somebody else has imported it.
-
-    Args:
-        function: a method of a hook.
+    `torch.compiler.disable` does the same, and imports the compiler, which takes long: so it is used only
+    when something has imported that already.
     """
 
     untraced: list[Any] = []
@@ -212,14 +189,10 @@ def not_traced(function: Function) -> Function:
     return cast("Function", call)
 
 
-def _run_where_needed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if getattr(module._hf_hook, "is_spared", False):
-        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
-    return _run_around(module, *args, **kwargs)
-
-
 def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
+    if getattr(hook, "is_spared", False):  # the hook of the module around has loaded the tensors
+        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
         with torch.no_grad():
@@ -250,9 +223,7 @@ class LayerwiseCastingHook(ModelHook):
         return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
 
     @not_traced
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accelerate.base import ConfigurationError, listed
 from accelerate.devices import clear_device_cache, hardware_table
 from accelerate.hooks.align import AlignDevicesHook
-from accelerate.hooks.base import ModelHook, add_hook_to_module, hooks_of, not_traced, remove_hook_from_module
+from accelerate.hooks.base import Arguments, ModelHook, hooks_of, not_traced, remove_hook_from_module
 from accelerate.nested import send_to_device
 from accelerate.weights import (
     Device,
@@ -43,9 +43,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     @not_traced
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         device = resolve_device(self.execution_device)
         first = next(module.parameters(), None)
         is_there = first is not None and check_device_same(first.device, device)
@@ -77,21 +75,6 @@ class UserCpuOffloadHook:
         remove_hook_from_module(self.model)
 
 
-def offload_with_hook(
-    model: nn.Module, execution_device: Device | None, before: UserCpuOffloadHook | None
-) -> UserCpuOffloadHook:
-    """Attach a `CpuOffload` to a model.
-
-    Args:
-        model: the model.
-        execution_device: that computes; None: the accelerator of this process, or the CPU.
-        before: of the model that has its turn before.
-    """
-    hook = CpuOffload(execution_device, before)
-    add_hook_to_module(model, hook, append=True)
-    return UserCpuOffloadHook(model, hook)
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether the tensors of a module come only for its forward, by its one hook.
 
@@ -103,11 +86,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 def is_any_offloaded(model: nn.Module) -> bool:
-    """Return whether weights of a model, or of modules inside, come only for a forward.
-
-    Args:
-        model: any module.
-    """
+    """Return whether weights of a model, or of modules inside, are loaded for each forward."""
     return any(
         isinstance(hook, AlignDevicesHook) and hook.offload
         for module in model.modules()

@@ -15,23 +15,11 @@ PAGE = 4096
 
 
 class Block(Protocol):
-    """What has weights to load: a hook."""
+    """A hook with weights to load: returns them on the device that computes, and their size there."""
 
-    def fetch(self, non_blocking: bool = False) -> list[Tensor]:
-        """Return the weights, on the device that computes."""
-        ...
+    def fetch(self, non_blocking: bool = False) -> list[Tensor]: ...
 
-    def count_bytes(self) -> int:
-        """Return how many bytes they take there."""
-        ...
-
-
-class NoPrefetch:
-    """Weights are loaded when they are used."""
-
-    def take(self, block: Block) -> list[Tensor]:
-        """Return the weights of a block."""
-        return block.fetch()
+    def count_bytes(self) -> int: ...
 
 
 class Transfer:
@@ -52,12 +40,7 @@ class Transfer:
 
 
 class StreamTransfer(Transfer):
-    """How a thread loads weights to an accelerator: over a stream of their own, from pinned memory.
-
-    Args:
-        device: the accelerator.
-        module: the torch module that drives it.
-    """
+    """How a thread loads weights to an accelerator: from pinned memory, over a stream of its own."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self.device = device
@@ -91,11 +74,7 @@ class StreamTransfer(Transfer):
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the transfer to a device: over a stream where its torch module has them.
-
-    Args:
-        device: that computes.
-    """
+    """Return the transfer to a device: over a stream where its torch module has them."""
     backend = of_device(device)
     if backend.is_host or device.type == "meta":
         return Transfer()
@@ -103,16 +82,12 @@ def transfer_to(device: torch.device) -> Transfer:
     return StreamTransfer(device, module) if hasattr(module, "Stream") else Transfer()
 
 
-class Prefetcher(NoPrefetch):
+class Prefetcher:
     """Load the weights of a model's blocks, one block ahead.
 
-    It records which block follows which, and while one computes, a thread loads the weights of the one that
+    It records which block follows which. While one computes, a thread loads the weights of the one that
     followed it before; so there are never more than two on the device. Another order than before is slower,
     and becomes the one that is expected.
-
-    Args:
-        device: that computes.
-        transfer: makes the transfer to it.
     """
 
     def __init__(
@@ -130,6 +105,7 @@ class Prefetcher(NoPrefetch):
         return Prefetcher, (self.device, self._make_transfer)  # a copy of the model begins anew
 
     def take(self, block: Block) -> list[Tensor]:
+        """Return the weights of a block, and prefetch those of the one that followed it before."""
         weights = self._claim(block)
         if weights is None:
             weights = block.fetch()
@@ -158,6 +134,3 @@ class Prefetcher(NoPrefetch):
             self._transfer = self._make_transfer(self.device)
             self._thread = ThreadPoolExecutor(1, "accelerate-prefetch")  # ends when this object does
         self._coming = block, self._thread.submit(self._transfer.fetch, block)
-
-
-NO_PREFETCH = NoPrefetch()

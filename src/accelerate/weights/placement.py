@@ -247,8 +247,8 @@ def _find_twin(
 def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is None:
         return source.dtype if quantizes_itself(old) else old.dtype
-    counts = not (source.is_floating_point() or source.is_complex())
-    return source.dtype if counts else read_dtype(dtype)
+    is_integer = not (source.is_floating_point() or source.is_complex())
+    return source.dtype if is_integer else read_dtype(dtype)
 
 
 def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:

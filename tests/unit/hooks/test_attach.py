@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.hooks import (
-    NO_PREFETCH,
     AlignDevicesHook,
+    ModelHook,
     Prefetcher,
     SequentialHook,
+    add_hook_to_module,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
@@ -194,6 +195,21 @@ def test_a_map_decides_tensor_by_tensor() -> None:
     assert model.layers[1].a._hf_hook.execution_device == "meta"
 
 
+def test_a_hook_is_appended_to_a_module_inside_a_block() -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    attach_align_device_hook_on_blocks(model, "cpu", offload=True)
+    inner = model.layers[0].a
+    add_hook_to_module(inner, ModelHook(), append=True)
+    with torch.no_grad():
+        assert torch.equal(model(X), plain(X))
+        values = torch.ones(1, inner.in_features)
+        assert torch.equal(inner(values), plain.layers[0].a(values))
+    assert inner.weight.is_meta
+    remove_hook_from_submodules(model)
+    assert torch.equal(inner.weight, plain.layers[0].a.weight)
+
+
 def test_weights_in_files_come_ahead(tmp_path: Path) -> None:
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
@@ -218,7 +234,7 @@ def test_weights_in_memory_need_no_thread() -> None:
     attach_align_device_hook_on_blocks(
         model, "cpu", offload=True, weights_map=OffloadedWeightsLoader(model.state_dict())
     )
-    assert model.head._hf_hook.prefetcher is NO_PREFETCH
+    assert model.head._hf_hook.prefetcher is None
     model = Net()
     attach_align_device_hook(model, "meta", offload=True, weights_map=model.state_dict())
     assert isinstance(model.head._hf_hook.prefetcher, Prefetcher)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, disk_offload, load_checkpoint_in_model
+from accelerate import Accelerator, cpu_offload_with_hook, disk_offload, load_checkpoint_in_model
 from accelerate.base import ConfigurationError
 from accelerate.hooks import (
     AlignDevicesHook,
@@ -22,7 +22,6 @@ from accelerate.hooks import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
     is_any_offloaded,
-    offload_with_hook,
     remove_hook_from_submodules,
 )
 
@@ -43,8 +42,8 @@ class Recorded(nn.Linear):
 
 def test_a_model_comes_and_the_one_before_goes() -> None:
     first, second = Recorded(), Recorded()
-    one = offload_with_hook(first, "meta", None)
-    two = offload_with_hook(second, "meta", one)
+    _, one = cpu_offload_with_hook(first, "meta")
+    _, two = cpu_offload_with_hook(second, "meta", one)
     assert (first.sent, second.sent) == (["cpu"], ["cpu"])
     (args, kwargs) = two.hook.pre_forward(second, X, x=X)
     assert args[0].is_meta
@@ -58,8 +57,8 @@ def test_a_model_comes_and_the_one_before_goes() -> None:
 
 def test_a_model_that_is_there_disturbs_no_one() -> None:
     first, second = Recorded(), Recorded()
-    one = offload_with_hook(first, "cpu", None)
-    two = offload_with_hook(second, "cpu", one)
+    _, one = cpu_offload_with_hook(first, "cpu")
+    _, two = cpu_offload_with_hook(second, "cpu", one)
     second(X)
     assert first.sent == ["cpu"]
     assert isinstance(two, UserCpuOffloadHook)
