@@ -7,20 +7,20 @@ from accelerate.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.precision.base import Precision as Precision
-from accelerate.precision.msamp import MsAmpPrecision as MsAmpPrecision
-from accelerate.precision.resolve import (
-    FORMATS as FORMATS,
-    RECIPES as RECIPES,
-    PrecisionRequest as PrecisionRequest,
-    resolve_precision as resolve_precision,
-)
-from accelerate.precision.torchao import (
+from accelerate.precision.fp8 import (
     ConvertLayers as ConvertLayers,
+    MsAmpPrecision as MsAmpPrecision,
     convert_model_to_fp8_ao as convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
     filter_linear_layers as filter_linear_layers,
     find_first_last_linear_layers as find_first_last_linear_layers,
     has_ao_layers as has_ao_layers,
+)
+from accelerate.precision.resolve import (
+    FORMATS as FORMATS,
+    RECIPES as RECIPES,
+    PrecisionRequest as PrecisionRequest,
+    resolve_precision as resolve_precision,
 )
 from accelerate.precision.transformer_engine import (
     TransformerEnginePrecision as TransformerEnginePrecision,

@@ -27,11 +27,6 @@ class AutocastForward:
 
     It is set as the instance attribute `forward` of the module, so the module stays the object that the user
     knows. Unlike a closure it follows the module through pickle and `copy.deepcopy`.
-
-    Args:
-        module: the module whose forward runs under autocast.
-        precision: the format; its `autocast` opens the context.
-        settings: keyword arguments for each context.
     """
 
     def __init__(
@@ -39,10 +34,7 @@ class AutocastForward:
     ) -> None:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.device_type = device_type
-        self.dtype = dtype
-        self.enabled = settings.enabled
-        self.cache_enabled = settings.cache_enabled
+        self.autocast = device_type, dtype, settings.enabled, settings.cache_enabled
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -53,7 +45,7 @@ class AutocastForward:
         return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+        with torch.autocast(*self.autocast):
             outputs = self.__wrapped__(*args, **kwargs)
         return convert_to_fp32(outputs)
 
@@ -66,13 +58,7 @@ class AutocastForward:
 
 
 class MixedPrecision(Precision):
-    """bfloat16 by autocast; no scaling is needed because its range is that of float32.
-
-    Args:
-        name: "bf16" or "fp16".
-        device_type: the torch device type that computes.
-        settings: user's autocast arguments.
-    """
+    """bfloat16 by autocast; no scaling is needed because its range is that of float32."""
 
     def __init__(self, name: str, device_type: str, settings: AutocastKwargs | None = None) -> None:
         super().__init__(name)
@@ -81,15 +67,11 @@ class MixedPrecision(Precision):
         self.settings = settings or AutocastKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Let the forward of `model` run under autocast and return float32."""
         if not isinstance(model.__dict__.get("forward"), AutocastForward):
             model.__dict__["forward"] = AutocastForward(model, self.device_type, self.dtype, self.settings)
         return model
 
-    def autocast(
-        self, enabled: bool = True, cache_enabled: bool | None = None
-    ) -> AbstractContextManager[Any]:
-        """Return `torch.autocast` for this device and dtype."""
+    def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype, enabled, cache_enabled)
 
 
@@ -98,12 +80,6 @@ class ScaledPrecision(MixedPrecision):
 
     One scaler serves all optimizers. With several of them its scale may change only after the last one has
     stepped, so the update waits for the next backward pass.
-
-    Args:
-        name: "fp16".
-        device_type: the torch device type that computes.
-        scaler: the gradient scaler.
-        settings: user's autocast arguments.
     """
 
     def __init__(
@@ -155,7 +131,6 @@ class ScaledPrecision(MixedPrecision):
             optimizer.gradients_unscaled = True
 
     def gradient_scale(self) -> float:
-        """Return the current loss scale."""
         return float(self.scaler.get_scale())
 
 

@@ -42,20 +42,11 @@ class Precision:
         """Refuse a model that cannot train in this format."""
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Return models and optimizers that this format changes together, before anything else is done.
-
-        Args:
-            models: the new ones of a `prepare` call.
-            optimizers: likewise.
-        """
+        """Return the new models and optimizers of a `prepare` call, as this format changes them together."""
         return models, optimizers
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model` ready to run its forward in this format; the very object that was passed.
-
-        Args:
-            model: a module on its device.
-        """
+        """Return `model`, on its device, ready to run its forward in this format; the same object."""
         return model
 
     def autocast(

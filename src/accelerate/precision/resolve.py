@@ -23,8 +23,12 @@ from accelerate.plugins import (
 )
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
-from accelerate.precision.msamp import MsAmpPrecision
-from accelerate.precision.torchao import ConvertLayers, TorchaoPrecision, convert_model_to_fp8_ao
+from accelerate.precision.fp8 import (
+    ConvertLayers,
+    MsAmpPrecision,
+    TorchaoPrecision,
+    convert_model_to_fp8_ao,
+)
 from accelerate.precision.transformer_engine import TransformerEnginePrecision
 
 logger = get_logger(__name__)
@@ -34,7 +38,7 @@ logger = get_logger(__name__)
 class PrecisionRequest:
     """What a run asks of its number format.
 
-    Args:
+    Attributes:
         name: value of `mixed_precision`.
         backend: the hardware that computes.
         autocast: user's autocast arguments.
@@ -43,7 +47,7 @@ class PrecisionRequest:
         recipes: the FP8 recipes that the user gave.
         fp8_library: name of the FP8 library, from the launch configuration; `None` leaves it open.
         gathers_shards: whether FSDP 2 shards the model.
-        convert_layers: what lets layers compute in torchao's float8.
+        convert_layers: converts layers to torchao's float8.
     """
 
     name: str
@@ -71,21 +75,19 @@ def _float16(request: PrecisionRequest) -> Precision:
     return ScaledPrecision("fp16", request.backend.name, make_scaler(**arguments), request.autocast)
 
 
-def _by_torchao(request: PrecisionRequest, recipe: AORecipeKwargs | None) -> Precision:
+def _by_torchao(request: PrecisionRequest, recipe: AORecipeKwargs) -> Precision:
     require("torchao", "mixed_precision='fp8'")
-    recipe = recipe or AORecipeKwargs()
-    return TorchaoPrecision(
-        request.backend.name, recipe, request.autocast, request.gathers_shards, request.convert_layers
-    )
+    device, sends_shards = request.backend.name, request.gathers_shards
+    return TorchaoPrecision(device, recipe, request.autocast, sends_shards, request.convert_layers)
 
 
-def _by_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs | None) -> Precision:
-    return TransformerEnginePrecision(request.backend.name, recipe or TERecipeKwargs(), request.autocast)
+def _by_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs) -> Precision:
+    return TransformerEnginePrecision(request.backend.name, recipe, request.autocast)
 
 
-def _by_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs | None) -> Precision:
+def _by_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision:
     require("msamp", "FP8 by MS-AMP")
-    return MsAmpPrecision(request.backend.name, recipe or MSAMPRecipeKwargs(), request.autocast)
+    return MsAmpPrecision(request.backend.name, recipe, request.autocast)
 
 
 class _Library(NamedTuple):
@@ -105,23 +107,17 @@ _FP8 = {
 
 
 def _fp8(request: PrecisionRequest) -> Precision:
-    recipe = _only_recipe(request.recipes)
-    library = _library_of(recipe) or (request.fp8_library or "").upper() or _installed_library()
-    if library not in _FP8:
+    if len(request.recipes) > 1:
+        names = listed([type(recipe).__name__ for recipe in request.recipes])
         raise wrong_value(
-            "fp8_backend", library, f"the libraries are {', '.join(_FP8)}", "Choose one of them"
+            "kwargs_handlers", names, "one library computes in FP8", "Pass the recipe of one of them"
         )
-    _, _, build = _FP8[library]
-    return build(request, recipe)
-
-
-def _only_recipe(recipes: Sequence[KwargsHandler]) -> KwargsHandler | None:
-    if len(recipes) > 1:
-        names = [type(recipe).__name__ for recipe in recipes]
-        raise wrong_value(
-            "kwargs_handlers", listed(names), "one library computes in FP8", "Pass the recipe of one of them"
-        )
-    return recipes[0] if recipes else None
+    recipe = request.recipes[0] if request.recipes else None
+    name = _library_of(recipe) or (request.fp8_library or "").upper() or _installed_library()
+    if name not in _FP8:
+        raise wrong_value("fp8_backend", name, f"the libraries are {', '.join(_FP8)}", "Choose one of them")
+    library = _FP8[name]
+    return library.build(request, recipe or library.recipe())
 
 
 def _library_of(recipe: KwargsHandler | None) -> str | None:
@@ -153,12 +149,8 @@ def resolve_precision(request: PrecisionRequest) -> Precision:
     """
     build = FORMATS.get(request.name)
     if build is None:
-        raise wrong_value(
-            "mixed_precision",
-            request.name,
-            f"the formats of this version are {', '.join(FORMATS)}",
-            "Choose one of them",
-        )
+        formats = f"the formats of this version are {', '.join(FORMATS)}"
+        raise wrong_value("mixed_precision", request.name, formats, "Choose one of them")
     if request.recipes and build is not _fp8:
         names = listed([type(recipe).__name__ for recipe in request.recipes])
         logger.warning(

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from accelerate.base import FP8BackendType, PreparationError, require, wrong_value
-from accelerate.plugins import AutocastKwargs, TERecipeKwargs
-from accelerate.precision.amp import AutocastForward, MixedPrecision
+from accelerate.plugins import TERecipeKwargs
+from accelerate.precision.amp import AutocastForward
+from accelerate.precision.fp8 import TILE, Fp8Precision
 
 Model = TypeVar("Model", bound=nn.Module)
 
-TILE = 16
-"""FP8 kernels take sizes that are multiples of this."""
 _LIBRARIES = {"cuda": "transformer_engine", "hpu": "intel_transformer_engine"}
 _OURS_ALONE = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend", "opt_level", "fp8_format")
 
@@ -43,13 +42,13 @@ def convert_model(
         _convert_ln: whether layer norms are replaced.
     """
     engine = _layers_of(model)
-    make = _Maker(engine) if to_transformer_engine else _Unmaker(engine)
-    wanted = ((make.linear_kind, make.linear, _convert_linear), (make.norm_kind, make.norm, _convert_ln))
+    source, target = (nn, engine) if to_transformer_engine else (engine, nn)
+    asked = {"Linear": _convert_linear, "LayerNorm": _convert_ln}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            for kind, build, is_asked in wanted:
-                if is_asked and isinstance(child, kind) and make.fits(child):
-                    setattr(parent, name, _with_weights_of(child, build(child)))
+            for kind in (kind for kind, is_asked in asked.items() if is_asked):
+                if isinstance(child, getattr(source, kind)) and (target is nn or _fits(child)):
+                    setattr(parent, name, _with_weights_of(child, _like(child, kind, target)))
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
@@ -99,12 +98,7 @@ def apply_fp8_autowrap(model: Model, fp8_recipe_handler: TERecipeKwargs | None) 
 
 
 def build_recipe(model: nn.Module, handler: TERecipeKwargs) -> Any:
-    """Return the recipe of Transformer Engine for the arguments of a user.
-
-    Args:
-        model: that it is for.
-        handler: the arguments.
-    """
+    """Return the recipe of Transformer Engine for the arguments of a user."""
     recipes = import_module(f"{_library_of(model)}.common.recipe")
     scaling = recipes.MXFP8BlockScaling if handler.use_mxfp8_block_scaling else recipes.DelayedScaling
     given = {name: value for name, value in handler.to_kwargs().items() if name not in _OURS_ALONE}
@@ -118,32 +112,12 @@ def build_recipe(model: nn.Module, handler: TERecipeKwargs) -> Any:
     return scaling(fp8_format=getattr(recipes.Format, str(handler.fp8_format)), **given)
 
 
-class TransformerEnginePrecision(MixedPrecision):
-    """Layers of Transformer Engine, the rest under bfloat16 autocast.
+class TransformerEnginePrecision(Fp8Precision):
+    """Layers of Transformer Engine, the rest under bfloat16 autocast."""
 
-    Args:
-        device_type: the torch device type that computes.
-        recipe: how FP8 numbers are scaled; a live object, read when a model is converted.
-        settings: user's autocast arguments.
-
-    Raises:
-        ConfigurationError: Transformer Engine does not run on this device.
-    """
-
+    library = "Transformer Engine"
+    device_types = tuple(_LIBRARIES)
     fp8_backend = FP8BackendType.TE
-
-    def __init__(
-        self, device_type: str, recipe: TERecipeKwargs, settings: AutocastKwargs | None = None
-    ) -> None:
-        if device_type not in _LIBRARIES:
-            raise wrong_value(
-                "mixed_precision",
-                "fp8",
-                f"Transformer Engine computes on {' and '.join(_LIBRARIES)}, this run is on {device_type}",
-                "Set fp8_backend to ao, which computes everywhere, or mixed_precision to bf16",
-            )
-        super().__init__("fp8", device_type, settings)
-        self.recipe = recipe
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Convert the layers of `model`, unless some are already, and let it run in FP8 and autocast."""
@@ -160,60 +134,21 @@ class TransformerEnginePrecision(MixedPrecision):
         return super().convert(model)
 
 
-class _Maker:
-    """Layers of Transformer Engine for those of torch."""
-
-    linear_kind, norm_kind = nn.Linear, nn.LayerNorm
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def fits(self, layer: nn.Module) -> bool:
-        """Whether FP8 kernels take the sizes of a layer."""
-        if isinstance(layer, nn.LayerNorm):
-            return len(layer.normalized_shape) == 1 and layer.elementwise_affine
-        return all(size % TILE == 0 for size in layer.weight.shape)  # type: ignore[union-attr]
-
-    def linear(self, layer: Any) -> nn.Module:
-        """A linear layer of the same sizes."""
-        made: nn.Module = self.engine.Linear(
-            layer.in_features, layer.out_features, bias=layer.bias is not None, **_factory_kwargs(layer)
-        )
-        return made
-
-    def norm(self, layer: Any) -> nn.Module:
-        """A layer norm of the same size."""
-        made: nn.Module = self.engine.LayerNorm(
-            layer.normalized_shape[0], eps=layer.eps, **_factory_kwargs(layer)
-        )
-        return made
+def _fits(layer: Any) -> bool:
+    """Whether FP8 kernels take the sizes of a layer of torch."""
+    if isinstance(layer, nn.LayerNorm):
+        return len(layer.normalized_shape) == 1 and layer.elementwise_affine
+    return all(size % TILE == 0 for size in layer.weight.shape)
 
 
-class _Unmaker:
-    """Layers of torch for those of Transformer Engine."""
-
-    def __init__(self, engine: Any) -> None:
-        self.linear_kind, self.norm_kind = engine.Linear, engine.LayerNorm
-
-    def fits(self, layer: nn.Module) -> bool:
-        """Whether torch has such a layer: always."""
-        return True
-
-    def linear(self, layer: Any) -> nn.Module:
-        """A linear layer of the same sizes."""
-        has_bias, weight = getattr(layer, "bias", None) is not None, layer.weight
-        return nn.Linear(
-            layer.in_features, layer.out_features, has_bias, device=weight.device, dtype=weight.dtype
-        )
-
-    def norm(self, layer: Any) -> nn.Module:
-        """A layer norm of the same size."""
-        weight = layer.weight
-        return nn.LayerNorm(weight.shape[0], layer.eps, device=weight.device, dtype=weight.dtype)
-
-
-def _factory_kwargs(layer: Any) -> dict[str, Any]:
-    return {"params_dtype": layer.weight.dtype, "device": layer.weight.device}
+def _like(layer: Any, kind: str, library: Any) -> Any:
+    """Return a new layer of torch or Transformer Engine with the sizes of another one."""
+    weight = layer.weight
+    options = {"device": weight.device, "dtype" if library is nn else "params_dtype": weight.dtype}
+    if kind == "LayerNorm":
+        return library.LayerNorm(weight.shape[0], eps=layer.eps, **options)
+    has_bias = getattr(layer, "bias", None) is not None
+    return library.Linear(layer.in_features, layer.out_features, bias=has_bias, **options)
 
 
 @torch.no_grad()

@@ -57,10 +57,7 @@ def replace_with_bnb_layers(
 def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
     """Return the layers of a model that can be swapped, by name.
 
-    Args:
-        model: a module.
-        kept: names of modules that stay.
-        prefix: what precedes the model's names there.
+    `kept` names modules that stay; `prefix` precedes the model's names there.
     """
     names = tuple(kept)
     return {
@@ -73,9 +70,7 @@ def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict
 def is_in(name: str, modules: Iterable[str]) -> bool:
     """Return whether a tensor or module is one of some modules, or inside one.
 
-    Args:
-        name: dotted name.
-        modules: names, or parts of names: "head" matches "decoder.head", too.
+    Names of modules may be parts of names: "head" matches "decoder.head", too.
     """
     return any(f".{module}." in f".{name}." for module in modules)
 
@@ -142,21 +137,17 @@ def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     """Return a layer of bitsandbytes with the weight and bias of another, which is not copied."""
     import bitsandbytes.nn as bnb
 
-    has_bias = layer.bias is not None
-    sizes = (layer.in_features, layer.out_features)
     if config.load_in_8bit:
-        made: Any = bnb.Linear8bitLt(
-            *sizes, has_bias, has_fp16_weights=False, threshold=config.llm_int8_threshold, device="meta"
-        )
+        kind: Any = bnb.Linear8bitLt
+        options: dict[str, Any] = {"has_fp16_weights": False, "threshold": config.llm_int8_threshold}
     else:
-        made = bnb.Linear4bit(
-            *sizes,
-            has_bias,
-            compute_dtype=config.bnb_4bit_compute_dtype,
-            compress_statistics=config.bnb_4bit_use_double_quant,
-            quant_type=config.bnb_4bit_quant_type,
-            device="meta",
-        )
+        kind = bnb.Linear4bit
+        options = {
+            "compute_dtype": config.bnb_4bit_compute_dtype,
+            "compress_statistics": config.bnb_4bit_use_double_quant,
+            "quant_type": config.bnb_4bit_quant_type,
+        }
+    made = kind(layer.in_features, layer.out_features, layer.bias is not None, device="meta", **options)
     made.register_load_state_dict_pre_hook(take_parts)
     made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
     made.bias = layer.bias

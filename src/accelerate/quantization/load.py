@@ -1,23 +1,30 @@
-"""Load and quantize a model, and move it to its devices, in one pass."""
+"""Plan where each module of a quantized model goes; load and quantize it, and move it there, in one pass."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from accelerate.base import CheckpointError, ConfigurationError, listed
-from accelerate.big_modeling import Memory, check_device_map, dispatch_model, load_checkpoint_in_model
-from accelerate.plugins import BnbQuantizationConfig
-from accelerate.quantization.device_map import (
-    DISK,
-    dtype_of,
-    get_quantized_model_device_map,
-    name_kept,
+from accelerate.big_modeling import (
+    Memory,
+    check_device_map,
+    dispatch_model,
+    load_checkpoint_in_model,
+    plan_device_map,
 )
+from accelerate.devices import hardware_table
+from accelerate.plugins import BnbQuantizationConfig
 from accelerate.quantization.layers import (
+    find_layers,
+    get_keys_to_not_convert,
     get_parameter_device,
+    is_in,
     replace_with_bnb_layers,
     require_bitsandbytes,
 )
@@ -27,11 +34,15 @@ from accelerate.weights import (
     find_tied_parameters,
     get_non_persistent_buffers,
     mapped_device,
+    quantizes_itself,
     resolve_device,
     retie_parameters,
     set_module_tensor_to_device,
 )
 
+logger = logging.getLogger(__name__)  # also used where no run is set up
+
+DISK = "disk"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -79,7 +90,11 @@ def load_and_quantize_model(
     config = name_kept(model, bnb_quantization_config, device_map)
     devices = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     check_device_map(model, devices)
-    _refuse_disk(devices, is_empty)
+    if DISK in devices.values() and not is_empty:
+        raise ConfigurationError(
+            'device_map puts modules on the "disk", and the model has its weights in memory already. Build '
+            "it under init_empty_weights() and pass weights_location."
+        )
     replace_with_bnb_layers(model, config, config.unquantized_modules)
     if weights_location is not None and is_empty:
         load_checkpoint_in_model(
@@ -99,14 +114,6 @@ def load_and_quantize_model(
         dispatch_model(model, devices, offload_dir=offload_folder)
     noted.is_loaded_in_8bit, noted.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     return model
-
-
-def _refuse_disk(devices: Mapping[str, Any], is_empty: bool) -> None:
-    if DISK in devices.values() and not is_empty:
-        raise ConfigurationError(
-            'device_map puts modules on the "disk", and the model has its weights in memory already. Build '
-            "it under init_empty_weights() and pass weights_location."
-        )
 
 
 def _move_rest(
@@ -132,3 +139,103 @@ def _move_rest(
             "never saved get theirs under init_empty_weights(include_buffers=False)."
         )
     retie_parameters(model, tied)
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+) -> Mapping[str, Any]:
+    """Return where each module of a model goes once it is quantized.
+
+    Args:
+        model: a module, quantized or not, also one on the meta device.
+        bnb_quantization_config: how many bits, and which modules stay as they are.
+        device_map: see `load_and_quantize_model`.
+        max_memory: bytes by device.
+        no_split_module_classes: names of classes whose modules stay on one device.
+
+    Returns:
+        Devices by module.
+
+    Raises:
+        ConfigurationError: there is no such method, or layers in 4 bits would not be on an accelerator that
+            computes with them.
+    """
+    if device_map is None:
+        return {"": _own_device()}
+    devices = device_map
+    if isinstance(devices, str):
+        sizes = {
+            "no_split_module_classes": no_split_module_classes,
+            "dtype": bnb_quantization_config.target_dtype,
+            "special_dtypes": _dtypes_of_rest(model, bnb_quantization_config),
+        }
+        devices = plan_device_map(model, devices, max_memory, **sizes)
+    _check_offloaded(model, bnb_quantization_config, devices)
+    return devices
+
+
+def _own_device() -> int | str:
+    """Return the device of this process, as device maps write it."""
+    backend = hardware_table.detect()
+    return backend.name if backend.shares_host_memory else backend.current()
+
+
+def _offload_devices() -> tuple[str, ...]:
+    """Return the devices that store weights and do not compute."""
+    return (DISK,) if hardware_table.detect().is_host else ("cpu", DISK)
+
+
+def name_kept(
+    model: nn.Module, config: BnbQuantizationConfig, device_map: str | Mapping[str, Any] | None
+) -> BnbQuantizationConfig:
+    """Return a copy of the options in which all modules that stay as they are have names.
+
+    In 4 bits, modules that the device map offloads are not quantized.
+    """
+    skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
+    mapped = device_map if isinstance(device_map, Mapping) else {}
+    offloaded = [name for name, device in mapped.items() if device in _offload_devices()]
+    return replace(config, skip_modules=[*skipped, *(offloaded if config.load_in_4bit else ())])
+
+
+def _dtypes_of_rest(model: nn.Module, config: BnbQuantizationConfig) -> dict[str, torch.dtype]:
+    """Return the dtypes of all tensors that are not quantized."""
+    quantized = _quantized_weights(model, config)
+    kept = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    return {
+        name: tensor.dtype if name in kept else dtype_of(name, tensor, config)
+        for name, tensor in all_tensors(model).items()
+        if name not in quantized
+    }
+
+
+def _quantized_weights(model: nn.Module, config: BnbQuantizationConfig) -> set[str]:
+    """The names of weights that are, or are going to be, in 8 or 4 bits."""
+    swapped = {f"{name}.weight" for name in find_layers(model, config.unquantized_modules)}
+    return swapped | {name for name, tensor in all_tensors(model).items() if quantizes_itself(tensor)}
+
+
+def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> torch.dtype:
+    """Return the dtype that a tensor gets unless it is quantized."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    if is_in(name, config.keep_in_fp32_modules or ()):
+        return torch.float32
+    return config.torch_dtype  # type: ignore[return-value]  # torch's own after construction
+
+
+def _check_offloaded(model: nn.Module, config: BnbQuantizationConfig, devices: Mapping[str, Any]) -> None:
+    offload = _offload_devices()
+    names = [name for name in _quantized_weights(model, config) if mapped_device(name, devices) in offload]
+    if names and config.load_in_4bit:
+        raise ConfigurationError(
+            f"device_map puts {listed(sorted(names))} on the CPU or the disk, and layers in 4 bits cannot be "
+            "offloaded. Give accelerators more of max_memory, use load_in_8bit, or name these modules in "
+            "skip_modules."
+        )
+    if names:
+        logger.info("Weights on the CPU or the disk are stored in 8 bits, too, and loaded for each forward.")

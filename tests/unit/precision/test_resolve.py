@@ -66,7 +66,9 @@ class Library:
 def test_the_fp8_library_is_the_one_named_or_the_first_installed(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], named: str | None, chosen: str
 ) -> None:
-    assert Library(monkeypatch, *installed).choose(named=named) == (chosen, None)
+    library, recipe = Library(monkeypatch, *installed).choose(named=named)
+    assert library == chosen
+    assert type(recipe) is module._FP8[chosen].recipe
 
 
 def test_a_recipe_decides_before_the_launch_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
 from accelerate.quantization import get_quantized_model_device_map, name_kept, replace_with_bnb_layers
-from accelerate.quantization.device_map import _dtypes_of_rest
+from accelerate.quantization.load import _dtypes_of_rest
 from accelerate.utils import BnbQuantizationConfig
 
 EIGHT = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["head"])

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.base import FP8BackendType
 from accelerate.plugins import AORecipeKwargs
-from accelerate.precision import torchao as precision
+from accelerate.precision import fp8 as precision
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torchao's own
 
