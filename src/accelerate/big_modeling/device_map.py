@@ -90,18 +90,17 @@ def fallback_allocate(
     """
     whole = frozenset(no_split_module_classes or ())
     tied = [group for group in tied_parameters or () if len(group) > 1]
-    level: list[tuple[list[NamedModule], list[NamedModule], list[NamedModule]]] = [([], list(modules), [])]
+    level = [(entry, list(modules[:i]), list(modules[i + 1 :])) for i, entry in enumerate(modules)]
     while level:
-        deeper = []
-        for before, here, after in level:
-            for index, (name, module) in enumerate(here):
-                if module_sizes.get(name, 0) <= size_limit and not _is_tied_outside(name, tied):
-                    return name, module, [*before, *here[:index], *here[index + 1 :], *after]
-            for index, (name, module) in enumerate(here):
-                parts = _open(name, module, whole)
-                if parts:
-                    deeper.append(([*before, *here[:index]], parts, [*here[index + 1 :], *after]))
-        level = deeper
+        for (name, module), before, after in level:
+            if module_sizes.get(name, 0) <= size_limit and not _is_tied_outside(name, tied):
+                return name, module, [*before, *after]
+        opened = ((_open(name, module, whole), before, after) for (name, module), before, after in level)
+        level = [
+            (part, [*before, *parts[:i]], [*parts[i + 1 :], *after])
+            for parts, before, after in opened
+            for i, part in enumerate(parts)
+        ]
     return None, None, list(modules)
 
 
@@ -205,9 +204,6 @@ def _measure(
         is_parameter = isinstance(tensor, nn.Parameter)
         measured[device] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
     return measured
-
-
-# Planning
 
 
 def infer_auto_device_map(
@@ -392,9 +388,6 @@ def _in_model_order(model: nn.Module, names: Collection[str]) -> list[str]:
     return list(ordered)
 
 
-# Shortening
-
-
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
     """Name modules of one device by the module around them, in place.
 
@@ -418,9 +411,6 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
         if f"{prefix}{child}" not in device_map:
             clean_device_map(device_map, f"{prefix}{child}")
     return device_map
-
-
-# Checking
 
 
 def check_devices(device_map: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError, StateError, as_builtin, listed
+from accelerate.base import StateError
 from accelerate.big_modeling.budget import Memory
 from accelerate.big_modeling.device_map import CPU, DISK, check_devices, device_key, plan_device_map
 from accelerate.big_modeling.load import fill_model, read_floating
@@ -34,6 +34,7 @@ from accelerate.weights import (
     Index,
     OffloadedWeightsLoader,
     all_tensors,
+    check_values,
     find_tied_parameters,
     resolve_device,
     retie_on_same_device,
@@ -55,15 +56,13 @@ def remove_old_hooks(model: nn.Module) -> None:
 
 def move_whole(model: nn.Module, target: Any) -> None:
     tensors = all_tensors(model)
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     device = resolve_device(target)
-    if empty and device.type != "meta":
-        error = ConfigurationError(
-            f"{listed(empty)} have no values to move to {target}: they are on the meta device. Load the "
-            "model first, as load_checkpoint_and_dispatch() does; build it with include_buffers=False where "
-            "they are buffers that no checkpoint holds."
+    if device.type != "meta":
+        fix = (
+            "Load the model first, as load_checkpoint_and_dispatch() does; build it with "
+            "include_buffers=False where they are buffers that no checkpoint holds."
         )
-        raise as_builtin(error, NotImplementedError)
+        check_values(tensors, f"move to {target}", fix)
     if any(tensor.device != device for tensor in tensors.values()):
         model.to(device)
 
@@ -76,17 +75,12 @@ def guard_moves(model: nn.Module) -> None:
             setattr(model, name, functools.update_wrapper(guarded, plain))
 
 
-def _names_device(*args: Any, **kwargs: Any) -> bool:
-    """Whether arguments of `Module.to` name a device, and not only a dtype."""
-    by_position = bool(args) and not isinstance(args[0], torch.dtype)
-    return by_position or not {"device", "tensor"}.isdisjoint(kwargs)
-
-
 def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     hooks = [hook for module in model.modules() for hook in hooks_of(module)]
     hooks = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
     call = f"{type(model).__name__}.{name}()"
-    if hooks and (name != "to" or _names_device(*args, **kwargs)):
+    is_cast = name == "to" and {"device", "tensor"}.isdisjoint(kwargs)
+    if hooks and not (is_cast and (not args or isinstance(args[0], torch.dtype))):
         logger.warning(
             f"You shouldn't move a model that is dispatched using accelerate hooks. {call} does, and "
             "inputs still go to the devices of its device_map."
@@ -205,9 +199,7 @@ def cpu_offload(
 
 
 def cpu_offload_with_hook(
-    model: Model,
-    execution_device: Device | None = None,
-    prev_module_hook: UserCpuOffloadHook | None = None,
+    model: Model, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[Model, UserCpuOffloadHook]:
     """Keep a whole model on the CPU until it is called; it then stays on the device that computes.
 

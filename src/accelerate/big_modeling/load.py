@@ -33,6 +33,7 @@ from accelerate.weights import (
     WeightFile,
     all_tensors,
     beside,
+    check_values,
     find_home,
     find_tied_parameters,
     make_folder,
@@ -150,11 +151,7 @@ def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, stric
     The model has values already, which are overwritten.
     """
     own = all_tensors(model)
-    empty = [name for name, tensor in own.items() if tensor.is_meta]
-    if empty:
-        raise ConfigurationError(
-            f"{listed(empty)} have no values that could be filled. Call model.to_empty(device=...) first."
-        )
+    check_values(own, "fill", "Call model.to_empty(device=...) first.")
     plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=local_part)
     check_fit(plan, path, f"part of a {type(model).__name__}", strict)
     for move in plan.moves:

@@ -21,6 +21,7 @@ from accelerate.weights import (
     Index,
     all_tensors,
     beside,
+    check_values,
     get_non_persistent_buffers,
     mapped_device,
     note_files,
@@ -68,13 +69,7 @@ def keep_in_memory(
     own = all_tensors(model)
     given = state_dict or {}
     values = {name: given.get(name, own[name]).detach() for name in names}
-    empty = [name for name, tensor in values.items() if tensor.is_meta]
-    if empty:
-        error = ConfigurationError(
-            f"{listed(empty)} have no values to keep on the CPU: they are on the meta device. Load the model "
-            "first, or pass state_dict."
-        )
-        raise as_builtin(error, NotImplementedError)
+    check_values(values, "keep on the CPU", "Load the model first, or pass state_dict.")
     kept: dict[Any, Tensor] = {}
     lock = _may_lock(values, resolve_device(main))
     for name, tensor in values.items():

@@ -228,8 +228,6 @@ class AlignDevicesHook(ModelHook):
         """Whether the hook of the module around has loaded the tensors."""
         return self.block is not None and self.block.is_in
 
-    # Attaching
-
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self.block is not None:
             return module
@@ -284,8 +282,6 @@ class AlignDevicesHook(ModelHook):
             for name, tensor in stay.items():
                 if tensor.device.type != "meta":
                     set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
-
-    # Running
 
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
         """Return the values of all offloaded tensors, on the device that computes.

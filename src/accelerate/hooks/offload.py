@@ -128,10 +128,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
 
 def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: dict[str, Any],
-    device_to_put_offload: Device = "cpu",
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
     """Write the tensors of an offloaded module into a state dict.
 

@@ -23,12 +23,7 @@ from accelerate.plugins import (
 )
 from accelerate.precision.amp import MixedPrecision, ScaledPrecision
 from accelerate.precision.base import Precision
-from accelerate.precision.fp8 import (
-    ConvertLayers,
-    MsAmpPrecision,
-    TorchaoPrecision,
-    convert_model_to_fp8_ao,
-)
+from accelerate.precision.fp8 import ConvertLayers, MsAmpPrecision, TorchaoPrecision, convert_model_to_fp8_ao
 from accelerate.precision.transformer_engine import TransformerEnginePrecision
 
 logger = get_logger(__name__)

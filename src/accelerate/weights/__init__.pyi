@@ -23,6 +23,7 @@ from accelerate.weights.index import (
 from accelerate.weights.modules import (
     GatheredParameters as GatheredParameters,
     all_tensors as all_tensors,
+    check_values as check_values,
     find_blocks as find_blocks,
     get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,

@@ -51,9 +51,6 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 _METADATA = {"format": "pt"}
 
 
-# Safetensors
-
-
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors by name to a file that any reader of safetensors takes.
 
@@ -134,9 +131,6 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return kept
 
 
-# Torch
-
-
 def write_torch(obj: Any, path: Path) -> None:
     """Write any picklable object with `torch.save`.
 
@@ -197,9 +191,6 @@ def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
 
 def _name_of(path: Target) -> str:
     return os.fspath(path) if isinstance(path, (str, os.PathLike)) else str(getattr(path, "name", path))
-
-
-# Either
 
 
 def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelerate import torch_private
-from accelerate.base import is_deepspeed_available
+from accelerate.base import ConfigurationError, as_builtin, is_deepspeed_available, listed
 
 
 def named_module_tensors(
@@ -110,6 +110,14 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of a module by name; those with several names are listed for each."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def check_values(tensors: Mapping[str, Tensor], purpose: str, fix: str) -> None:
+    """Refuse tensors on the meta device, which have no values to be moved, kept, filled or saved."""
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        text = f"{listed(empty)} have no values to {purpose}: they are on the meta device. {fix}"
+        raise as_builtin(ConfigurationError(text), NotImplementedError)
 
 
 LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from accelerate.base import wrong_value
 from accelerate.devices import clear_device_cache, hardware_table, of_device
-from accelerate.weights.packed import (
-    is_own_class,
-    keeps_another_shape,
-    quantizes_itself,
-    remade,
-    scales_of,
-)
+from accelerate.weights.packed import is_own_class, keeps_another_shape, quantizes_itself, remade, scales_of
 
 Device = int | str | torch.device
 Home = tuple[nn.Module, str]

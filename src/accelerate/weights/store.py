@@ -25,8 +25,6 @@ WRITTEN = "written"
 STATISTICS = "SCB"
 """End of the name under which the factors of a weight in 8 bits are stored beside it."""
 
-# Raw files
-
 
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None
@@ -59,10 +57,7 @@ def offload_weight(
     except OSError as error:
         raise like(CheckpointError(f"{path} could not be written: {error}"), error) from error
     if index is not None:
-        index[weight_name] = {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-        }
+        index[weight_name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     return index
 
 
@@ -148,9 +143,6 @@ def beside(name: str, last: str) -> str:
     """Return the name of another tensor of the same module: `beside("a.weight", "SCB")` is `"a.SCB"`."""
     path = name.rpartition(".")[0]
     return f"{path}.{last}" if path else last
-
-
-# As a mapping
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
