@@ -20,7 +20,6 @@ from accelerate.base import (
 )
 from accelerate.big_modeling import (
     Memory,
-    Unit,
     fill,
     get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
@@ -75,7 +74,9 @@ def generate_device_map(
             f"{type(model).__name__} has {len(units)} parts that stay whole, and each stage needs one",
             "start fewer processes, or name smaller modules in no_split_module_classes",
         )
-    limits = _limits(units, num_processes, max_memory)
+    memory = None if max_memory is None else get_max_memory(max_memory)
+    ranks = range(num_processes)
+    limits = [total(units) if memory is None else memory.get(rank, 0) for rank in ranks]
     share = smallest_share(units, limits)
     full = fill(units, [min(limit, share) for limit in limits])
     if full[-1] < len(units):
@@ -87,13 +88,6 @@ def generate_device_map(
         (unit.names[0], next(rank for rank, end in enumerate(ends) if index < end))
         for index, unit in enumerate(units)
     )
-
-
-def _limits(units: Sequence[Unit], count: int, max_memory: Memory | None) -> list[int]:
-    if max_memory is None:
-        return [total(units)] * count
-    memory = get_max_memory(max_memory)
-    return [memory.get(rank, 0) for rank in range(count)]
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
@@ -166,10 +160,7 @@ def build_pipeline(
 def _make_sendable(stage: Any, index: int, last: int) -> None:
     """Let plain memory cross the borders of a stage: tensors that are expanded or transposed cannot be sent.
 
-    Args:
-        stage: the traced part of the model.
-        index: its position among the stages.
-        last: that of the last one.
+    `stage` is the traced part of the model, `index` its position among the stages, `last` that of the last.
     """
     from torch.fx.node import map_arg
 
@@ -215,13 +206,7 @@ class _Entry(nn.Module):
 
 
 class Schedule:
-    """The stages of a pipeline, which all work on parts of one batch of a size that is fixed.
-
-    Args:
-        stage: of this process.
-        num_chunks: parts in which a batch goes through.
-        example: positional and keyword arguments of a whole batch; others must be like them.
-    """
+    """The stages of a pipeline, which work on parts of one batch whose size is that of the example."""
 
     def __init__(self, stage: Any, num_chunks: int, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         from torch.distributed.pipelining import ScheduleGPipe
@@ -235,12 +220,7 @@ class Schedule:
         return self._steps.step(*iterate_tensors((args, kwargs)))
 
     def find_fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return what keeps a batch from going through, as stages are made for one kind; "" if nothing does.
-
-        Args:
-            args: of the model.
-            kwargs: of the model.
-        """
+        """Return why a batch does not fit the stages, which are made for one kind; "" where it does."""
         sizes = {tensor.shape[:1] for tensor in iterate_tensors((args, kwargs))}
         if len(sizes) > 1:
             return (

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,8 +35,7 @@ class Unit:
     block: float
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     name: str
     tensors: Mapping[str, Tensor]
 
@@ -48,14 +47,10 @@ def split_into_units(
     special_dtypes: Mapping[str, Dtype] | None = None,
     join_tied: bool = True,
 ) -> list[Unit]:
-    """Return the units of a model in the order of its modules; those that share parameters are one unit.
+    """Return the units of a model in the order of its modules.
 
-    Args:
-        model: the module; it may be on the meta device.
-        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
-        dtype: of the model once it is loaded; None: as it is.
-        special_dtypes: those of single tensors, by name.
-        join_tied: whether parts that share parameters are one unit.
+    With `join_tied` parts that share parameters are one unit. The other arguments are those of
+    `infer_auto_device_map`.
     """
     parts = list(_walk(model, "", whole_classes(model, no_split_module_classes)))
     blocks = _block_sizes(model, dtype, special_dtypes)

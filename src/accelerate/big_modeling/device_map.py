@@ -275,16 +275,9 @@ def assign_units(
     offload_buffers: bool = False,
     fallback: bool = False,
 ) -> list[DeviceName]:
-    """Return the device of each unit.
+    """Return the device of each unit; `memory` is in the order in which devices are filled.
 
-    Args:
-        units: in the order of the model.
-        memory: bytes by device, in the order in which they are filled.
-        offload_buffers: whether buffers are loaded with the weights.
-        fallback: whether an accelerator that would stay empty takes later units that fit.
-
-    Raises:
-        ConfigurationError: there is a limit for the disk, and it is too low.
+    `fallback` lets an accelerator that would stay empty take later units that fit.
     """
     accelerators: dict[DeviceName, float] = {
         device: limit for device, limit in memory.items() if device not in (CPU, DISK)
@@ -449,7 +442,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     left = [name for name in tensors if mapped_device(name, device_map) is None]
-    apart = _find_apart(model, device_map)
+    apart = []
+    for group in find_tied_parameters(model):
+        devices = {name: mapped_device(name, device_map) for name in group}
+        if len({device_key(device) for device in devices.values() if device is not None}) > 1:
+            apart.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
     problems = []
     if left:
         problems.append(
@@ -460,15 +457,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if problems:
         kind = type(model).__name__
         raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
-
-
-def _find_apart(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
-    apart = []
-    for group in find_tied_parameters(model):
-        devices = {name: mapped_device(name, device_map) for name in group}
-        if len({device_key(device) for device in devices.values() if device is not None}) > 1:
-            apart.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
-    return apart
 
 
 def device_key(device: Any) -> str:

@@ -194,7 +194,8 @@ def cpu_offload(
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": CPU}, {CPU}, offload_buffers))
     weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
-    _attach_all(model, main, weights, offload_buffers, preload_module_classes)
+    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
+    _attach_all(model, main, weights, **options)
     return model
 
 
@@ -242,7 +243,8 @@ def disk_offload(
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, device=main)
-    _attach_all(model, main, weights, offload_buffers, preload_module_classes)
+    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
+    _attach_all(model, main, weights, **options)
     return model
 
 
@@ -321,22 +323,9 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _attach_all(
-    model: nn.Module,
-    main: Device,
-    weights: OffloadedWeightsLoader,
-    offload_buffers: bool,
-    preload_module_classes: Collection[str] | None,
-) -> None:
+def _attach_all(model: nn.Module, main: Device, weights: OffloadedWeightsLoader, **options: Any) -> None:
     remove_old_hooks(model)
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device=main,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-    )
+    attach_align_device_hook_on_blocks(model, main, True, weights, **options)
 
 
 def _device_of(model: nn.Module) -> torch.device:

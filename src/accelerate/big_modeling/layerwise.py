@@ -49,24 +49,20 @@ def attach_layerwise_casting_hooks(
         ConfigurationError: a pattern is no regular expression, or torch has no dtype of that name.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    skipped = _compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+    pattern = "|".join(f"(?:{pattern})" for pattern in patterns)
+    try:
+        skipped = re.compile(pattern) if patterns else None
+    except re.error as error:
+        reason = f"this is no regular expression: {error}"
+        raise wrong_value("skip_modules_pattern", pattern, reason, "correct the pattern") from error
     hook = LayerwiseCastingHook(read_dtype(storage_dtype), read_dtype(compute_dtype), non_blocking)
     layers = list(_choose(module, "", skipped, skip_modules_classes or ()))
-    chosen = {id(layer) for layer in layers}
+    chosen = set(map(id, layers))
     others = [inner for inner in module.modules() if id(inner) not in chosen]
-    held = {id(parameter) for other in others for parameter in other.parameters(recurse=False)}
+    shared = {id(parameter) for inner in others for parameter in inner.parameters(recurse=False)}
     for layer in layers:
-        if held.isdisjoint(id(inner) for inner in layer.parameters()):
+        if shared.isdisjoint(map(id, layer.parameters())):
             add_hook_to_module(layer, hook, append=True)
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise wrong_value(
-            "skip_modules_pattern", pattern, f"this is no regular expression: {error}", "write it otherwise"
-        ) from error
 
 
 def _choose(

@@ -236,21 +236,12 @@ def fill_model(
     folder: str | os.PathLike[str] | None,
     leave: bool = False,
 ) -> tuple[Index, Index]:
-    """Fill a model from files.
+    """Fill a model from files; weights on the disk go to `folder`.
 
-    Args:
-        model: the module.
-        path: of the files.
-        options: what the user asks for.
-        folder: where weights on the disk go.
-        leave: whether weights that go to the disk stay in the files of safetensors that they are in.
+    With `leave` those that are in files of safetensors stay there.
 
     Returns:
         Entries of the weights that were written to the folder, and of those that stay in their files.
-
-    Raises:
-        ConfigurationError: the device map does not fit the model, or there is no folder.
-        CheckpointError: a file is missing or broken, or does not fit the model.
     """
     if model_has_dtensor(model):
         check_options(model, options)

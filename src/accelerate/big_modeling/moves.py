@@ -42,10 +42,8 @@ class Move:
 
     Attributes:
         name: in the model.
-        source: in the files; another one for a tied parameter that is stored under that.
-        device: where it goes.
+        source: its name in the files; that of another tied parameter where it is stored under that.
         on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
-        dtype: it is converted to.
         in_place: whether the tensor that the model has is filled, and not replaced.
         in_8_bits: whether it is quantized before it goes to the disk.
         parts: names in the files of the scales of a weight that is stored in 4 bits.
@@ -63,13 +61,9 @@ class Move:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is done with each tensor.
+    """What is done with each tensor that the files hold, and the names that model or files lack.
 
-    Attributes:
-        moves: one for each tensor of the model that the files hold.
-        missing: names in the model's state dict that the files lack.
-        unexpected: names in the files that the model lacks.
-        misshapen: for each tensor whose shape differs, a text that says how.
+    `misshapen` has a text for each tensor whose shape differs.
     """
 
     moves: Sequence[Move]
@@ -80,17 +74,11 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Devices, dtypes and checks that the user asks for.
+    """The arguments of `load_checkpoint_in_model` that say what is done with tensors.
 
     Attributes:
-        device_map: devices by module; None leaves tensors where they are; those without a value go to the
-            CPU.
-        dtype: of floating-point tensors; None keeps those of the model.
         kept: modules whose tensors are float32 whatever `dtype` says.
-        offload_buffers: whether buffers of modules on the disk go there, too.
         in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
-        strict: whether missing and unexpected names are an error.
-        full_state_dict: for a sharded model: whether the files hold whole tensors, or local shards.
         broadcast: whether rank 0 alone reads the files.
     """
 
@@ -113,12 +101,7 @@ def plan_moves(
 ) -> LoadPlan:
     """Decide what is done with each tensor; nothing is changed.
 
-    Args:
-        model: the module.
-        weights: the opened files.
-        options: what the user asks for.
-        tied: groups of names in the model of one parameter each.
-        part_of: what of a tensor the files hold; by default the whole of it.
+    `tied` are groups of names of one parameter each; `part_of` returns what of a tensor the files hold.
     """
     own = all_tensors(model)
     sources = _find_sources(own, weights.files, tied)

@@ -57,14 +57,7 @@ def keep_in_memory(
 ) -> dict[str, Tensor]:
     """Return weights on the CPU, in pinned memory where an accelerator loads them; tied ones once.
 
-    Args:
-        model: the module.
-        names: of the weights.
-        state_dict: their values, where they are not those of the model.
-        main: the device that computes.
-
-    Raises:
-        ConfigurationError: some have no values.
+    Values come from `state_dict` or else from the model.
     """
     own = all_tensors(model)
     given = state_dict or {}
@@ -113,9 +106,6 @@ def keep_on_disk(
         given: where weights are that need not be written.
         tied: groups of names of one parameter each.
         device_map: devices by module or tensor, for the message.
-
-    Raises:
-        ConfigurationError: there is no folder, or some weights have neither values nor a file.
     """
     if not names:
         return {}

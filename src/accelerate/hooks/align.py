@@ -37,10 +37,8 @@ class Slot:
 
     Attributes:
         owner: the module that has it.
-        tensors: its parameters, or its buffers.
-        key: the tensor's name in them.
-        source: an object with a `weights_map` of its values.
-        name: of the values there.
+        tensors: its parameters, or its buffers; `key` is the tensor's name there.
+        source: an object with a `weights_map` of its values; `name` is their name there.
         home: where the tensor was before; "meta" where it had no values.
         empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
         twins: other entries with the same parameter.
@@ -60,7 +58,6 @@ class Slot:
     address: int | None = None
 
     def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
-        """Return its values, on a device."""
         values: Tensor = self.source.weights_map[self.name]
         if is_own_class(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
             return values
@@ -91,7 +88,8 @@ class Slot:
     def fill(self, values: Tensor, device: torch.device) -> None:
         """Fill the slot with values as `read` returned them."""
         self.address = None
-        self._put(self._make(values, device))
+        self.filled = self._make(values, device)
+        self._put(self.filled)
 
     def clear(self) -> None:
         """Take the values out again."""
@@ -99,12 +97,9 @@ class Slot:
             self.filled = None
         if is_own_class(self.empty):
             let_go(self.owner)
-        self.tensors[self.key] = self.empty
-        for tensors, key in self.twins:
-            tensors[key] = self.empty
+        self._put(self.empty)
 
     def is_empty(self) -> bool:
-        """Whether the slot has no values."""
         current = self.tensors[self.key]
         return current is not None and current.device.type == "meta"
 
@@ -113,10 +108,10 @@ class Slot:
         if self.is_empty():
             self.empty = self.tensors[self.key]
 
-    def _put(self, filled: Tensor) -> None:
-        self.filled = self.tensors[self.key] = filled
+    def _put(self, tensor: Tensor) -> None:
+        self.tensors[self.key] = tensor
         for tensors, key in self.twins:
-            tensors[key] = filled
+            tensors[key] = tensor
 
     def _make(self, values: Tensor, device: torch.device) -> Tensor:
         if is_own_class(self.empty):
@@ -292,7 +287,6 @@ class AlignDevicesHook(ModelHook):
         return [slot.read(device, non_blocking) for slot in self._slots]
 
     def count_bytes(self) -> int:
-        """Return the bytes of all offloaded tensors."""
         return sum(slot.empty.nbytes for slot in self._slots)
 
     def values_by_slot(self, device: torch.device) -> dict[tuple[int, str], Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ def attach_align_device_hook(
         preload_module_classes: names of classes that are always one block.
         tied_params_map: parameters that several modules share, by the address of the original and by device.
     """
-    attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
+    attaching = _Attaching(
+        weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map
+    )
     for name, block, with_inner in list(find_blocks(module, module_name, preload_module_classes or ())):
         attaching.attach(block, name, with_inner, execution_device, offload)
 
@@ -110,7 +112,9 @@ def attach_align_device_hook_on_blocks(
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    attaching = _Attaching(weights_map, offload_buffers, skip_keys, tied_params_map)
+    attaching = _Attaching(
+        weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map
+    )
     root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
     paths = [name.split(".") for name in devices if name]
     opened = {".".join(path[:count]) for path in paths for count in range(len(path))}
@@ -142,15 +146,13 @@ def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[
     return [entry for entry in names if entry is not None] or [""]
 
 
-@dataclass
 class _Attaching:
-    """What the hooks of one model have in common."""
+    """What the hooks of one model have in common: arguments, and the prefetcher of each device."""
 
-    weights_map: Mapping[str, Tensor] | None
-    offload_buffers: bool
-    skip_keys: Keys
-    tied_params_map: Shared | None
-    prefetchers: dict[torch.device, Prefetcher] = field(default_factory=dict)
+    def __init__(self, weights_map: Mapping[str, Tensor] | None, **arguments: Any) -> None:
+        self.weights_map = weights_map
+        self.make_hook: Callable[..., AlignDevicesHook] = partial(AlignDevicesHook, **arguments)
+        self.prefetchers: dict[torch.device, Prefetcher] = {}
 
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
@@ -160,38 +162,22 @@ class _Attaching:
         Those run where a module inside is called from outside of the block's forward. Clients look for them,
         and call them by hand.
         """
-        prefix = f"{name}." if name else ""
-        hook = self._make(self.weights_map, prefix, device, offload, with_inner)
+        weights, prefix = self.weights_map, f"{name}." if name else ""
+        own = PrefixedDataset(weights, prefix) if offload and weights is not None else None
+        hook = self.make_hook(device, offload, weights_map=own, place_submodules=with_inner)
         if offload:
             hook.prefetcher = self._prefetcher_for(device)
         add_hook_to_module(block, hook, append=True)
         if not (with_inner and offload):
             return
+        if weights is None:
+            weights, prefix = hook.weights_map or {}, ""
         for path, inner in block.named_modules():
             if path and not hasattr(inner, HOOK) and next(named_module_tensors(inner), None) is not None:
-                own = (hook.weights_map, f"{path}.")
-                known = own if self.weights_map is None else (self.weights_map, f"{prefix}{path}.")
-                member = self._make(*known, device, offload, with_inner=False)
+                values = PrefixedDataset(weights, f"{prefix}{path}.")
+                member = self.make_hook(device, offload, weights_map=values)
                 member.join(hook, inner)
                 add_hook_to_module(inner, member)
-
-    def _make(
-        self,
-        weights_map: Mapping[str, Tensor] | None,
-        prefix: str,
-        device: Device | None,
-        offload: bool,
-        with_inner: bool,
-    ) -> AlignDevicesHook:
-        return AlignDevicesHook(
-            device,
-            offload=offload,
-            weights_map=PrefixedDataset(weights_map, prefix) if offload and weights_map is not None else None,
-            offload_buffers=self.offload_buffers,
-            place_submodules=with_inner,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied_params_map,
-        )
 
     def _prefetcher_for(self, device: Device | None) -> Prefetcher | None:
         """Prefetch weights, unless they are in the memory in which they are used."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError, listed
 from accelerate.devices import clear_device_cache, hardware_table
 from accelerate.hooks.align import AlignDevicesHook
 from accelerate.hooks.base import Arguments, ModelHook, hooks_of, not_traced, remove_hook_from_module
@@ -17,6 +16,7 @@ from accelerate.nested import send_to_device
 from accelerate.weights import (
     Device,
     check_device_same,
+    check_values,
     named_module_tensors,
     resolve_device,
     set_module_tensor_to_device,
@@ -159,19 +159,13 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         ConfigurationError: tensors have no value, and no hook loads one.
     """
     values = _offloaded_values(model)
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        filled = values.get(name, value) if isinstance(value, Tensor) and value.is_meta else value
-        state[name] = (
-            filled.detach().to("cpu") if isinstance(filled, Tensor) and not filled.is_meta else filled
-        )
-    missing = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
-    if missing:
-        raise ConfigurationError(
-            f"{listed(missing)} have no values: they are on the meta device, and no hook loads any. "
-            "Load the model first."
-        )
-    return state
+    state = model.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    tensors = {
+        name: values.get(name, tensor) if tensor.is_meta else tensor for name, tensor in tensors.items()
+    }
+    check_values(tensors, "save", "No hook loads any. Load the model first.")
+    return {**state, **{name: tensor.detach().to("cpu") for name, tensor in tensors.items()}}
 
 
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:

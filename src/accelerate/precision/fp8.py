@@ -98,13 +98,7 @@ def convert_model_to_fp8_ao(
 class Fp8Precision(MixedPrecision):
     """Layers of a library compute in FP8, the rest under bfloat16 autocast.
 
-    Args:
-        device_type: the torch device type that computes.
-        recipe: how the library converts layers; a live object, read when a model is converted.
-        settings: user's autocast arguments.
-
-    Raises:
-        ConfigurationError: the library does not run on this device.
+    `recipe`, how the library converts layers, is a live object that is read when a model is converted.
     """
 
     library: str
@@ -127,12 +121,7 @@ class Fp8Precision(MixedPrecision):
 class TorchaoPrecision(Fp8Precision):
     """Linear layers of torchao's float8 under bfloat16 autocast.
 
-    Args:
-        device_type: the torch device type that computes.
-        recipe: how layers are converted; a live object, read when a model is.
-        settings: user's autocast arguments.
-        gathers_shards: whether FSDP 2 gathers the weights of layers, which it may then send in float8.
-        convert_layers: the function that converts the layers of a model.
+    Where FSDP 2 gathers the weights of layers, it may send them in float8.
     """
 
     library = "torchao"
@@ -179,11 +168,7 @@ class MsAmpPrecision(Fp8Precision):
         )
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Return a model and its optimizer as MS-AMP changes them together.
-
-        Raises:
-            PreparationError: not one model with one optimizer.
-        """
+        """Return a model and its optimizer as MS-AMP changes them together."""
         if len(models) != 1 or len(optimizers) != 1:
             raise PreparationError(
                 f"MS-AMP changes one model and its optimizer together, and this call of `prepare` has "

@@ -35,9 +35,6 @@ class PrecisionRequest:
 
     Attributes:
         name: value of `mixed_precision`.
-        backend: the hardware that computes.
-        autocast: user's autocast arguments.
-        scaler: user's scaler arguments.
         make_scaler: builds the gradient scaler; `None` takes the one of the hardware.
         recipes: the FP8 recipes that the user gave.
         fp8_library: name of the FP8 library, from the launch configuration; `None` leaves it open.

@@ -61,12 +61,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write contiguous tensors of which no two share memory.
-
-    Args:
-        kept: tensors by name.
-        aliases: further names, each with the one in `kept` that has its tensor.
-        path: the file.
+    """Write contiguous tensors of which no two share memory, and the further names of some.
 
     Raises:
         ConfigurationError: a dtype that the format does not have.
@@ -100,11 +95,7 @@ def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[s
 
 
 def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read all tensors of a file; names that share a tensor get the same one.
-
-    Raises:
-        CheckpointError: it is not such a file, or not a whole one.
-    """
+    """Read all tensors of a file; names that share a tensor get the same one."""
     try:
         with safe_open(path, "pt", device=str(device)) as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

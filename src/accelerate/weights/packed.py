@@ -46,12 +46,8 @@ def remade(
 ) -> Tensor:
     """Return a parameter like `old` with other values on another device; it is quantized there.
 
-    Args:
-        old: a parameter of a class that another library derived from torch's.
-        source: its values: plain numbers, or packed ones like those of `old`.
-        target: the device.
-        dtype: dtype of plain numbers.
-        statistics: the scales of values in 8 bits.
+    `source` holds plain numbers, which get the dtype, or packed ones like those of `old`; `statistics` are
+    the scales of values in 8 bits.
     """
     make = cast("type[nn.Parameter]", type(old))
     attributes = dict(vars(old))

@@ -122,7 +122,6 @@ class WeightFile:
     """A file of weights.
 
     Attributes:
-        path: the file.
         shapes: of all tensors, by name; further names of a tensor are among them.
         extra: names of entries of the state dict that are not tensors: the extra states of modules.
     """
@@ -241,12 +240,7 @@ def open_weights(path: Path) -> WeightFile:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a model in all of their files.
-
-    Attributes:
-        files: each tensor's file, by name.
-        extra: the same for the entries of modules that are not tensors.
-    """
+    """The weights of a model in all of its files: the file of each tensor, and of each extra state."""
 
     files: Mapping[str, WeightFile]
     extra: Mapping[str, WeightFile]

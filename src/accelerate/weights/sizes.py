@@ -55,12 +55,8 @@ def tensor_bytes(
 ) -> float:
     """Return how many bytes a tensor takes once a model is converted.
 
-    Args:
-        name: dotted name of the tensor in the model.
-        tensor: also one on the meta device.
-        dtype: of the model; floating-point tensors that take less as they are stay so, integers stay always.
-        special_dtypes: those of single tensors, by name; they come before `dtype`.
-        size_of: bytes of one number, by its dtype.
+    With `dtype` floating-point tensors that take less as they are stay so, and integers stay always; the
+    dtypes in `special_dtypes`, by the names of tensors, come before it. `size_of` gives bytes by dtype.
     """
     own = size_of(tensor.dtype)
     if special_dtypes is not None and name in special_dtypes:

@@ -125,18 +125,14 @@ def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folde
         index: entries of the weights that are meant; without any, nothing happens.
         offload_folder: the folder with the files.
     """
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
     for name in index:
         if name.endswith(STATISTICS):
             continue
-        factors = beside(name, STATISTICS)
-        weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", index[name])
-        statistics = (
-            load_offloaded_weight(Path(offload_folder) / f"{factors}.dat", index[factors])
-            if factors in index and name == beside(name, "weight")
-            else None
-        )
-        dtype = weight.dtype if statistics is not None else None
-        set_module_tensor_to_device(model, name, "cpu", weight, dtype, fp16_statistics=statistics)
+        weight = weights[name]
+        scales = weights.get(beside(name, STATISTICS)) if name == beside(name, "weight") else None
+        dtype = weight.dtype if scales is not None else None
+        set_module_tensor_to_device(model, name, "cpu", weight, dtype, fp16_statistics=scales)
 
 
 def beside(name: str, last: str) -> str:
