@@ -27,7 +27,7 @@ from accelerate.weights import (
     Dtype,
     NamedModule,
     all_tensors,
-    check_here,
+    check_available,
     find_tied_parameters,
     mapped_device,
     named_module_tensors,
@@ -418,7 +418,7 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
             AttributeError,
         )
     for device in set(device_map.values()) - {"disk", None}:
-        check_here(resolve_device(device))
+        check_available(resolve_device(device))
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accelerate.base import parse_flag_from_env
-from accelerate.weights import Device, renew, resolve_device
+from accelerate.weights import Device, replacement_for, resolve_device
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device == target:
             return None  # torch keeps the parameter: one that is shared stays so
-        moved: nn.Parameter = renew(parameter, parameter.detach().to(target))  # type: ignore[assignment]
+        moved: nn.Parameter = replacement_for(parameter, parameter.detach().to(target))  # type: ignore[assignment]
         return moved
 
     handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return

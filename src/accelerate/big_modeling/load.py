@@ -22,20 +22,19 @@ from accelerate.big_modeling.moves import (
     Move,
     check_fit,
     plan_moves,
-    takes_extra,
+    takes_extra_state,
 )
 from accelerate.checkpointing import find_shards
 from accelerate.ops import Transport, current_transport, is_dtensor, run_on_rank_0
 from accelerate.weights import (
-    STATISTICS,
     Index,
     StoredWeights,
     WeightFile,
     all_tensors,
-    beside,
     check_values,
-    find_home,
+    find_owner,
     find_tied_parameters,
+    from_prequantized,
     make_folder,
     model_has_dtensor,
     offload_weight,
@@ -43,8 +42,8 @@ from accelerate.weights import (
     read_dtype,
     retie_on_same_device,
     save_offload_index,
+    scales_name,
     set_module_tensor_to_device,
-    with_parts,
 )
 
 
@@ -272,7 +271,7 @@ def fill_model(
         file.release()
     retie_on_same_device(model, tied)
     for name, file in weights.extra.items():
-        if takes_extra(model, name):
+        if takes_extra_state(model, name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
     return written, left
 
@@ -318,28 +317,27 @@ def _carry_out(
     advance(value.nbytes)
     if move.in_place and not move.parts:
         with torch.no_grad():
-            owner, name = find_home(model, move.name)
+            owner, name = find_owner(model, move.name)
             getattr(owner, name).copy_(value)
         return
     if move.parts:
         parts = {part: weights.read(part, move.device) for part in move.parts}
-        owner, name = find_home(model, move.name)
-        owner._parameters[name] = with_parts(getattr(owner, name), value, parts, move.device)
+        owner, name = find_owner(model, move.name)
+        owner._parameters[name] = from_prequantized(getattr(owner, name), value, parts, move.device)
         return
     if move.in_8_bits and folder is not None:
-        factors = _factors_of(move.source, weights, CPU)
-        quantize_and_offload_8bit(model, value, move.name, move.dtype, folder, index, factors)
+        scales = _scales_of(move.source, weights, CPU)
+        quantize_and_offload_8bit(model, value, move.name, move.dtype, folder, index, scales)
         return
     if move.on_disk and folder is not None:
         offload_weight(value.to(move.dtype), move.name, folder, index)
-    factors = _factors_of(move.source, weights, move.device)
-    dtype = value.dtype if factors is not None else move.dtype
+    scales = _scales_of(move.source, weights, move.device)
+    dtype = value.dtype if scales is not None else move.dtype
     set_module_tensor_to_device(
-        model, move.name, move.device, value, dtype, fp16_statistics=factors, clear_cache=False
+        model, move.name, move.device, value, dtype, fp16_statistics=scales, clear_cache=False
     )
 
 
-def _factors_of(name: str, weights: StoredWeights, device: torch.device) -> Tensor | None:
-    factors = beside(name, STATISTICS)
-    is_wanted = name == beside(name, "weight") and factors in weights.files and device != META
-    return weights.read(factors, device) if is_wanted else None
+def _scales_of(name: str, weights: StoredWeights, device: torch.device) -> Tensor | None:
+    scales = scales_name(name)
+    return weights.read(scales, device) if scales in weights.files and device != META else None

@@ -15,16 +15,17 @@ from accelerate.base import CheckpointError, listed
 from accelerate.weights import (
     INT4,
     INT8,
-    OUTLINE,
-    STATISTICS,
+    QUANT_STATE,
+    SCALES,
     StoredWeights,
     all_tensors,
-    beside,
     get_non_persistent_buffers,
     mapped_device,
-    parts_of,
+    quant_state_names,
     resolve_device,
-    shape_of,
+    scales_name,
+    sibling_name,
+    unpacked_shape,
 )
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 DISK = "disk"
 LAYOUT = "weight_format"
-"""What bitsandbytes stores beside a weight in 8 bits: there is one layout by now."""
+"""Last part of the name under which bitsandbytes stores the layout of a weight in 8 bits; there is one."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ def plan_moves(
         for name, source in sources.items()
     ]
     unknown = weights.files.keys() - own.keys() - belonging
-    unexpected = [name for name in unknown if not _is_statistics(name, own)]
-    unexpected += [name for name in weights.extra if not takes_extra(model, name)]
+    unexpected = [name for name in unknown if not _belongs_to_weight_in_8_bits(name, own)]
+    unexpected += [name for name in weights.extra if not takes_extra_state(model, name)]
     return LoadPlan(
         moves=[replace(move, parts=packed.get(move.name, ())) for move in moves],
         missing=[name for name in own if name in needed and name not in sources],
@@ -128,9 +129,9 @@ def _find_packed(
     own: Mapping[str, Tensor], sources: Mapping[str, str], weights: StoredWeights
 ) -> dict[str, tuple[str, ...]]:
     """Return, for each tensor that is stored in 4 bits, the names of its scales."""
-    if not any(OUTLINE in name for name in weights.files):
+    if not any(QUANT_STATE in name for name in weights.files):
         return {}
-    packed = {name: parts_of(source, weights.files) for name, source in sources.items()}
+    packed = {name: quant_state_names(source, weights.files) for name, source in sources.items()}
     return {name: parts for name, parts in packed.items() if parts}
 
 
@@ -143,17 +144,15 @@ def _difference(
     packed: Mapping[str, tuple[str, ...]],
 ) -> str | None:
     """Return how a tensor of the files does not fit the one of the model; None where it does."""
-    kind, scales = type(own[name]).__name__, beside(name, STATISTICS)
-    in_8_bits = (
-        name == beside(name, "weight") and scales not in own and beside(source, STATISTICS) in weights.files
-    )
+    kind, scales = type(own[name]).__name__, scales_name(name)
+    in_8_bits = bool(scales) and scales not in own and sibling_name(source, SCALES) in weights.files
     for bits, is_stored, layer in ((4, name in packed, INT4), (8, in_8_bits, INT8)):
         if is_stored and kind != layer:
             wanted = f"load_and_quantize_model, load_in_{bits}bit"
             return f"{name} is stored in {bits} bits, and its layer is not ({wanted})"
     stored, shape = tuple(weights.shape(source)), tuple(part.shape)
     if name in packed:
-        stored = shape_of({key: weights.read(key, CPU) for key in packed[name] if OUTLINE in key})
+        stored = unpacked_shape({key: weights.read(key, CPU) for key in packed[name] if QUANT_STATE in key})
         shape = tuple(getattr(getattr(part, "quant_state", None), "shape", None) or shape)
     return None if stored == shape else f"{name} is {stored} and not {shape}"
 
@@ -214,13 +213,14 @@ def _dtype_for(name: str, old: Tensor, options: LoadOptions) -> torch.dtype:
     return torch.float32 if is_kept else options.dtype
 
 
-def takes_extra(model: nn.Module, name: str) -> bool:
+def takes_extra_state(model: nn.Module, name: str) -> bool:
     """Whether the module of that entry takes the extra state of a state dict."""
     path = name.rpartition(".")[0]
     modules = dict(model.named_modules())
     return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state
 
 
-def _is_statistics(name: str, own: Mapping[str, Tensor]) -> bool:
-    """Whether this is what a weight in 8 bits is multiplied by, stored beside it."""
-    return any(name == beside(name, last) for last in (STATISTICS, LAYOUT)) and beside(name, "weight") in own
+def _belongs_to_weight_in_8_bits(name: str, own: Mapping[str, Tensor]) -> bool:
+    """Whether an entry of the files has the scales or the layout of a weight in 8 bits."""
+    has_weight = sibling_name(name, "weight") in own
+    return has_weight and name in (sibling_name(name, SCALES), sibling_name(name, LAYOUT))

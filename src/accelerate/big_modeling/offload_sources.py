@@ -15,19 +15,18 @@ from accelerate.big_modeling.device_map import CPU, DISK, device_key
 from accelerate.devices import of_device
 from accelerate.weights import (
     INDEX,
-    STATISTICS,
     Device,
     Folder,
     Index,
+    add_write_times,
     all_tensors,
-    beside,
     check_values,
     get_non_persistent_buffers,
     mapped_device,
-    note_files,
     offload_state_dict,
     read_index,
     resolve_device,
+    scales_name,
     scales_of,
 )
 
@@ -75,10 +74,10 @@ def keep_in_memory(
 
 
 def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """The scales of weights in 8 bits, beside them."""
+    """Return the scales of those weights that are in 8 bits."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    scales = {name: scales_of(owner) for name, owner in owners.items() if name == beside(name, "weight")}
-    return {beside(name, STATISTICS): value.to(CPU) for name, value in scales.items() if value is not None}
+    scales = {scales_name(name): scales_of(owner) for name, owner in owners.items()}
+    return {name: value.to(CPU) for name, value in scales.items() if name and value is not None}
 
 
 def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
@@ -133,6 +132,5 @@ def keep_on_disk(
             "first, or use load_checkpoint_and_dispatch()."
         )
         raise as_builtin(error, NotImplementedError)
-    scales = [beside(name, STATISTICS) for name in names if name == beside(name, "weight")]
-    used = {name: index[name] for name in [*names, *scales] if name in index}
-    return used if folder is None else note_files(used, folder)
+    used = {name: index[name] for name in [*names, *map(scales_name, names)] if name in index}
+    return used if folder is None else add_write_times(used, folder)

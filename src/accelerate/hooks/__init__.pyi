@@ -8,7 +8,7 @@ from accelerate.devices import (
 from accelerate.hooks.align import (
     AlignDevicesHook as AlignDevicesHook,
     Slot as Slot,
-    all_there as all_there,
+    all_on_device as all_on_device,
     find_slots as find_slots,
 )
 from accelerate.hooks.attach import (

@@ -13,21 +13,20 @@ from accelerate.hooks.base import Arguments, ModelHook, not_traced
 from accelerate.hooks.prefetch import Prefetcher
 from accelerate.nested import find_device, send_to_device
 from accelerate.weights import (
-    STATISTICS,
     Device,
-    beside,
+    drop_values,
     get_non_persistent_buffers,
-    is_own_class,
-    let_go,
+    is_derived_parameter,
     named_module_tensors,
     resolve_device,
+    scales_name,
     set_module_tensor_to_device,
 )
 
 META = torch.device("meta")
 Tensors = dict[str, Any]
 Shared = dict[int, dict[torch.device, Tensor]]
-STEADY = (int, float, bool, str, type(None))
+TYPES_WITHOUT_DEVICE = (int, float, bool, str, type(None))
 """Types of arguments that have no device."""
 
 
@@ -39,9 +38,9 @@ class Slot:
         owner: the module that has it.
         tensors: its parameters, or its buffers; `key` is the tensor's name there.
         source: an object with a `weights_map` of its values; `name` is their name there.
-        home: where the tensor was before; "meta" where it had no values.
+        original_device: where the tensor was before; "meta" where it had no values.
         empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
-        twins: other entries with the same parameter.
+        tied: other entries with the same parameter.
         filled: the tensor made of the values; where those stay in memory anyway, it is used again.
         address: of the values that are used again; None: they are not.
     """
@@ -51,15 +50,15 @@ class Slot:
     key: str
     source: Any
     name: str
-    home: torch.device
+    original_device: torch.device
     empty: Tensor
-    twins: list[tuple[Tensors, str]] = field(default_factory=list)
+    tied: list[tuple[Tensors, str]] = field(default_factory=list)
     filled: Tensor | None = None
     address: int | None = None
 
     def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
         values: Tensor = self.source.weights_map[self.name]
-        if is_own_class(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
+        if is_derived_parameter(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
             return values
         is_integer = not (values.is_floating_point() or values.is_complex())
         dtype = values.dtype if is_integer else self.empty.dtype
@@ -82,7 +81,7 @@ class Slot:
         self.keep_changes()
         ready = self.read(device)
         self.fill(ready, device)
-        is_used_again = ready is values and values.numel() and not is_own_class(empty)
+        is_used_again = ready is values and values.numel() and not is_derived_parameter(empty)
         self.address = values.data_ptr() if is_used_again else None
 
     def fill(self, values: Tensor, device: torch.device) -> None:
@@ -95,8 +94,8 @@ class Slot:
         """Take the values out again."""
         if self.address is None:
             self.filled = None
-        if is_own_class(self.empty):
-            let_go(self.owner)
+        if is_derived_parameter(self.empty):
+            drop_values(self.owner)
         self._put(self.empty)
 
     def is_empty(self) -> bool:
@@ -110,12 +109,12 @@ class Slot:
 
     def _put(self, tensor: Tensor) -> None:
         self.tensors[self.key] = tensor
-        for tensors, key in self.twins:
+        for tensors, key in self.tied:
             tensors[key] = tensor
 
     def _make(self, values: Tensor, device: torch.device) -> Tensor:
-        if is_own_class(self.empty):
-            statistics = self.source.weights_map.get(beside(self.name, STATISTICS))
+        if is_derived_parameter(self.empty):
+            statistics = self.source.weights_map.get(scales_name(self.name))
             dtype = None if statistics is None else values.dtype
             set_module_tensor_to_device(self.owner, self.key, device, values, dtype, statistics)
             own: Tensor = self.tensors[self.key]
@@ -147,7 +146,7 @@ def find_slots(
                 if tensors is owner._buffers and (not with_buffers or name in left_out):
                     stay[name] = tensor
                 elif id(tensor) in slots:
-                    slots[id(tensor)].twins.append((cast("Tensors", tensors), key))
+                    slots[id(tensor)].tied.append((cast("Tensors", tensors), key))
                 else:
                     own = cast("Tensors", tensors)
                     slots[id(tensor)] = Slot(owner, own, key, source, name, tensor.device, tensor)
@@ -172,7 +171,7 @@ class AlignDevicesHook(ModelHook):
         original_devices: where offloaded tensors were before, by name; "meta" where they had no value.
         prefetcher: loads offloaded tensors one block ahead; None: they are loaded when they are used.
         block: the hook of the module around this one that loads its tensors; None: it does so itself.
-        is_in: whether offloaded tensors are there now.
+        is_loaded: whether offloaded tensors are there now.
     """
 
     original_devices: dict[str, torch.device]
@@ -202,7 +201,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.prefetcher: Prefetcher | None = None
         self.block: AlignDevicesHook | None = None
-        self.is_in = False
+        self.is_loaded = False
         self._slots: list[Slot] = []
         self._members: dict[int, tuple[AlignDevicesHook, nn.Module]] = {}
         self._device: tuple[Any, torch.device | None] = (None, None)
@@ -219,9 +218,9 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
-    def is_spared(self) -> bool:
+    def is_loaded_by_block(self) -> bool:
         """Whether the hook of the module around has loaded the tensors."""
-        return self.block is not None and self.block.is_in
+        return self.block is not None and self.block.is_loaded
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self.block is not None:
@@ -237,13 +236,13 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for slot in self._slots:
-            if slot.home.type != "meta" and (self.is_in or slot.is_empty()):
-                slot.fill(slot.read(slot.home), slot.home)
+            if slot.original_device.type != "meta" and (self.is_loaded or slot.is_empty()):
+                slot.fill(slot.read(slot.original_device), slot.original_device)
         if self.block is not None:  # which may stay
             own = {id(slot) for slot in self._slots}
             self.block._slots = [slot for slot in self.block._slots if id(slot) not in own]
             self.block._members.pop(id(self), None)
-        self.prefetcher, self.block, self.is_in, self._slots = None, None, False, []
+        self.prefetcher, self.block, self.is_loaded, self._slots = None, None, False, []
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
@@ -254,7 +253,7 @@ class AlignDevicesHook(ModelHook):
         """
         own = (module._parameters, module._buffers)
         self._slots = [slot for slot in block._slots if any(slot.tensors is value for value in own)]
-        self.original_devices = {slot.key: slot.home for slot in self._slots}
+        self.original_devices = {slot.key: slot.original_device for slot in self._slots}
         for slot in self._slots:
             slot.source, slot.name = self, slot.key
         self.block = block
@@ -294,7 +293,7 @@ class AlignDevicesHook(ModelHook):
         values_of = {}
         for slot in self._slots:
             values = slot.read(device)
-            for tensors, key in ((slot.tensors, slot.key), *slot.twins):
+            for tensors, key in ((slot.tensors, slot.key), *slot.tied):
                 values_of[id(tensors), key] = values
         return values_of
 
@@ -302,19 +301,19 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self.offload and not self.is_in and not self.is_spared:
+        if self.offload and not self.is_loaded and not self.is_loaded_by_block:
             self._load()
         device = self._target()
-        if device is None or all_there(args, kwargs, device):
+        if device is None or all_on_device(args, kwargs, device):
             return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     @not_traced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if self.is_in:
+        if self.is_loaded:
             for slot in self._slots:
                 slot.clear()
-            self.is_in = False
+            self.is_loaded = False
         if self.io_same_device and self.input_device is not None:
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -329,7 +328,7 @@ class AlignDevicesHook(ModelHook):
                 slot.keep_changes()
             for slot, values in zip(self._slots, self.prefetcher.take(self), strict=True):
                 slot.fill(values, device)
-        self.is_in = True
+        self.is_loaded = True
 
     def _target(self) -> torch.device | None:
         """Return the device that computes; users may assign another at any time."""
@@ -339,12 +338,12 @@ class AlignDevicesHook(ModelHook):
         return self._device[1]
 
 
-def all_there(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+def all_on_device(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
     """Whether nothing among the arguments of a forward needs to be moved to a device; False in doubt."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             if value.device != device:
                 return False
-        elif not isinstance(value, STEADY):
+        elif not isinstance(value, TYPES_WITHOUT_DEVICE):
             return False
     return True

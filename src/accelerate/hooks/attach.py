@@ -17,9 +17,9 @@ from accelerate.weights import (
     Device,
     OffloadedWeightsLoader,
     PrefixedDataset,
-    entry_of,
     find_blocks,
     has_forward,
+    map_entry,
     named_module_tensors,
     resolve_device,
 )
@@ -142,7 +142,7 @@ def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[
     """Return the entries of a map that say where the tensors of a block go."""
     prefix = f"{name}." if name else ""
     tensors = named_module_tensors(block, recurse=with_inner)
-    names = dict.fromkeys(entry_of(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
+    names = dict.fromkeys(map_entry(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
     return [entry for entry in names if entry is not None] or [""]
 
 

@@ -191,7 +191,7 @@ def not_traced(function: Function) -> Function:
 
 def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
-    if getattr(hook, "is_spared", False):  # the hook of the module around has loaded the tensors
+    if getattr(hook, "is_loaded_by_block", False):  # the hook of the module around has loaded the tensors
         return module._old_forward(*args, **kwargs)  # type: ignore[operator]
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:

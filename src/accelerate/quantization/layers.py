@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accelerate.base import require, wrong_value
 from accelerate.plugins import BnbQuantizationConfig
-from accelerate.weights import find_tied_parameters, quantizes_itself, take_parts
+from accelerate.weights import find_tied_parameters, is_bnb_parameter, load_scales
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -126,7 +126,7 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
 
 def is_swappable(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether this is torch's linear layer, or one that adds nothing to what it computes."""
-    if not isinstance(layer, nn.Linear) or quantizes_itself(layer.weight):
+    if not isinstance(layer, nn.Linear) or is_bnb_parameter(layer.weight):
         return False
     # Attention reads the weight of this one itself, and could not read a packed one.
     is_read_by_others = isinstance(layer, NonDynamicallyQuantizableLinear)
@@ -148,7 +148,7 @@ def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
             "quant_type": config.bnb_4bit_quant_type,
         }
     made = kind(layer.in_features, layer.out_features, layer.bias is not None, device="meta", **options)
-    made.register_load_state_dict_pre_hook(take_parts)
+    made.register_load_state_dict_pre_hook(load_scales)
     made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
     made.bias = layer.bias
     return made.requires_grad_(False).train(layer.training)  # type: ignore[no-any-return]

@@ -33,8 +33,8 @@ from accelerate.weights import (
     all_tensors,
     find_tied_parameters,
     get_non_persistent_buffers,
+    is_bnb_parameter,
     mapped_device,
-    quantizes_itself,
     resolve_device,
     retie_parameters,
     set_module_tensor_to_device,
@@ -165,7 +165,8 @@ def get_quantized_model_device_map(
             computes with them.
     """
     if device_map is None:
-        return {"": _own_device()}
+        backend = hardware_table.detect()
+        return {"": backend.name if backend.shares_host_memory else backend.current()}
     devices = device_map
     if isinstance(devices, str):
         sizes = {
@@ -176,12 +177,6 @@ def get_quantized_model_device_map(
         devices = plan_device_map(model, devices, max_memory, **sizes)
     _check_offloaded(model, bnb_quantization_config, devices)
     return devices
-
-
-def _own_device() -> int | str:
-    """Return the device of this process, as device maps write it."""
-    backend = hardware_table.detect()
-    return backend.name if backend.shares_host_memory else backend.current()
 
 
 def _offload_devices() -> tuple[str, ...]:
@@ -216,7 +211,7 @@ def _dtypes_of_rest(model: nn.Module, config: BnbQuantizationConfig) -> dict[str
 def _quantized_weights(model: nn.Module, config: BnbQuantizationConfig) -> set[str]:
     """The names of weights that are, or are going to be, in 8 or 4 bits."""
     swapped = {f"{name}.weight" for name in find_layers(model, config.unquantized_modules)}
-    return swapped | {name for name, tensor in all_tensors(model).items() if quantizes_itself(tensor)}
+    return swapped | {name for name, tensor in all_tensors(model).items() if is_bnb_parameter(tensor)}
 
 
 def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> torch.dtype:

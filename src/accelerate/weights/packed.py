@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-OUTLINE = ".quant_state.bitsandbytes__"
+QUANT_STATE = ".quant_state.bitsandbytes__"
 """Under this name and the kind of 4 bits, shape, dtype and block size are stored, as JSON in bytes."""
 
 INT8 = "Int8Params"
@@ -26,22 +26,22 @@ _FRESH: dict[str, dict[str, Any]] = {
 """Attributes of a parameter that is not quantized yet."""
 
 
-def is_own_class(tensor: Tensor) -> bool:
+def is_derived_parameter(tensor: Tensor) -> bool:
     """Return whether a parameter is of a class that another library derived from torch's, with attributes."""
     return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
 
 
-def quantizes_itself(tensor: Tensor) -> bool:
+def is_bnb_parameter(tensor: Tensor) -> bool:
     """Return whether a parameter is of bitsandbytes' kind."""
-    return is_own_class(tensor) and type(tensor).__name__ in _FRESH
+    return is_derived_parameter(tensor) and type(tensor).__name__ in _FRESH
 
 
-def keeps_another_shape(tensor: Tensor) -> bool:
+def is_packed_in_4_bits(tensor: Tensor) -> bool:
     """Return whether the values of a parameter are packed, as those in 4 bits are."""
-    return is_own_class(tensor) and type(tensor).__name__ == INT4
+    return is_derived_parameter(tensor) and type(tensor).__name__ == INT4
 
 
-def remade(
+def recreate(
     old: Tensor, source: Tensor, target: torch.device, dtype: torch.dtype, statistics: Tensor | None
 ) -> Tensor:
     """Return a parameter like `old` with other values on another device; it is quantized there.
@@ -51,8 +51,8 @@ def remade(
     """
     make = cast("type[nn.Parameter]", type(old))
     attributes = dict(vars(old))
-    if not quantizes_itself(old):
-        return _remade_by_class(make, source.to(target, dtype), old.requires_grad, attributes)
+    if not is_bnb_parameter(old):
+        return _recreate_by_class(make, source.to(target, dtype), old.requires_grad, attributes)
     if target.type == "meta":
         kept = {**attributes, **(_FRESH[INT8] if type(old).__name__ == INT8 else {})}  # its numbers go, too
         return make(source.to(target), requires_grad=old.requires_grad, **kept)
@@ -65,7 +65,7 @@ def remade(
     return make(plain, requires_grad=old.requires_grad, **fresh).to(target)
 
 
-def _remade_by_class(
+def _recreate_by_class(
     make: type[nn.Parameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
 ) -> Tensor:
     """Make a parameter of any other library: what its class does not take is set on it."""
@@ -80,19 +80,19 @@ def _remade_by_class(
     return new
 
 
-def parts_of(name: str, stored: Iterable[str]) -> tuple[str, ...]:
+def quant_state_names(name: str, stored: Iterable[str]) -> tuple[str, ...]:
     """Return the names under which the scales of a weight in 4 bits are stored; none for any other weight."""
     parts = tuple(key for key in stored if key.startswith(f"{name}."))
-    return parts if any(key.startswith(f"{name}{OUTLINE}") for key in parts) else ()
+    return parts if any(key.startswith(f"{name}{QUANT_STATE}") for key in parts) else ()
 
 
-def shape_of(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
+def unpacked_shape(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return the shape of a weight in 4 bits before it was packed, from what is stored with it, by name."""
-    outline = next(tensor for name, tensor in parts.items() if OUTLINE in name)
+    outline = next(tensor for name, tensor in parts.items() if QUANT_STATE in name)
     return tuple(json.loads(bytes(outline.tolist()))["shape"])
 
 
-def with_parts(
+def from_prequantized(
     old: Tensor, packed: Tensor, parts: Mapping[str, Tensor], target: torch.device
 ) -> nn.Parameter:
     """Return a weight in 4 bits like `old`, from its packed values and what is stored with them."""
@@ -103,22 +103,22 @@ def with_parts(
     return made
 
 
-def take_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def load_scales(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Let `load_state_dict` fill a quantized layer, used or not, with its stored scales; changes `state`.
 
     It is a hook of torch, which passes further arguments.
     """
     name = f"{prefix}weight"
-    parts, scales = parts_of(name, state), state.get(f"{prefix}SCB")
+    parts, scales = quant_state_names(name, state), state.get(f"{prefix}SCB")
     if name not in state or not (parts or scales is not None):
         return
     old = cast("nn.Parameter", layer._parameters["weight"])
     target = old.device if old.device.type != "meta" else torch.device("cpu")
     if scales is None:
-        new = with_parts(old, state[name], {part: state.pop(part) for part in parts}, target)
+        new = from_prequantized(old, state[name], {part: state.pop(part) for part in parts}, target)
     else:
-        new = cast("nn.Parameter", remade(old, state[name], target, torch.int8, scales.to(target)))
-        let_go(layer)
+        new = cast("nn.Parameter", recreate(old, state[name], target, torch.int8, scales.to(target)))
+        drop_values(layer)
     layer._parameters["weight"] = state[name] = new
 
 
@@ -131,7 +131,7 @@ def scales_of(owner: nn.Module) -> Tensor | None:
     return own if own is not None else getattr(getattr(owner, "state", None), "SCB", None)
 
 
-def let_go(owner: nn.Module) -> None:
+def drop_values(owner: nn.Module) -> None:
     """Let a layer in 8 bits drop the values that it has taken over from its weight."""
     weight = owner._parameters.get("weight")
     if weight is not None and type(weight).__name__ == INT8:

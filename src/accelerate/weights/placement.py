@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from accelerate.base import wrong_value
 from accelerate.devices import clear_device_cache, hardware_table, of_device
-from accelerate.weights.packed import is_own_class, keeps_another_shape, quantizes_itself, remade, scales_of
+from accelerate.weights.packed import (
+    is_bnb_parameter,
+    is_derived_parameter,
+    is_packed_in_4_bits,
+    recreate,
+    scales_of,
+)
 
 Device = int | str | torch.device
-Home = tuple[nn.Module, str]
+Owner = tuple[nn.Module, str]
 """A module, and the name of one of its own tensors."""
 
 
@@ -48,7 +54,7 @@ def set_module_tensor_to_device(
     Raises:
         ConfigurationError: there is no such tensor, it has no value to move, or the shapes differ.
     """
-    owner, name = find_home(module, tensor_name)
+    owner, name = find_owner(module, tensor_name)
     old = _own_tensors(owner)[name]
     target = resolve_device(device)
     key, known = _find_twin(tied_params_map, old if value is None else value, target)
@@ -57,28 +63,20 @@ def set_module_tensor_to_device(
         return
     if value is None:
         if old.device.type == "meta" and target.type != "meta":
-            raise wrong_value(
-                "device",
-                str(device),
-                f"{tensor_name} is on the meta device and has no value to move",
-                "pass the value",
-            )
+            reason = f"{tensor_name} is on the meta device and has no value to move"
+            raise wrong_value("device", str(device), reason, "pass the value")
         if old.device == target and dtype is None:
             return
-    elif value.shape != old.shape and not keeps_another_shape(old):
-        raise wrong_value(
-            "value",
-            tuple(value.shape),
-            f"{tensor_name} has the shape {tuple(old.shape)}",
-            "pass a value of that shape",
-        )
+    elif value.shape != old.shape and not is_packed_in_4_bits(old):
+        reason = f"{tensor_name} has the shape {tuple(old.shape)}"
+        raise wrong_value("value", tuple(value.shape), reason, "pass a value of that shape")
     source = old.detach() if value is None else value.detach()
     kind = _dtype_after(source, old, dtype)
-    if is_own_class(old):
+    if is_derived_parameter(old):
         scales = scales_of(owner) if fp16_statistics is None and value is None else fp16_statistics
-        new = remade(old, source, target, kind, scales)
+        new = recreate(old, source, target, kind, scales)
     else:
-        new = renew(old, source.to(target, kind, non_blocking=non_blocking))
+        new = replacement_for(old, source.to(target, kind, non_blocking=non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     _put(owner, name, new)
@@ -89,7 +87,7 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
-def find_home(module: nn.Module, tensor_name: str) -> Home:
+def find_owner(module: nn.Module, tensor_name: str) -> Owner:
     """Return the module that has a tensor itself, and the tensor's name there.
 
     Raises:
@@ -98,13 +96,9 @@ def find_home(module: nn.Module, tensor_name: str) -> Home:
     path, _, name = tensor_name.rpartition(".")
     owner = _submodule(module, path)
     if owner is None or name not in _own_tensors(owner):
-        raise wrong_value(
-            "tensor_name",
-            tensor_name,
-            f"this {type(module).__name__} has no parameter or buffer of that name",
-            "names are those of its state dict",
-            AttributeError,
-        )
+        reason = f"this {type(module).__name__} has no parameter or buffer of that name"
+        fix = "names are those of its state dict"
+        raise wrong_value("tensor_name", tensor_name, reason, fix, AttributeError)
     return owner, name
 
 
@@ -125,26 +119,16 @@ def resolve_device(device: Device) -> torch.device:
         try:
             return torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise wrong_value(
-                "device",
-                device,
-                "torch knows no such device",
-                'pass one, like "cpu", "cuda:0" or 0',
-                RuntimeError,
-            ) from error
+            reason, fix = "torch knows no such device", 'pass one, like "cpu", "cuda:0" or 0'
+            raise wrong_value("device", device, reason, fix, RuntimeError) from error
     backend = hardware_table.detect()
     if backend.is_host:
-        raise wrong_value(
-            "device",
-            device,
-            "numbers are those of accelerators, and there is none here",
-            'pass "cpu"',
-            RuntimeError,
-        )
+        reason = "numbers are those of accelerators, and there is none here"
+        raise wrong_value("device", device, reason, 'pass "cpu"', RuntimeError)
     return backend.device(device)
 
 
-def check_here(device: torch.device) -> None:
+def check_available(device: torch.device) -> None:
     """Refuse a device that this machine does not have; kinds of other packages are left to them."""
     backend = of_device(device)
     if not backend.name or backend.is_host:
@@ -162,24 +146,18 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
         return dtype
     resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
     if not isinstance(resolved, torch.dtype):
-        raise wrong_value(
-            "dtype",
-            dtype,
-            "torch has no such dtype",
-            'pass one, such as torch.float16 or "float16"',
-            AttributeError,
-            TypeError,
-        )
+        fix = 'pass one, such as torch.float16 or "float16"'
+        raise wrong_value("dtype", dtype, "torch has no such dtype", fix, AttributeError, TypeError)
     return resolved
 
 
 def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return a tensor's or module's device in a device map, None if there is none: see `entry_of`."""
-    entry = entry_of(name, device_map)
+    """Return a tensor's or module's device in a device map, None if there is none: see `map_entry`."""
+    entry = map_entry(name, device_map)
     return None if entry is None else device_map[entry]
 
 
-def entry_of(name: str, device_map: Mapping[str, Any]) -> str | None:
+def map_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
     """Return the name in a device map of the innermost module around a tensor or module, or its own.
 
     The name "" in a device map is the whole model.
@@ -212,10 +190,10 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def renew(old: Tensor, data: Tensor) -> Tensor:
+def replacement_for(old: Tensor, data: Tensor) -> Tensor:
     """Return data that replaces a tensor: a parameter with the attributes of `old`, or plain for a buffer."""
-    if is_own_class(old):
-        return remade(old, data, data.device, data.dtype, None)
+    if is_derived_parameter(old):
+        return recreate(old, data, data.device, data.dtype, None)
     if not isinstance(old, nn.Parameter):
         return data
     new = nn.Parameter(data, requires_grad=old.requires_grad)
@@ -240,7 +218,7 @@ def _find_twin(
 
 def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return source.dtype if quantizes_itself(old) else old.dtype
+        return source.dtype if is_bnb_parameter(old) else old.dtype
     is_integer = not (source.is_floating_point() or source.is_complex())
     return source.dtype if is_integer else read_dtype(dtype)
 

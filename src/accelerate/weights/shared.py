@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, describe, wrong_value
 from accelerate.devices import of_device
-from accelerate.weights.placement import find_home, mapped_device
+from accelerate.weights.placement import find_owner, mapped_device
 
 RESERVED_NAME = "__metadata__"
 """Where a file of safetensors keeps what is said of it as a whole."""
@@ -175,7 +175,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
         tied_params: groups of names, as `find_tied_parameters` returns them.
     """
     for group in tied_params:
-        homes = [find_home(model, name) for name in group]
+        homes = [find_owner(model, name) for name in group]
         tensors = [owner._parameters[name] for owner, name in homes]
         kept = next(
             (tensor for tensor in tensors if tensor is not None and tensor.device.type != "meta"), tensors[0]
@@ -188,7 +188,7 @@ def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> Non
     """Let names that shared one parameter do so again, where they have the same device and dtype."""
     for group in tied:
         first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
-        for owner, name in (find_home(model, alias) for alias in group):
+        for owner, name in (find_owner(model, alias) for alias in group):
             parameter = owner.get_parameter(name)
             owner._parameters[name] = first.setdefault((parameter.device, parameter.dtype), parameter)
 

@@ -13,7 +13,7 @@ from accelerate.base import CheckpointError, ConfigurationError, as_builtin, lik
 from accelerate.weights.index import INDEX, Folder, Index, make_folder, read_index, save_offload_index
 from accelerate.weights.placement import (
     Device,
-    find_home,
+    find_owner,
     read_dtype,
     resolve_device,
     set_module_tensor_to_device,
@@ -22,8 +22,8 @@ from accelerate.weights.reading import MappedFile
 
 WRITTEN = "written"
 """Key of an entry, in memory only: when its file was written."""
-STATISTICS = "SCB"
-"""End of the name under which the factors of a weight in 8 bits are stored beside it."""
+SCALES = "SCB"
+"""Last part of the name under which the scales of a weight in 8 bits are stored."""
 
 
 def offload_weight(
@@ -69,7 +69,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
         weight_info: its entry in the index.
 
     Raises:
-        CheckpointError: the file is missing, too short, or not the one that `note_files` saw.
+        CheckpointError: the file is missing, too short, or not the one that `add_write_times` saw.
     """
     path, dtype = Path(weight_file), read_dtype(weight_info["dtype"])
     shape = torch.Size(weight_info["shape"])
@@ -90,7 +90,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def note_files(index: Index, folder: Folder) -> Index:
+def add_write_times(index: Index, folder: Folder) -> Index:
     """Return entries with the times at which their raw files were written: readers notice a new file."""
     noted = {}
     for name, entry in index.items():
@@ -127,18 +127,23 @@ def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folde
     """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
     for name in index:
-        if name.endswith(STATISTICS):
+        if name.endswith(SCALES):
             continue
         weight = weights[name]
-        scales = weights.get(beside(name, STATISTICS)) if name == beside(name, "weight") else None
+        scales = weights.get(scales_name(name))
         dtype = weight.dtype if scales is not None else None
         set_module_tensor_to_device(model, name, "cpu", weight, dtype, fp16_statistics=scales)
 
 
-def beside(name: str, last: str) -> str:
-    """Return the name of another tensor of the same module: `beside("a.weight", "SCB")` is `"a.SCB"`."""
+def sibling_name(name: str, last: str) -> str:
+    """Return the name of another tensor of the same module: of "a.weight" and "bias" it is "a.bias"."""
     path = name.rpartition(".")[0]
     return f"{path}.{last}" if path else last
+
+
+def scales_name(name: str) -> str:
+    """Return the name under which the scales of a weight in 8 bits are stored; "" for other tensors."""
+    return sibling_name(name, SCALES) if name == sibling_name(name, "weight") else ""
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
@@ -288,14 +293,14 @@ def quantize_and_offload_8bit(
     Raises:
         MissingPackageError: the weight is to be quantized, and bitsandbytes is not installed.
     """
-    owner, name = find_home(model, param_name)
+    owner, name = find_owner(model, param_name)
     if fp16_statistics is None and type(getattr(owner, name)).__name__ == "Int8Params":
         param, fp16_statistics = quantize_rows(param)
     elif fp16_statistics is None and new_dtype is not None:
         param = param.to(read_dtype(new_dtype))
     offload_weight(param, param_name, offload_folder, offload_index)
     if fp16_statistics is not None:
-        offload_weight(fp16_statistics, beside(param_name, STATISTICS), offload_folder, offload_index)
+        offload_weight(fp16_statistics, sibling_name(param_name, SCALES), offload_folder, offload_index)
     set_module_tensor_to_device(
         model, param_name, "meta", torch.empty(param.shape, device="meta"), param.dtype
     )

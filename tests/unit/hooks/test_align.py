@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import accelerate.hooks
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, all_there, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, all_on_device, remove_hook_from_module
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 X = torch.randn(3, 4)
@@ -76,9 +76,9 @@ def test_some_inputs_stay() -> None:
 
 def test_what_is_there_is_not_touched() -> None:
     args, kwargs = (X, 1, None, "x"), {"y": X}
-    assert all_there(args, kwargs, CPU)
-    assert not all_there(args, kwargs, META)
-    assert not all_there(((X,),), {}, CPU)
+    assert all_on_device(args, kwargs, CPU)
+    assert not all_on_device(args, kwargs, META)
+    assert not all_on_device(((X,),), {}, CPU)
     found = AlignDevicesHook("cpu").pre_forward(nn.Identity(), *args, **kwargs)
     assert found[0] == args
     assert found[1] == kwargs

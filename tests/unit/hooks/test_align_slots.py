@@ -84,7 +84,7 @@ def test_what_stays_and_what_is_shared() -> None:
     slots, stay = find_slots(module, None, with_buffers=True, with_inner=True)
     assert [slot.name for slot in slots][:3] == ["0.weight", "0.bias", "1.bias"]
     assert list(stay) == ["2.steps"]
-    assert [(tensors is module[1]._parameters, key) for tensors, key in slots[0].twins] == [(True, "weight")]
+    assert [(tensors is module[1]._parameters, key) for tensors, key in slots[0].tied] == [(True, "weight")]
     slots[0].empty = nn.Parameter(torch.empty(2, 2, device="meta"))
     slots[0].clear()
     assert module[1].weight is module[0].weight is slots[0].empty

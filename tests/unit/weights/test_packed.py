@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.weights import (
-    is_own_class,
-    keeps_another_shape,
-    quantizes_itself,
+    is_bnb_parameter,
+    is_derived_parameter,
+    is_packed_in_4_bits,
     scales_of,
     set_module_tensor_to_device,
 )
@@ -120,8 +120,8 @@ def test_packed_values_in_four_bits() -> None:
 
 def test_kinds() -> None:
     plain, eight, four = nn.Parameter(WEIGHT), Int8Params(WEIGHT), Params4bit(WEIGHT)
-    assert [is_own_class(each) for each in (plain, eight, four)] == [False, True, True]
-    assert [quantizes_itself(each) for each in (plain, eight, four)] == [False, True, True]
-    assert [keeps_another_shape(each) for each in (plain, eight, four)] == [False, False, True]
+    assert [is_derived_parameter(each) for each in (plain, eight, four)] == [False, True, True]
+    assert [is_bnb_parameter(each) for each in (plain, eight, four)] == [False, True, True]
+    assert [is_packed_in_4_bits(each) for each in (plain, eight, four)] == [False, False, True]
     assert scales_of(layer(plain)) is None
     assert scales_of(nn.Module()) is None
