@@ -126,7 +126,8 @@ def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> 
     setattr(module, HOOK, hook)
     setattr(module, FORWARD, old)
     # A partial object, unlike a function made here, is copied and pickled with its module.
-    around = functools.partial(_run_around, module)
+    run = _run_inside_block if getattr(hook, "block", None) is not None else _run_around
+    around = functools.partial(run, module)
     module.forward = functools.update_wrapper(around, old)  # type: ignore[arg-type]
     return module
 
@@ -189,10 +190,14 @@ def not_traced(function: Function) -> Function:
     return cast("Function", call)
 
 
+def _run_inside_block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if getattr(module._hf_hook, "is_loaded_by_block", False):
+        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return _run_around(module, *args, **kwargs)
+
+
 def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
-    if getattr(hook, "is_loaded_by_block", False):  # the hook of the module around has loaded the tensors
-        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
         with torch.no_grad():
