@@ -51,20 +51,14 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
     """Refuse options that cannot work with parameters that are sharded over processes."""
     devices = set((options.device_map or {}).values())
     if len(devices) > 1 or "disk" in devices:
-        raise wrong_value(
-            "device_map",
-            options.device_map,
-            "the parameters of this model are spread over processes, and stay where they are",
-            "leave device_map out",
-        )
+        reason = "the parameters of this model are sharded over processes, and stay where they are"
+        raise wrong_value("device_map", options.device_map, reason, "leave device_map out")
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if options.dtype is not None and floats - {options.dtype}:
-        raise wrong_value(
-            "dtype",
-            options.dtype,
-            f"parameters of this model are {listed(sorted(map(str, floats)))}, and spread over processes",
-            "convert the model before it is sharded",
+        reason = (
+            f"parameters of this model are {listed(sorted(map(str, floats)))}, and sharded over processes"
         )
+        raise wrong_value("dtype", options.dtype, reason, "convert the model before it is sharded")
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,9 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     """Raise unless bitsandbytes is installed, or for objects that are no such options."""
     if not isinstance(config, BnbQuantizationConfig):
-        raise wrong_value(
-            "bnb_quantization_config",
-            config,
-            "it is not a BnbQuantizationConfig",
-            "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)",
-            AttributeError,
-        )
+        name, reason = "bnb_quantization_config", "it is not a BnbQuantizationConfig"
+        fix = "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)"
+        raise wrong_value(name, config, reason, fix, AttributeError)
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 
 

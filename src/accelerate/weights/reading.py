@@ -157,8 +157,8 @@ class SafetensorsFile(WeightFile):
         opened = self._open(torch.device("cpu"))
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         self._first = read_aliases(opened.metadata(), shapes.keys(), path)
-        self.extra = [name for name in shapes if is_extra(name)]
         shapes.update({name: shapes[first] for name, first in self._first.items()})
+        self.extra = [name for name in shapes if is_extra(name)]
         self.shapes = {name: shape for name, shape in shapes.items() if not is_extra(name)}
 
     def read(self, name: str, device: torch.device) -> Tensor:

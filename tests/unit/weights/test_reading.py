@@ -247,3 +247,12 @@ def test_a_file_that_says_it_lies_on_several_disks_is_refused(tmp_path: Path) ->
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.bin cannot be read"):
         open_weights(path)
+
+
+def test_a_tensor_can_be_a_parameter_and_an_extra_state(tmp_path: Path) -> None:
+    shared = torch.rand(2)
+    write_safetensors({"a": shared, "m._extra_state": shared}, tmp_path / "w.safetensors")
+    file = open_weights(tmp_path / "w.safetensors")
+    assert list(file.shapes) == ["a"]
+    assert list(file.extra) == ["m._extra_state"]
+    assert torch.equal(file.read("m._extra_state", CPU), shared)
