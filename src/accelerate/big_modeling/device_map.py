@@ -409,9 +409,14 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 def check_devices(device_map: Mapping[str, Any]) -> None:
     """Refuse a device map that is no mapping, or names devices that this machine does not have."""
     if not isinstance(device_map, Mapping):
-        reason = "devices by module are needed"
-        fix = "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one"
-        raise wrong_value("device_map", device_map, reason, fix, TypeError, AttributeError)
+        raise wrong_value(
+            "device_map",
+            device_map,
+            "devices by module are needed",
+            "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one",
+            TypeError,
+            AttributeError,
+        )
     for device in set(device_map.values()) - {"disk", None}:
         check_available(resolve_device(device))
 

@@ -24,6 +24,7 @@ from accelerate.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
     add_hook_to_module,
+    align_hooks,
     attach_align_device_hook_on_blocks,
     hooks_of,
     remove_hook_from_module,
@@ -76,8 +77,7 @@ def guard_moves(model: nn.Module) -> None:
 
 
 def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    hooks = [hook for module in model.modules() for hook in hooks_of(module)]
-    hooks = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+    hooks = align_hooks(model)
     call = f"{type(model).__name__}.{name}()"
     is_cast = name == "to" and {"device", "tensor"}.isdisjoint(kwargs)
     if hooks and not (is_cast and (not args or isinstance(args[0], torch.dtype))):

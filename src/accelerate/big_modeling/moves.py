@@ -20,6 +20,7 @@ from accelerate.weights import (
     StoredWeights,
     all_tensors,
     get_non_persistent_buffers,
+    is_inside,
     mapped_device,
     quant_state_names,
     resolve_device,
@@ -209,8 +210,7 @@ def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions) -> Mov
 def _dtype_for(name: str, old: Tensor, options: LoadOptions) -> torch.dtype:
     if options.dtype is None or not (old.is_floating_point() or old.is_complex()):
         return old.dtype
-    is_kept = any(f".{module}." in f".{name}." for module in options.kept)
-    return torch.float32 if is_kept else options.dtype
+    return torch.float32 if is_inside(name, options.kept) else options.dtype
 
 
 def takes_extra_state(model: nn.Module, name: str) -> bool:

@@ -28,6 +28,7 @@ from accelerate.hooks.base import (
 from accelerate.hooks.offload import (
     CpuOffload as CpuOffload,
     UserCpuOffloadHook as UserCpuOffloadHook,
+    align_hooks as align_hooks,
     align_module_device as align_module_device,
     get_state_dict_from_offload as get_state_dict_from_offload,
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,

@@ -85,13 +85,15 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return len(hooks) == 1 and isinstance(hooks[0], AlignDevicesHook) and hooks[0].offload
 
 
+def align_hooks(model: nn.Module) -> list[AlignDevicesHook]:
+    """Return the hooks of all modules of a model that move tensors and inputs."""
+    hooks = (hook for module in model.modules() for hook in hooks_of(module))
+    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+
+
 def is_any_offloaded(model: nn.Module) -> bool:
     """Return whether weights of a model, or of modules inside, are loaded for each forward."""
-    return any(
-        isinstance(hook, AlignDevicesHook) and hook.offload
-        for module in model.modules()
-        for hook in hooks_of(module)
-    )
+    return any(hook.offload for hook in align_hooks(model))
 
 
 @contextmanager
@@ -115,16 +117,16 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.post_forward(module, ())
             hook.execution_device = before
         return
-    homes = {} if execution_device is None else dict(named_module_tensors(module))
+    tensors = {} if execution_device is None else dict(named_module_tensors(module))
     try:
-        for name in homes:
+        for name in tensors:
             set_module_tensor_to_device(module, name, execution_device or "cpu")
         yield
     finally:
-        now = dict(named_module_tensors(module))
-        for name, before in homes.items():
-            lost = before if now[name].is_meta else None  # on the meta device the values are left behind
-            set_module_tensor_to_device(module, name, before.device, lost)
+        moved = dict(named_module_tensors(module))
+        for name, tensor in tensors.items():
+            value = tensor if moved[name].is_meta else None  # on the meta device the values are lost
+            set_module_tensor_to_device(module, name, tensor.device, value)
 
 
 def get_state_dict_from_offload(
@@ -171,10 +173,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
     cpu = torch.device("cpu")
     by_slot: dict[tuple[int, str], Tensor] = {}
-    for module in model.modules():
-        for hook in hooks_of(module):
-            if isinstance(hook, AlignDevicesHook) and hook.offload:
-                by_slot.update(hook.values_by_slot(cpu))
+    for hook in align_hooks(model):
+        by_slot.update(hook.values_by_slot(cpu))
     return {
         f"{path}.{key}" if path else key: by_slot[id(tensors), key]
         for path, module in model.named_modules(remove_duplicate=False)

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accelerate.base import require, wrong_value
 from accelerate.plugins import BnbQuantizationConfig
-from accelerate.weights import find_tied_parameters, is_bnb_parameter, load_scales
+from accelerate.weights import find_tied_parameters, is_bnb_parameter, is_inside, load_scales
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -63,16 +63,8 @@ def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict
     return {
         name: layer
         for name, layer in model.named_modules()
-        if name and is_swappable(layer) and not is_in(f"{prefix}{name}", names)
+        if name and is_swappable(layer) and not is_inside(f"{prefix}{name}", names)
     }
-
-
-def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a tensor or module is one of some modules, or inside one.
-
-    Names of modules may be parts of names: "head" matches "decoder.head", too.
-    """
-    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
@@ -114,9 +106,13 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     """Raise unless bitsandbytes is installed, or for objects that are no such options."""
     if not isinstance(config, BnbQuantizationConfig):
-        name, reason = "bnb_quantization_config", "it is not a BnbQuantizationConfig"
-        fix = "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)"
-        raise wrong_value(name, config, reason, fix, AttributeError)
+        raise wrong_value(
+            "bnb_quantization_config",
+            config,
+            "it is not a BnbQuantizationConfig",
+            "Pass BnbQuantizationConfig(load_in_8bit=True) or BnbQuantizationConfig(load_in_4bit=True)",
+            AttributeError,
+        )
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 
 

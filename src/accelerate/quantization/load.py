@@ -24,7 +24,6 @@ from accelerate.quantization.layers import (
     find_layers,
     get_keys_to_not_convert,
     get_parameter_device,
-    is_in,
     replace_with_bnb_layers,
     require_bitsandbytes,
 )
@@ -34,6 +33,7 @@ from accelerate.weights import (
     find_tied_parameters,
     get_non_persistent_buffers,
     is_bnb_parameter,
+    is_inside,
     mapped_device,
     resolve_device,
     retie_parameters,
@@ -218,7 +218,7 @@ def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> 
     """Return the dtype that a tensor gets unless it is quantized."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    if is_in(name, config.keep_in_fp32_modules or ()):
+    if is_inside(name, config.keep_in_fp32_modules or ()):
         return torch.float32
     return config.torch_dtype  # type: ignore[return-value]  # torch's own after construction
 

@@ -30,6 +30,7 @@ from accelerate.weights.modules import (
     get_module_leaves as get_module_leaves,
     get_non_persistent_buffers as get_non_persistent_buffers,
     has_forward as has_forward,
+    is_inside as is_inside,
     model_has_dtensor as model_has_dtensor,
     named_module_tensors as named_module_tensors,
 )

@@ -120,6 +120,14 @@ def check_values(tensors: Mapping[str, Tensor], purpose: str, fix: str) -> None:
         raise as_builtin(ConfigurationError(text), NotImplementedError)
 
 
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a tensor or module is one of some modules, or inside one.
+
+    Names of modules may be parts of names: "head" matches "decoder.head", too.
+    """
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*LISTS, nn.Sequential)
 
