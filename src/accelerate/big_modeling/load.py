@@ -63,13 +63,7 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """The files of a model, opened.
-
-    Attributes:
-        path: of the files, on the rank that reads them.
-        weights: read from the files, or received from rank 0 by all ranks together.
-        own: the files that this rank has opened; None: rank 0 sends.
-    """
+    """The weights of a model, from files or from rank 0, and the files that this rank has opened."""
 
     path: Path
     weights: StoredWeights

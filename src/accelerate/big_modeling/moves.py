@@ -63,10 +63,7 @@ class Move:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is done with each tensor that the files hold, and the names that model or files lack.
-
-    `misshapen` has a text for each tensor whose shape differs.
-    """
+    """What is done with each tensor of the files, the names that differ, and texts on shapes that differ."""
 
     moves: Sequence[Move]
     missing: Sequence[str]

@@ -96,15 +96,9 @@ def keep_on_disk(
     tied: Collection[Collection[str]],
     device_map: Mapping[str, Any],
 ) -> Index:
-    """Return where weights on the disk are; those with values are written.
+    """Return where weights on the disk are; those with values are written to the folder.
 
-    Args:
-        model: the module.
-        names: of the weights.
-        folder: where they are written to, and where others are already.
-        given: where weights are that need not be written.
-        tied: groups of names of one parameter each.
-        device_map: devices by module or tensor, for the message.
+    Weights that are in `given` need not be written; `device_map` is for the message.
     """
     if not names:
         return {}

@@ -171,10 +171,10 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def not_traced(function: Function) -> Function:
-    """Let `torch.compile` call a method of a hook as it is, and trace neither it nor what it calls.
+    """Let `torch.compile` call a method of a hook as it is, without tracing it.
 
-    `torch.compiler.disable` does the same, and imports the compiler, which takes long: so it is used only
-    when something has imported that already.
+    `torch.compiler.disable` imports the compiler, which takes long: so it is used only when something has
+    imported that already.
     """
 
     untraced: list[Any] = []

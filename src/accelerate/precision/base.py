@@ -52,12 +52,7 @@ class Precision:
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which operations run in this format.
-
-        Args:
-            enabled: `False` turns the format off inside the context.
-            cache_enabled: whether casts of weights are cached; `None` keeps torch's choice.
-        """
+        """Return a context in which operations run in this format, unless it is not enabled."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -55,10 +55,7 @@ def replace_with_bnb_layers(
 
 
 def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
-    """Return the layers of a model that can be swapped, by name.
-
-    `kept` names modules that stay; `prefix` precedes the model's names there.
-    """
+    """Return the layers of a model that can be swapped, by name, but for those in the modules `kept`."""
     names = tuple(kept)
     return {
         name: layer

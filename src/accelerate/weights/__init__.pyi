@@ -77,7 +77,6 @@ from accelerate.weights.shared import (
     find_tied_parameters as find_tied_parameters,
     lacking_names as lacking_names,
     missing_names as missing_names,
-    restore_shared as restore_shared,
     retie_on_same_device as retie_on_same_device,
     retie_parameters as retie_parameters,
 )

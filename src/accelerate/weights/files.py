@@ -28,7 +28,7 @@ from torch import Tensor
 from accelerate.base import CheckpointError, ConfigurationError, like, replace_files, wrong_value
 from accelerate.state import PartialState
 from accelerate.weights.placement import mapped_device, resolve_device
-from accelerate.weights.shared import ALIASES, drop_shared, read_aliases, restore_shared
+from accelerate.weights.shared import ALIASES, drop_shared, read_aliases
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -61,12 +61,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write contiguous tensors of which no two share memory, and the further names of some.
-
-    Raises:
-        ConfigurationError: a dtype that the format does not have.
-        OSError: the file cannot be written.
-    """
+    """Write contiguous tensors of which no two share memory, and the further names of some."""
     metadata = {**_METADATA, ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
     try:
         _save_with_usual_mode(dict(kept), path, metadata)
@@ -102,7 +97,8 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
             metadata = opened.metadata()
     except (SafetensorError, OSError) as error:
         raise like(CheckpointError(f"{path} cannot be read as safetensors: {error}"), error) from error
-    return restore_shared(state, read_aliases(metadata, state.keys(), path))
+    aliases = read_aliases(metadata, state.keys(), path)
+    return {**state, **{name: state[first] for name, first in aliases.items()}}
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,17 +69,10 @@ def _is_size(value: Any) -> bool:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the index of a model whose weights are in several files, such as `model.safetensors.index.json`.
+    """Return the file of each tensor of a model whose weights are in several files, by its index at `path`.
 
-    Args:
-        path: the index; the files are in its folder, as files or links. It holds the names under
-            `weight_map`, or is itself such a dictionary.
-
-    Returns:
-        Tensor by name -> the name of its file, which stays inside the folder.
-
-    Raises:
-        CheckpointError: it is missing, damaged or no such index, or names a file outside the folder.
+    The names are under `weight_map` in the index, or it is itself such a dictionary; files that are not in
+    its folder are refused.
     """
     content = _read_json(path)
     weight_map = content.get("weight_map", content or None) if isinstance(content, dict) else None

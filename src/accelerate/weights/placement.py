@@ -88,11 +88,7 @@ def set_module_tensor_to_device(
 
 
 def find_owner(module: nn.Module, tensor_name: str) -> Owner:
-    """Return the module that has a tensor itself, and the tensor's name there.
-
-    Raises:
-        ConfigurationError: there is no parameter or buffer of that dotted name.
-    """
+    """Return the module that has a parameter or buffer of a dotted name itself, and its name there."""
     path, _, name = tensor_name.rpartition(".")
     owner = _submodule(module, path)
     if owner is None or name not in _own_tensors(owner):
@@ -110,11 +106,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def resolve_device(device: Device) -> torch.device:
-    """Return a device; an integer is the index of an accelerator.
-
-    Raises:
-        ConfigurationError: it is a number, and there is no accelerator; or torch knows no such device.
-    """
+    """Return a device that torch knows; an integer is the index of an accelerator."""
     if not isinstance(device, int):
         try:
             return torch.device(device)

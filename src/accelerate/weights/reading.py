@@ -134,9 +134,6 @@ class WeightFile:
         """Return one tensor or extra state.
 
         A tensor of safetensors on the CPU is mapped from the file, and changes do not reach that.
-
-        Raises:
-            CheckpointError: it cannot be read.
         """
         raise NotImplementedError
 

@@ -84,11 +84,7 @@ def _check_storable(name: object, tensor: object) -> None:
 
 
 def read_aliases(metadata: Mapping[str, str] | None, names: Collection[str], path: Path) -> dict[str, str]:
-    """Return the further names of tensors, from the metadata of a file of safetensors.
-
-    Returns:
-        Further name -> the name of the tensor in the file.
-    """
+    """Return the further names of tensors in a file of safetensors, each with the name that it has there."""
     try:
         aliases = json.loads((metadata or {}).get(ALIASES, "{}"))
     except (ValueError, RecursionError) as error:
@@ -109,11 +105,6 @@ def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read: the entry {ALIASES!r} of its metadata {reason}. Save the weights again."
     )
-
-
-def restore_shared(state: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors by all of their names; `aliases` gives the first name for each further one."""
-    return {**state, **{name: state[first] for name, first in aliases.items()}}
 
 
 def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
