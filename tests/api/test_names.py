@@ -64,6 +64,13 @@ def test_importing_the_package_imports_no_torch_and_little_else():
     assert run(f"import accelerate, sys; print(*(m for m in {heavy} if m in sys.modules))") == []
 
 
+def test_an_old_path_loads_its_names_on_first_use():
+    code = "import sys, accelerate.utils.bnb as path, accelerate.utils.fsdp_utils\n"
+    code += "name = 'accelerate.quantization.load'\nprint(name in sys.modules)\n"
+    code += "path.load_and_quantize_model\nprint(name in sys.modules, 'save_fsdp_model' in dir(path))"
+    assert run(code) == ["False", "True", "True"]
+
+
 def test_submodules_are_attributes_of_the_package():
     names = ("state", "utils", "data_loader", "accelerator", "optimizer", "scheduler", "logging", "tracking")
     code = f"import accelerate\nfor name in {names}:\n    print(getattr(accelerate, name).__name__)"

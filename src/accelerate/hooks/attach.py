@@ -46,12 +46,8 @@ def attach_execution_device_hook(
     blocks = find_blocks(module, whole=preload_module_classes or ())
     for target, with_inner in [(module, False), *((block, inner) for _, block, inner in blocks)]:
         if not hasattr(target, HOOK) and has_forward(target):
-            hook = AlignDevicesHook(
-                execution_device,
-                skip_keys=skip_keys,
-                place_submodules=with_inner,
-                tied_params_map=tied_params_map,
-            )
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            hook.place_submodules = with_inner
             add_hook_to_module(target, hook)
 
 

@@ -33,10 +33,9 @@ class Transfer:
                 weight.reshape(-1).view(torch.uint8)[::PAGE].sum()  # else the block would wait for each page
         return weights
 
-    def receive(self, fetched: Any) -> list[Tensor]:
+    def receive(self, fetched: Any) -> Any:
         """Return the weights that `fetch` loaded, ready for the thread that computes."""
-        weights: list[Tensor] = fetched
-        return weights
+        return fetched
 
 
 class StreamTransfer(Transfer):
@@ -57,8 +56,7 @@ class StreamTransfer(Transfer):
         except torch.OutOfMemoryError:
             return None  # the block loads them itself, when the one before is freed
 
-    def receive(self, fetched: Any) -> list[Tensor]:
-        weights: list[Tensor]
+    def receive(self, fetched: Any) -> Any:
         weights, arrived = fetched
         current = self.module.current_stream(self.device)
         current.wait_event(arrived)
