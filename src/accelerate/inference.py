@@ -212,25 +212,29 @@ class Schedule:
         from torch.distributed.pipelining import ScheduleGPipe
 
         self.batch_size = find_pippy_batch_size(*example)
-        self._outline = self._outline_of(example)
+        self._signature = self._signature_of(example)
         self._steps = ScheduleGPipe(stage, num_chunks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Send a batch through; arguments on the first process, outputs on the last."""
         return self._steps.step(*iterate_tensors((args, kwargs)))
 
-    def find_fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def find_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why a batch does not fit the stages, which are made for one kind; "" where it does."""
         sizes = {tensor.shape[:1] for tensor in iterate_tensors((args, kwargs))}
         if len(sizes) > 1:
             return (
                 f"all tensors need the batch as their first dimension, and have {sorted(map(tuple, sizes))}"
             )
-        outline = self._outline_of((args, kwargs))
-        return "" if outline == self._outline else f"it is {outline}, and the example was {self._outline}"
+        signature = self._signature_of((args, kwargs))
+        return (
+            ""
+            if signature == self._signature
+            else f"it is {signature}, and the example was {self._signature}"
+        )
 
     @staticmethod
-    def _outline_of(data: Any) -> str:
+    def _signature_of(data: Any) -> str:
         return str(recursively_apply(lambda value: f"{value.dtype}{list(value.shape[1:])}", data))
 
 
@@ -256,19 +260,19 @@ def pippy_forward(
     state = PartialState()
     if state.num_processes == 1:
         return forward(*args, **kwargs)
-    fault = forward.find_fault(args, kwargs) if isinstance(forward, Schedule) else ""
-    facts: list[Any] = [find_pippy_batch_size(args, kwargs), fault]
-    size, fault = broadcast_object_list(facts, from_process=0)
-    if size is None or fault:
-        reason = fault or "no argument of rank 0 is a tensor with a batch"
+    mismatch = forward.find_mismatch(args, kwargs) if isinstance(forward, Schedule) else ""
+    facts: list[Any] = [find_pippy_batch_size(args, kwargs), mismatch]
+    size, mismatch = broadcast_object_list(facts, from_process=0)
+    if size is None or mismatch:
+        reason = mismatch or "no argument of rank 0 is a tensor with a batch"
         raise ConfigurationError(f"This batch cannot go through the stages of a pipeline: {reason}.")
     step = getattr(forward, "batch_size", None) or math.ceil(size / num_chunks) * num_chunks
     outputs = []
     for start in range(0, size, step):
         if state.is_main_process:
-            piece = slice_tensors((args, kwargs), slice(start, start + step))
-            piece_args, piece_kwargs = pad_input_tensors(piece, min(step, size - start), step)
-            outputs.append(forward(*piece_args, **piece_kwargs))
+            chunk = slice_tensors((args, kwargs), slice(start, start + step))
+            chunk_args, chunk_kwargs = pad_input_tensors(chunk, min(step, size - start), step)
+            outputs.append(forward(*chunk_args, **chunk_kwargs))
         else:
             outputs.append(forward())
     output = slice_tensors(concatenate(outputs), slice(0, size)) if state.is_last_process else None

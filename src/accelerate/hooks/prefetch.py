@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accelerate.devices import hardware_table, of_device
 
+if TYPE_CHECKING:
+    from accelerate.hooks.align import AlignDevicesHook as Block
+
 PAGE = 4096
-
-
-class Block(Protocol):
-    """A hook with weights to load: returns them on the device that computes, and their size there."""
-
-    def fetch(self, non_blocking: bool = False) -> list[Tensor]: ...
-
-    def count_bytes(self) -> int: ...
 
 
 class Transfer:
