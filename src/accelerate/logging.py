@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base import StateError, current, wrong_value
 from accelerate.state import PartialState, services
@@ -12,11 +12,17 @@ from accelerate.state import PartialState, services
 FRAMES_HERE = 2  # between the caller and Python's logger: the line that is logged is the caller's
 
 
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:  # Python 3.10 has no parameter for it
+    _LoggerAdapter = logging.LoggerAdapter
+
+
 class _Warned(set[tuple[str, str]]):
     """The warnings that `warning_once` has logged in this process: name of the logger, and text."""
 
 
-class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+class MultiProcessAdapter(_LoggerAdapter):
     """A logger whose calls take two more keywords.
 
     `main_process_only` (default True) logs on the first process only. With `main_process_only=False` every
