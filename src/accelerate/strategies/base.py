@@ -33,9 +33,6 @@ class Strategy:
     All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
     `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model
     back, `release` once.
-
-    Args:
-        context: all that it may know; complete.
     """
 
     distributed_type: ClassVar[DistributedType | None] = None
@@ -72,11 +69,7 @@ class Strategy:
         return self.format_named(self.context.mixed_precision)
 
     def format_named(self, name: str) -> Precision:
-        """Return a number format with what the user says of it.
-
-        Args:
-            name: "no", "fp16", "bf16" or "fp8".
-        """
+        """Return a number format with what the user says of it."""
         context, request = self.context, self.context.request
         return resolve_precision(
             PrecisionRequest(
@@ -105,14 +98,7 @@ class Strategy:
     # Prepare
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot work and warn about what looks like a mistake, before anything is changed.
-
-        Args:
-            bundle: objects of this call.
-
-        Raises:
-            PreparationError: with the objects at fault and the fix.
-        """
+        """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
         refuse_stand_ins(bundle.objects)
         new_models = [model for model in bundle.models if not is_prepared(model)]
         new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
@@ -152,11 +138,7 @@ class Strategy:
             )
 
     def prepare(self, bundle: Bundle) -> Bundle:
-        """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers.
-
-        Args:
-            bundle: objects of this call, checked.
-        """
+        """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers."""
         preparer = self.session.preparer
         self._initialize(bundle)
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
@@ -174,8 +156,6 @@ class Strategy:
         """Return `model` placed, converted to the number format, wrapped and compiled.
 
         Args:
-            model: a user's module.
-            place: whether to move it to the device.
             evaluation: `True` leaves out what only training needs.
         """
         if place:
@@ -184,11 +164,7 @@ class Strategy:
         return self.compile(model) if evaluation else self.wrap(model)
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model` in the number format; optimizers step the parameters that new layers have.
-
-        Args:
-            model: a placed module.
-        """
+        """Return `model` in the number format; optimizers step the parameters that new layers have."""
         before = dict(model.named_parameters())
         converted = self.precision.convert(model)
         self.session.replace(
@@ -222,9 +198,7 @@ class Strategy:
         """Return the user's module out of `model`; the very object when nothing wraps it.
 
         Args:
-            model: a prepared module.
             keep_fp32: keep the forward that runs under autocast.
-            keep_compiled: keep the compiled module around it.
         """
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
 
@@ -260,7 +234,6 @@ class Strategy:
 
         Args:
             index: its place among the models of which this is true.
-            model: prepared.
             folder: the checkpoint, where it is to be saved.
         """
         return None
@@ -270,18 +243,12 @@ class Strategy:
         return []
 
     def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
-        """Round summed gradients as a run did that was interrupted; called on all ranks.
-
-        Args:
-            model: a prepared module.
-            order: what `gradient_order` returned in that run.
-        """
+        """Round summed gradients as a run did that was interrupted; called on all ranks."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         """Return what saves and loads each optimizer as one process would; called on all ranks.
 
         Args:
-            optimizers: prepared.
             gather: whether they are about to be saved, so that states come together.
         """
         return list(optimizers)
@@ -296,33 +263,17 @@ class Strategy:
         return state
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
-        """Return what saves and loads this process's part of an optimizer's state.
-
-        Args:
-            optimizer: prepared.
-            models: all that are prepared; parameters are known by their names in them.
-        """
+        """Return what saves and loads this process's part of an optimizer's state."""
         return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-        """Return for each group of an optimizer, for each parameter, the names that it has in some models.
-
-        Args:
-            optimizer: prepared.
-            models: prepared.
-        """
+        """Return for each group of an optimizer, for each parameter, the names that it has in some models."""
         return names_by_group(optimizer, [self.unwrap(model, keep_compiled=False) for model in models])
 
     def load_weights(
         self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
     ) -> None:
-        """Load whole weights into a prepared model; called on all ranks, each of which has them.
-
-        Args:
-            model: prepared.
-            state: tensors by name.
-            fill: loads weights into a module.
-        """
+        """Load whole weights into a prepared model; called on all ranks, each of which has them."""
         fill(self.unwrap(model, keep_compiled=False), state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
@@ -354,12 +305,7 @@ _DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:
-    """Raise for a model that a device map has put on several devices.
-
-    Args:
-        model: a module, maybe with `hf_device_map`.
-        reason: what cannot be done with such a model.
-    """
+    """Raise for a model that a device map has put on several devices."""
     device_map = getattr(model, "hf_device_map", None) or {}
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1:

@@ -83,7 +83,6 @@ class Bundle:
     """The objects of one `prepare` call.
 
     Args:
-        objects: what the user passed, in order.
         placement: for each of them whether it is moved to the device; `None` leaves it to the run.
     """
 
@@ -138,12 +137,7 @@ def orphan_parameters(model: nn.Module, owned: set[int]) -> list[str]:
 
 
 def find_orphans(new_models: Iterable[nn.Module], optimizers: Sequence[Any]) -> list[str]:
-    """Return one warning for each model that trains but is not, or not wholly, stepped by any optimizer.
-
-    Args:
-        new_models: models that are prepared in the same call as an optimizer.
-        optimizers: all optimizers of the run, prepared or about to be.
-    """
+    """Return one warning for each model that trains but is not, or not wholly, stepped by any optimizer."""
     owned = parameter_ids(optimizers)
     warnings = []
     for model in new_models:
@@ -158,12 +152,7 @@ def find_orphans(new_models: Iterable[nn.Module], optimizers: Sequence[Any]) -> 
 
 
 def find_strangers(new_optimizers: Iterable[Any], models: Sequence[nn.Module]) -> list[str]:
-    """Return one warning for each optimizer that steps no parameter of any prepared model.
-
-    Args:
-        new_optimizers: optimizers of this call.
-        models: all models of the run, prepared or about to be.
-    """
+    """Return one warning for each optimizer that steps no parameter of any prepared model."""
     known = {id(p) for model in models for p in model.parameters()}
     warnings = []
     for optimizer in new_optimizers:

@@ -96,11 +96,7 @@ def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
 
 @contextmanager
 def exchanging(model: nn.Module) -> Iterator[None]:
-    """Let sharded units exchange gradients inside the block although the forwards ran under `no_sync`.
-
-    Args:
-        model: a prepared module; one without units is left as it is.
-    """
+    """Let sharded units exchange gradients inside the block although the forwards ran under `no_sync`."""
     modules: list[Any] = list(model.modules())
     wrappers = [(unit, on) for unit in modules if (on := torch_private.gradient_sync(unit)) is not None]
     in_place = [unit for unit in modules if hasattr(unit, "set_requires_gradient_sync")]

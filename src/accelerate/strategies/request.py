@@ -39,22 +39,8 @@ class RunRequest:
     Args:
         mixed_precision: name of the number format, `None` to take the one that is already set, or "no".
         cpu: whether the run stays on the CPU although the machine has something faster.
-        device_placement: whether `prepare` moves objects to the device.
-        step_scheduler_with_optimizer: when schedulers step.
         rng_types: generators that are synchronised at the start of each epoch; `None` for the default.
-        dataloader_config: how loaders are sharded.
-        accumulation: gradient accumulation.
-        project: where the run writes.
-        dynamo: compilation.
-        ddp: arguments of DistributedDataParallel.
-        scaler: arguments of the gradient scaler.
-        autocast: arguments of autocast.
-        process_group: arguments of the process group.
-        profile: arguments of the profiler.
-        fsdp: how parameters are sharded; `None` keeps them whole.
         deepspeed: how DeepSpeed trains: a plugin, or several by name; `None` trains without it.
-        megatron: how Megatron-LM trains; `None` trains without it.
-        parallelism: sizes of the mesh; `None` for one axis of all processes.
         fp8_library: which library computes in FP8; `None` leaves it open.
         handlers: all handlers the user gave, also those of other number formats.
         notes: what the user should know about how the request came about, one line each.
@@ -88,13 +74,7 @@ class Context:
     """All that a strategy is given; complete when the strategy is built.
 
     Args:
-        topology: who this process is.
-        backend: its hardware.
-        device: its torch device.
         request: what the run asks for; its number format is resolved.
-        mixed_precision: name of the number format in force.
-        gradients: whether this round synchronises.
-        session: what the `prepare` calls of the run share.
         mesh: the device mesh, `None` for plain data parallelism.
     """
 

@@ -15,12 +15,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     """Return the strategy for a run.
 
     Args:
-        request: what the run asks for.
-        topology: how many processes there are.
         hardware: name of the row of the hardware table.
-
-    Raises:
-        ConfigurationError: what is asked for does not go together.
     """
     if request.megatron is not None:
         _check_megatron(request, hardware)

@@ -76,12 +76,7 @@ def _rebuild(pairs: list[tuple[Tensor, Tensor]]) -> ReplacedParameters:
 class PrepareSession:
     """What the `prepare` calls of one run share, and what is known only while one of them runs.
 
-    Args:
-        preparer: prepares one object at a time.
-        functions: returns what clients may replace.
-
     Attributes:
-        prepared: objects of all calls so far.
         replaced: old parameter -> the one that has taken its place, for as long as the old one is in use.
         waiting: during a call, the optimizers that follow when parameters of models are replaced.
     """
@@ -103,11 +98,7 @@ class PrepareSession:
             self.waiting = ()
 
     def replace(self, parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Record which parameters have taken the places of others.
-
-        Args:
-            parameters: pairs of an old parameter and the one in its place, which may be the same.
-        """
+        """Record which parameters have taken the places of others."""
         for old, new in parameters:
             if new is not old:
                 self.replaced[old] = new

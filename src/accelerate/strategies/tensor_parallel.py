@@ -52,11 +52,7 @@ class CopiedTensorParallel(TensorParallel):
 
 
 def copying_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of all copies, an axis of one process, and the axis that shares layers.
-
-    Args:
-        mesh: of the run, whose last axis shares layers; on all ranks.
-    """
+    """Return a mesh of all copies, an axis of one process, and the axis that shares layers."""
     shared = mesh["tp"].size()
     shape = (mesh.size() // shared, 1, shared)
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))

@@ -31,7 +31,6 @@ class Exchange:
 
     Args:
         size: number of replicas whose gradients are averaged; 1 where something else does it.
-        gradients: the state of the run, which records whether they are averaged.
     """
 
     def __init__(self, size: int, gradients: GradientState) -> None:
@@ -56,14 +55,7 @@ class Exchange:
 
 
 class XlaOptimizer(AcceleratedOptimizer):
-    """Averages gradients before it steps, and lets the device compute the step where no loader does.
-
-    Args:
-        optimizer: the optimizer to wrap.
-        exchange: averages.
-        device_placement: whether its state is moved to the device of the run.
-        scaler: the gradient scaler of float16 training.
-    """
+    """Averages gradients before it steps, and lets the device compute the step where no loader does."""
 
     def __init__(
         self,
@@ -77,9 +69,6 @@ class XlaOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; does nothing while gradients accumulate.
-
-        Args:
-            closure: as in `AcceleratedOptimizer.step`; its gradients are averaged each time it is called.
 
         Returns:
             What the inner optimizer returns; `None` when the step was left out.
@@ -129,13 +118,7 @@ class XlaReplicas(Strategy):
         refuse_split_model(model, "and XLA devices take whole models")
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
-        """Return `model` on the device, converted to the number format and compiled.
-
-        Args:
-            model: a user's module.
-            place: whether to move it to the device.
-            evaluation: leaves out what only training needs.
-        """
+        """Return `model` on the device, converted to the number format and compiled."""
         if place:
             self.place(model)
         return super().prepare_model(model, place=False, evaluation=evaluation)
@@ -149,11 +132,7 @@ class XlaReplicas(Strategy):
         self.follow((old, model.get_parameter(name)) for name, old in before.items())
 
     def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Let optimizers step the parameters that have taken the places of others.
-
-        Args:
-            parameters: pairs of an old one and its new one.
-        """
+        """Let optimizers step the parameters that have taken the places of others."""
         self.session.replace(parameters)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
@@ -184,11 +163,7 @@ class XlaReplicas(Strategy):
 
 
 def refuse_unknown(plugin: Any) -> None:
-    """Refuse what FSDP does on GPUs only.
-
-    Raises:
-        ConfigurationError: with the fields at fault.
-    """
+    """Refuse what FSDP does on GPUs only."""
     offload = plugin.cpu_offload  # torch's object of either version
     offloads = type(offload).__name__ == "CPUOffloadPolicy" or bool(getattr(offload, "offload_params", False))
     asked = {

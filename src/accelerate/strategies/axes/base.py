@@ -31,18 +31,10 @@ class Axis:
         Args:
             models: not wrapped yet; those that are transformed already are left as they are.
             micro_batch_size: samples of one batch on one rank.
-
-        Raises:
-            PreparationError: a model cannot share it.
         """
 
     def transform_loader(self, loader: Any, model: Any) -> Any:
-        """Return a loader that gives this rank its part of each batch; the very one without an axis.
-
-        Args:
-            loader: prepared.
-            model: prepared; batches go to its device.
-        """
+        """Return a loader that gives this rank its part of each batch; the very one without an axis."""
         return loader
 
     def batch(
@@ -57,11 +49,9 @@ class Axis:
 
         Args:
             buffers: tensors with a sequence dimension, equal on all ranks of the axis; split in place.
-            buffer_seq_dims: the sequence dimension of each.
             no_restore_buffers: those that need not be whole again afterwards.
 
         Raises:
-            StateError: nothing has been prepared yet.
             ConfigurationError: dimensions and buffers do not go together, or a sequence cannot be split.
         """
         return nullcontext()

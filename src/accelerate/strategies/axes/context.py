@@ -32,7 +32,6 @@ class ContextAxis(Axis):
     """Splits sequences over the ranks of an axis, and lets attention reach over all of them.
 
     Args:
-        mesh: the mesh of the run, with the axis.
         handler: says in `cp_comm_strategy` how keys and values travel: "allgather" or "alltoall".
     """
 
@@ -117,9 +116,6 @@ class _AnyAttention(TorchFunctionMode):
 
     torch replaces `torch.nn.functional.scaled_dot_product_attention` inside its context; code that has
     imported the function by its name would attend to the part of this process only, without a word.
-
-    Args:
-        shared: the class of tensors that torch's replacement passes on.
     """
 
     def __init__(self, shared: type[Tensor]) -> None:
@@ -164,11 +160,7 @@ _SEQUENCE_DIM = 2
 
 
 def register_cpu_kernels() -> None:
-    """Enter the CPU's kernels in torch's table.
-
-    Raises:
-        ConfigurationError: this torch keeps no such table.
-    """
+    """Enter the CPU's kernels in torch's table."""
     table = torch_private.attention_handlers
     if table is None:
         raise ConfigurationError(

@@ -9,12 +9,7 @@ from accelerate.strategies.axes.base import Axis
 
 
 def resolve_sequence_axis(parallelism: ParallelismConfig | None, mesh: Any) -> Axis:
-    """Return the axis along which ranks share each sequence.
-
-    Args:
-        parallelism: sizes of the mesh; None for one axis of all processes.
-        mesh: the device mesh.
-    """
+    """Return the axis along which ranks share each sequence."""
     if parallelism is not None and parallelism.cp_enabled:
         from accelerate.strategies.axes.context import ContextAxis
 

@@ -16,23 +16,14 @@ from accelerate.strategies.bundle import mark_prepared
 
 
 class SequenceAxis(Axis):
-    """Splits sequences over the ranks of an axis, by DeepSpeed's attention for transformers' models.
-
-    Args:
-        size: number of ranks.
-        handler: a `DeepSpeedSequenceParallelConfig`.
-    """
+    """Splits sequences over the ranks of an axis, by DeepSpeed's attention for transformers' models."""
 
     def __init__(self, size: int | None, handler: Any) -> None:
         self.size = int(size or 1)
         self._handler = handler
 
     def transform(self, models: Iterable[Any], micro_batch_size: int = 1) -> None:
-        """Let the attention of a model of transformers reach over all ranks of its group.
-
-        Raises:
-            PreparationError: its attention cannot be shared, or it is a second model.
-        """
+        """Let the attention of a model of transformers reach over all ranks of its group."""
         for model in models:
             self._register(model, micro_batch_size)
 
@@ -60,7 +51,6 @@ class SequenceAxis(Axis):
 
         Args:
             loader: prepared; gives dictionaries with input_ids, position_ids and labels.
-            model: prepared, whose device batches go to.
         """
         if self.groups is None:
             raise PreparationError("Loaders share sequences after the model: prepare the model first.")
@@ -77,16 +67,7 @@ class SequenceAxis(Axis):
 
 
 def check_attention(model: Any, size: int, attention: str) -> None:
-    """Refuse a model whose attention cannot be shared.
-
-    Args:
-        model: to be prepared.
-        size: number of processes that share a sequence.
-        attention: which one is asked for.
-
-    Raises:
-        PreparationError: with the fix.
-    """
+    """Refuse a model whose attention cannot be shared."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
         raise PreparationError(

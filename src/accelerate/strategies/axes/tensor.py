@@ -37,11 +37,7 @@ class TensorAxis(Axis):
         self._mesh = mesh[AXIS] if has_axis else None
 
     def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
-        """Split the layers in the plan of each model; models that are split already stay as they are.
-
-        Raises:
-            PreparationError: a model has no plan that fits.
-        """
+        """Split the layers in the plan of each model; models that are split already stay as they are."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -84,9 +80,6 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     Returns:
         Module name -> torch's style. Modules that share a parameter with one outside of the plan are left
         out: they are whole on each rank, which gives the same results.
-
-    Raises:
-        PreparationError: there is no plan, a style is unknown, or no module matches.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__

@@ -66,13 +66,6 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
 
     Args:
         plugin: its `deepspeed_config` is changed in place, if the model is trained.
-        given: model, optimizer, sizes.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ConfigurationError: values differ, or are "auto" and given nowhere; with all of them.
     """
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
@@ -98,12 +91,7 @@ def without_training(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
-    """Return the optimizer for states that may be kept on the CPU, and allow it in the configuration.
-
-    Args:
-        optimizer: torch's.
-        config: changed in place where it says nothing.
-    """
+    """Return the optimizer for states that may be kept on the CPU, and allow it in the configuration."""
     place = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     offloads = place.get("device") in ("cpu", "nvme")
     chosen = optimizer
@@ -122,11 +110,7 @@ def build_engine(
     """Return engine, optimizer and scheduler; called on all ranks.
 
     Args:
-        model: the user's module.
         optimizer: torch's, or what stands for DeepSpeed's; None for a model that is not trained.
-        scheduler: what stands for DeepSpeed's; None for none that the engine steps.
-        config: complete.
-        mpu: which processes share sequences; None for none.
     """
     import deepspeed
 

@@ -16,14 +16,7 @@ from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 def problems_of(
     models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], config: Mapping[str, Any]
 ) -> list[str]:
-    """Return one line for each reason why no engine can be built.
-
-    Args:
-        models: not prepared yet, as are the others.
-        optimizers: torch's, and what stands for DeepSpeed's.
-        schedulers: likewise.
-        config: of DeepSpeed.
-    """
+    """Return one line for each reason why no engine can be built."""
     problems = []
     for name, objects in (("models", models), ("optimizers", optimizers)):
         if len(objects) > 1:
@@ -119,12 +112,7 @@ def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Ma
 
 
 def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Refuse what DeepSpeed cannot do on this machine.
-
-    Raises:
-        ConfigurationError: it computes on other hardware, not in that number format, or reaches no NVMe.
-        MissingPackageError: MS-AMP is asked for, and not installed.
-    """
+    """Refuse what DeepSpeed cannot do on this machine."""
     from deepspeed.accelerator import get_accelerator
 
     hardware = get_accelerator()
@@ -152,15 +140,7 @@ def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> 
 
 
 def check_hardware(found: str, wanted: str) -> None:
-    """Refuse a DeepSpeed that has chosen other hardware than the run.
-
-    Args:
-        found: torch device type that DeepSpeed computes on.
-        wanted: that of the run.
-
-    Raises:
-        ConfigurationError: they differ.
-    """
+    """Refuse a DeepSpeed that has chosen other hardware than the run."""
     if found != wanted:
         raise wrong_value(
             "DS_ACCELERATOR",

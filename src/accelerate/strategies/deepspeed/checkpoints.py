@@ -33,14 +33,7 @@ def leave(content: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """Model, optimizer and scheduler of one engine, in a folder of their own, as DeepSpeed lays it out.
-
-    Attributes:
-        index: place of its model among those of the run that have an engine.
-        engine: DeepSpeed's.
-        topology: who this process is.
-        folder: the checkpoint, where it is to be saved.
-    """
+    """Model, optimizer and scheduler of one engine, in a folder of their own, as DeepSpeed lays it out."""
 
     index: int
     engine: Any
@@ -74,12 +67,7 @@ class EnginePart:
         return sorted(names)[self.topology.local_rank :: self.topology.local_size]
 
     def read(self, options: Load) -> Change:
-        """Return what lets DeepSpeed load its files, on all ranks together.
-
-        Raises:
-            CheckpointError: they are not there, are shards of another number of processes, or DeepSpeed would
-                bring back a part of them only.
-        """
+        """Return what lets DeepSpeed load its files, on all ranks together."""
         if self.engine.zero_nvme_offload_optimizer():
             raise CheckpointError(
                 f"{options.folder / self.name} cannot go on with optimizer states on NVMe, which DeepSpeed "
@@ -147,9 +135,6 @@ def whole_state(engine: Any) -> dict[str, Any]:
 
     Args:
         engine: its shards come together on the main process; other processes get nothing then.
-
-    Raises:
-        ConfigurationError: they may not, by DeepSpeed's configuration.
     """
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
@@ -184,11 +169,7 @@ def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Have whole parameters on each rank inside the block, where forwards need no other rank.
-
-    Args:
-        model: an engine of ZeRO stage 3; any other is left as it is.
-    """
+    """Have whole parameters on each rank inside the block, where forwards need no other rank."""
     shards = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not shards:
         yield

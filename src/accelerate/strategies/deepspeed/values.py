@@ -29,11 +29,7 @@ class Given:
     """What a configuration is filled from.
 
     Attributes:
-        model: the user's module.
         optimizer: torch's, or what stands for DeepSpeed's; None to run a model without training it.
-        scheduler: what stands for DeepSpeed's; None without one.
-        batch_sizes: of the loaders of the same call, on one process each.
-        known_sizes: of loaders that were prepared before.
         smallest: whether the smallest counts, and not the largest.
         accumulation: batches for each step.
         replicas: number of processes that see different data.

@@ -15,15 +15,7 @@ from accelerate.weights import write_torch
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write one file on the first rank; called on all ranks.
-
-    Args:
-        path: the file; its folder is made.
-        content: what is written with `torch.save`.
-
-    Raises:
-        CheckpointError: it cannot be written; on all ranks.
-    """
+    """Write one file on the first rank; called on all ranks."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +30,6 @@ def write_shards(target: Path, state: shard_files.State) -> None:
 
     Args:
         target: the folder; it is on a disk that all ranks see.
-        state: what this rank has, in the same order on all ranks.
 
     Raises:
         CheckpointError: a file cannot be written; on all ranks. What was there before is unchanged.

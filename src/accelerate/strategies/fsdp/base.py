@@ -79,13 +79,7 @@ class Sharded(Strategy, ABC):
         shard: Callable[[], nn.Module],
         named: Callable[[nn.Module], Mapping[str, Any]],
     ) -> nn.Module:
-        """Return a sharded model whose optimizers step its new parameters.
-
-        Args:
-            model: not sharded yet.
-            shard: shards it.
-            named: gives the new parameters by the names they had.
-        """
+        """Return a sharded model whose optimizers step its new parameters."""
         remapper = ParameterRemapper(model, self.session.waiting)
         remapper.let_go()
         sharded = shard()

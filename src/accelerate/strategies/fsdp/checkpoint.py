@@ -330,13 +330,7 @@ def saves_shards(plugin: Any) -> bool:
 
 
 def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> dict[str, str]:
-    """Return name in a file -> name in the model, of what is saved or loaded.
-
-    Args:
-        model: prepared or not.
-        names: of all that its state has.
-        adapter_only: leave out everything but the adapter of a PEFT model.
-    """
+    """Return name in a file -> name in the model, of what is saved or loaded."""
     inner = extract_model_from_parallel(model)
     if not adapter_only or not is_peft_model(inner):
         return {name: name for name in names}

@@ -59,8 +59,6 @@ def measure(
     Args:
         parameters: the same on all ranks, in the same order; gradients may be missing.
         norm_type: the p of the p-norm, above 0.
-        device: of this process; norms travel there.
-        spread: the groups over which a parameter and its gradient are spread.
 
     Returns:
         A 0-d float32 tensor, the same on all ranks.

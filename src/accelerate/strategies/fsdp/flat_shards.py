@@ -50,9 +50,7 @@ class LocalRange:
 
     Attributes:
         names: all names of the parameter, without wrappers; the usual one first.
-        shape: of the whole parameter.
         start: number of its first element on this rank.
-        values: its elements on this rank.
         stepped: what an optimizer steps: the parameter itself, or the flat one that it is a part of.
         total: elements of `stepped` on this rank.
         at: where those of the parameter begin in them.
@@ -72,7 +70,6 @@ class LocalRange:
         """Return elements as the local shards of a tensor with the shape of the parameter.
 
         Args:
-            values: one for each element of the parameter on this rank.
             turn: counts the parameters, so that processes with the same elements share the work.
         """
         shards = shards_of_range(values, self.shape, self.start)
@@ -89,11 +86,7 @@ class LocalRange:
 
 
 def local_ranges(root: FSDP) -> list[LocalRange]:
-    """Return the local range of all parameters in units, also of those without an element here.
-
-    Raises:
-        ConfigurationError: a parameter is not contiguous in memory.
-    """
+    """Return the local range of all parameters in units, also of those without an element here."""
     ranges: list[LocalRange] = []
     for prefix, unit in torch_private.flat_units(root):
         unit.reshard()
@@ -164,11 +157,7 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FlatModuleShards:
-    """The weights of a model under FSDP 1.
-
-    Attributes:
-        module: the outermost unit.
-    """
+    """The weights of a model under FSDP 1."""
 
     module: FSDP
     root: str = MODEL
@@ -214,13 +203,7 @@ def _owner_of(root: nn.Module, name: str) -> str:
 
 @dataclass(frozen=True)
 class FlatOptimizerShards:
-    """The state of an optimizer of one model under FSDP 1.
-
-    Attributes:
-        optimizer: prepared.
-        module: the outermost unit of the model.
-        names: for each group, the names of its parameters.
-    """
+    """The state of an optimizer of one model under FSDP 1."""
 
     optimizer: Any
     module: FSDP

@@ -27,7 +27,6 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
     """Let the states of a model, and of optimizers that step it, be whole inside the block.
 
     Args:
-        root: the outermost unit.
         offload: whether they come to the CPU; on a CPU torch crashes when there is nothing to offload.
         first_only: whether only rank 0 of all machines gets them.
     """
@@ -51,15 +50,7 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
 
 
 class WholeFlatOptimizer:
-    """Saves and loads an optimizer of one model as one process would: by the order of its parameters.
-
-    Args:
-        optimizer: a prepared one.
-        root: the model that it steps.
-        names: of the parameters.
-        offload: whether states come to the CPU.
-        state: as `gather_flat_state` returns it, where it is to be saved.
-    """
+    """Saves and loads an optimizer of one model as one process would: by the order of its parameters."""
 
     needs_all_ranks = True
 
@@ -78,11 +69,7 @@ class WholeFlatOptimizer:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's part of a whole state; called on all ranks.
-
-        Raises:
-            CheckpointError: it has another shape than a parameter.
-        """
+        """Take over this rank's part of a whole state; called on all ranks."""
         flat = [name for group in self._names for name in group]
         shapes = whole_shapes(self._root)  # torch cuts a tensor of any shape
         for index, values in state["state"].items():
@@ -103,10 +90,6 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
     """Return the whole state of an optimizer, by the order of its parameters; called on all ranks.
 
     Args:
-        optimizer: a prepared one.
-        root: the model that it steps.
-        names: of its parameters.
-        offload: whether it comes to the CPU.
         keep: whether this rank keeps it; others get an empty state.
     """
     with whole_states(root, offload):

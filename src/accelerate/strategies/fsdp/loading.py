@@ -139,12 +139,7 @@ def _distribute(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) ->
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks.
-
-    Args:
-        model: tensors on the meta device come to memory; tied parameters stay tied.
-        device: where they travel.
-    """
+    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks."""
     transport = current_transport()
     filled: dict[int, torch.Tensor] = {}
     for module in model.modules():

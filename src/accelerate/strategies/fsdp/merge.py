@@ -37,13 +37,7 @@ Tensors = dict[Place, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are written.
-
-    Attributes:
-        pattern: name of a file; ``{suffix}`` numbers it.
-        index: name of the file that says which tensor is where.
-        save: writes tensors by name to a path.
-    """
+    """How weights are written."""
 
     pattern: str
     index: str
@@ -126,12 +120,7 @@ def _find(source: Path) -> Path:
 
 
 def _read_tensors(folder: Path) -> tuple[ShardIndex, Tensors]:
-    """Read the shapes and dtypes of all tensors of a checkpoint.
-
-    Raises:
-        ConfigurationError: there is none.
-        CheckpointError: the metadata is damaged.
-    """
+    """Read the shapes and dtypes of all tensors of a checkpoint."""
     index = shard_index.read(folder, MODEL)
     stored = {place: index.stored(place) for place in index.places}
     tensors = {place: tensor for place, tensor in stored.items() if tensor is not None}

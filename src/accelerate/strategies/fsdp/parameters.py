@@ -17,11 +17,7 @@ Value = TypeVar("Value")
 
 
 def clean_name(name: str) -> str:
-    """Return the name that a tensor has without wrappers.
-
-    Args:
-        name: as `named_parameters` of a wrapped model gives it.
-    """
+    """Return the name that a tensor has without wrappers."""
     return ".".join(part for part in name.split(".") if part not in torch_private.WRAPPED)
 
 
@@ -43,12 +39,8 @@ def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[lis
     """Return for each group of an optimizer, for each parameter, all names that it has; the usual one first.
 
     Args:
-        optimizer: prepared or not.
         models: without wrappers around them. Where it steps several, the number of the model is a part of the
             names.
-
-    Raises:
-        ConfigurationError: a parameter is in none of them.
     """
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -111,15 +103,7 @@ def get_parameters_from_modules(
 
 
 def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> None:
-    """Refuse modules to ignore that a model does not have.
-
-    Args:
-        modules: the modules, or a regular expression that matches their whole names; None for none.
-        model: the model that is sharded.
-
-    Raises:
-        ConfigurationError: a module is not in the model, or the expression matches none.
-    """
+    """Refuse modules to ignore that a model does not have."""
     if isinstance(modules, str):
         if not _modules_by_name(modules, model):
             raise wrong_value(
@@ -159,11 +143,7 @@ class ParameterRemapper:
     Optimizers let go of the old parameters meanwhile: else the whole model would stay in memory.
 
     Args:
-        model: not sharded yet.
         optimizers: prepared or not; those of other models are left alone.
-
-    Raises:
-        PreparationError: an optimizer has taken a step already.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
@@ -195,11 +175,7 @@ class ParameterRemapper:
             group["params"] = []
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give the optimizers the new parameters.
-
-        Raises:
-            PreparationError: one is gone, or would stand in two groups.
-        """
+        """Give the optimizers the new parameters."""
         seen: dict[int, set[int]] = {}
         for optimizer, group, places in self._groups:
             lost = [place for place in places if isinstance(place, str) and place not in parameters]

@@ -58,12 +58,7 @@ class DistributedTensors(Sharded):
 
 
 class WholeOptimizer:
-    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters.
-
-    Args:
-        optimizer: steps distributed tensors; plain ones are as they are.
-        state: as `gather_state` returns it, where it is to be saved.
-    """
+    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters."""
 
     def __init__(self, optimizer: Any, state: Mapping[str, Any] | None = None) -> None:
         self.optimizer = optimizer
@@ -86,7 +81,6 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; called on all ranks.
 
     Args:
-        optimizer: steps distributed tensors.
         keep: whether this rank keeps it; others get an empty state.
     """
     state: dict[str, Any] = optimizer.state_dict()
@@ -112,7 +106,6 @@ def distribute_like(value: Any, like: torch.Tensor) -> Any:
     """Return what a rank keeps of a whole tensor that is spread like another; anything else as it is.
 
     Args:
-        value: a whole tensor, the same on all ranks.
         like: a tensor of the same shape, or one of another shape that the value has nothing to do with.
     """
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:

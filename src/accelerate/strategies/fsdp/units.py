@@ -22,13 +22,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class Holding:
-    """One place of a parameter that a unit holds.
-
-    Attributes:
-        module: the module that has it.
-        name: of the parameter in the whole model.
-        parameter: the parameter.
-    """
+    """One place of a parameter that a unit holds."""
 
     module: nn.Module
     name: str
@@ -39,10 +33,6 @@ def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that become units besides the model itself, inner ones first.
 
     Modules that share a tied parameter with the rest of the model stay in one unit with it.
-
-    Args:
-        plugin: a `FullyShardedDataParallelPlugin`; it stays as it is, for other models.
-        model: not wrapped yet.
     """
     policy = bind_policy(
         read_policy(plugin.auto_wrap_policy),
@@ -71,10 +61,6 @@ def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Mod
     Args:
         model: names them, or parts of their names, in `_keep_in_fp32_modules` or
             `_keep_in_fp32_modules_strict`, as transformers' models do.
-        units: the modules that are units already.
-
-    Raises:
-        PreparationError: one holds a unit, or shares a parameter with the rest of the model.
     """
     wanted = {
         name
@@ -115,11 +101,7 @@ def holdings(
 def split_by_dtype(
     model: nn.Module, units: list[nn.Module], ignored: Iterable[nn.Parameter] = ()
 ) -> list[nn.Module]:
-    """Return units of which none trains parameters of two dtypes: odd modules become units of their own.
-
-    Raises:
-        PreparationError: one module has parameters of two dtypes, or a tied parameter is in the way.
-    """
+    """Return units of which none trains parameters of two dtypes: odd modules become units of their own."""
     odd: list[nn.Module] = []
     for held in holdings(model, units, ignored):
         trained = [holding for holding in held if holding.parameter.requires_grad]

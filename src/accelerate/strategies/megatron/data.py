@@ -79,7 +79,6 @@ class MegatronBatches:
     Args:
         source: an iterator of micro-batches, or None where this process reads none: then batches are empty,
             and the engine fetches them from the rank that reads.
-        num_micro_batches: micro-batches of a step.
     """
 
     _is_accelerate_prepared = True
@@ -152,11 +151,7 @@ def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
 
 
 def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a loader like another one, with larger batches.
-
-    Raises:
-        ConfigurationError: its batches are made by a batch sampler of the user's own.
-    """
+    """Return a loader like another one, with larger batches."""
     if loader.batch_size == size:
         return loader
     refuse_batch_sampler(loader)
@@ -193,8 +188,6 @@ class Shape:
     """Rows and columns of the batches of a run.
 
     Args:
-        micro_batch_size: rows of a micro-batch.
-        num_micro_batches: micro-batches of a step.
         is_fixed: whether all batches must be of that shape: stages of a pipeline, and ranks that share
             sequences, agree on it beforehand.
         lengths: columns by name of the tensor; others have those of "input_ids".
@@ -225,11 +218,7 @@ class Shape:
         )
 
     def fill(self, batch: Batch) -> Batch:
-        """Return a batch filled up to its shape, where the shape is fixed.
-
-        Raises:
-            ConfigurationError: it is larger than the shape.
-        """
+        """Return a batch filled up to its shape, where the shape is fixed."""
         if not self.is_fixed:
             return batch
         return {name: self._fill(name, tensor, batch) for name, tensor in batch.items()}
@@ -274,7 +263,6 @@ def share(batch: Batch, device: torch.device) -> Batch:
 
     Args:
         batch: tensors by name; empty where there is nothing to read.
-        device: where the tensors go.
     """
     groups = library.core("parallel_state")
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -298,10 +286,5 @@ def _broadcast(batch: Batch, group: Any, device: torch.device) -> Batch:
 
 
 def iterators(batches: list[Batch], parts: int) -> Iterator[Batch] | list[Iterator[Batch]]:
-    """Return what the schedules of Megatron-LM read: one iterator for each part of the model here.
-
-    Args:
-        batches: the micro-batches of a step.
-        parts: number of parts of the model on this process.
-    """
+    """Return what the schedules of Megatron-LM read: one iterator for each part of the model here."""
     return iter(batches) if parts == 1 else [iter(batches) for _ in range(parts)]

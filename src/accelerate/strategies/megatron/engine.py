@@ -285,13 +285,7 @@ def leave(content: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Model, optimizer and scheduler, as Megatron-LM lays them out.
-
-    Attributes:
-        engine: ours.
-        topology: who this process is.
-        folder: the checkpoint, where it is to be saved.
-    """
+    """Model, optimizer and scheduler, as Megatron-LM lays them out."""
 
     engine: Any
     topology: Topology
@@ -306,11 +300,7 @@ class MegatronPart:
         return [Payload(f"{FOLDER}/{name}", None, leave) for name in mine]
 
     def read(self, options: Load) -> Change:
-        """Return what lets Megatron-LM load its files, on all ranks together.
-
-        Raises:
-            CheckpointError: they are not there.
-        """
+        """Return what lets Megatron-LM load its files, on all ranks together."""
         if not (options.folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "

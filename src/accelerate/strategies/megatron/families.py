@@ -19,15 +19,7 @@ def build_model(
     """Build the part of a model that this process holds.
 
     Args:
-        args: Megatron-LM's, with `model_type_name`.
-        pre_process: whether it has the embeddings.
-        post_process: whether it has the head.
-        add_encoder: whether it has the encoder.
-        add_decoder: whether it has the decoder.
         **options: `config`, `vp_stage` and `pg_collection`, where the version of Megatron-LM passes them.
-
-    Raises:
-        ConfigurationError: there is no such family.
     """
     builder = _BUILDERS.get(args.model_type_name)
     if builder is None:
@@ -139,15 +131,7 @@ _BUILDERS = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
 
 
 def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the datasets for training, validation and test; called on all ranks.
-
-    Args:
-        train_val_test_num_samples: how many samples each of them gives.
-        vp_stage: virtual stage, where the version of Megatron-LM passes it.
-
-    Raises:
-        ConfigurationError: there are none for this family of models.
-    """
+    """Build the datasets for training, validation and test; called on all ranks."""
     args = library.get_args()
     describe = _DATASETS.get(args.model_type_name)
     if describe is None:

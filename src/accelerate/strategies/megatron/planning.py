@@ -33,10 +33,6 @@ def plan(
     """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each.
 
     Args:
-        plugin: the user's.
-        bundle: what is to be prepared.
-        processes: how many there are.
-        mixed_precision: the number format.
         steps: backward passes for each step of the optimizer.
     """
     problems = [*find_missing(plugin), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]

@@ -30,7 +30,6 @@ def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
 
     Args:
         reports: of the micro-batches; none on stages without the head.
-        groups: Megatron-LM's.
     """
     if not reports:
         return {}
@@ -55,9 +54,6 @@ def share_outputs(
 
     Args:
         report: of the last stage; empty on the others.
-        groups: Megatron-LM's.
-        device: of the results.
-        with_logits: whether there are logits.
     """
     losses = [value for name, value in report.items() if name != LOGITS]
     loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
@@ -77,11 +73,7 @@ def share_outputs(
 
 
 class Losses:
-    """Adds up what steps report and logs it, on the last rank, where the losses are.
-
-    Args:
-        args: Megatron-LM's.
-    """
+    """Adds up what steps report and logs it, on the last rank, where the losses are."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -96,13 +88,7 @@ class Losses:
                 totals[name + _NUMBER] = totals.get(name + _NUMBER, 0) + 1
 
     def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> dict[str, Any]:
-        """Log a step of training where its turn is; return the sums since the last one that was logged.
-
-        Args:
-            engine: has stepped.
-            report: of the step.
-            zeros: how many gradients were zero, or None.
-        """
+        """Log a step of training where its turn is; return the sums since the last one that was logged."""
         self.add(self.totals, report)
         iteration = engine.iteration
         if self.writer is not None and iteration % self.args.tensorboard_log_interval == 0:

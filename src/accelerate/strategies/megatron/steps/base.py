@@ -97,8 +97,6 @@ def sum_over_tokens(loss_mask: torch.Tensor, losses: torch.Tensor, name: str) ->
 
     Args:
         loss_mask: 1 where a token counts, of the shape of `losses`.
-        losses: one for each token.
-        name: of the loss in reports.
 
     Returns:
         The sum, the number of tokens, and both to report.
@@ -115,7 +113,6 @@ def losses_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
     Args:
         logits: samples x tokens x the part of the vocabulary on this rank.
-        labels: samples x tokens.
     """
     entropy = library.core("tensor_parallel").vocab_parallel_cross_entropy
     along = logits.transpose(0, 1).float().contiguous()
@@ -135,11 +132,7 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of each sequence for this process, where several share them.
-
-    Args:
-        batch: tensors by name, with the names that Megatron-LM knows.
-    """
+    """Return the part of each sequence for this process, where several share them."""
     group = library.core("parallel_state").get_context_parallel_group()
     if torch.distributed.get_world_size(group) == 1:
         return batch

@@ -25,14 +25,7 @@ _NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 class _TokenTrainStep(AbstractTrainStep):
-    """What the steps of models that predict tokens have in common.
-
-    Args:
-        name: of the family.
-        accelerator: has `state.megatron_lm_plugin`.
-        args: Megatron-LM's.
-        output: name of the class of outputs in transformers.
-    """
+    """What the steps of models that predict tokens have in common."""
 
     label_argument: str
     """The argument by which the model takes labels."""
