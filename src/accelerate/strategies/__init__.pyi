@@ -1,13 +1,14 @@
 from accelerate.strategies.base import (
     Strategy as Strategy,
+    keep_file as keep_file,
     refuse_split_model as refuse_split_model,
 )
 from accelerate.strategies.bundle import (
     Bundle as Bundle,
     Kind as Kind,
     as_list as as_list,
-    find_orphans as find_orphans,
-    find_strangers as find_strangers,
+    find_unrelated_optimizers as find_unrelated_optimizers,
+    find_unstepped_models as find_unstepped_models,
     is_prepared as is_prepared,
     kind_of as kind_of,
     mark_prepared as mark_prepared,
@@ -20,14 +21,15 @@ from accelerate.strategies.ddp import (
     order_of as order_of,
     sync_in_backward as sync_in_backward,
 )
-from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
+from accelerate.strategies.fsdp import (
+    CopiedTensorParallel as CopiedTensorParallel,
+    TensorParallel as TensorParallel,
+)
 from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
 from accelerate.strategies.session import (
+    Context as Context,
     Prepared as Prepared,
     PrepareSession as PrepareSession,
     ReplacedParameters as ReplacedParameters,
-)
-from accelerate.strategies.tensor_parallel import (
-    CopiedTensorParallel as CopiedTensorParallel,
-    TensorParallel as TensorParallel,
+    RunRequest as RunRequest,
 )

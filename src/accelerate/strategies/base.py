@@ -8,23 +8,34 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate.base import DistributedType, PreparationError
-from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardOwner
+from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
 from accelerate.compilation import compiler_for
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
+from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_sequence_axis
-from accelerate.strategies.bundle import Bundle, Kind, find_orphans, find_strangers, is_prepared, stands_for
+from accelerate.strategies.bundle import (
+    Bundle,
+    Kind,
+    find_unrelated_optimizers,
+    find_unstepped_models,
+    stands_for,
+)
 from accelerate.strategies.fsdp import names_by_group
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 from accelerate.unwrapping import extract_model_from_parallel
 
 logger = get_logger(__name__)
+
+Parameters = Iterable[Tensor]
+Fill = Callable[[nn.Module, Mapping[str, Any]], None]
+"""Loads whole weights, tensors by name, into a module."""
 
 
 class Strategy:
@@ -100,8 +111,7 @@ class Strategy:
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
         refuse_stand_ins(bundle.objects)
-        new_models = [model for model in bundle.models if not is_prepared(model)]
-        new_optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
         self.session.remap(new_optimizers)
         for model in new_models:
@@ -110,10 +120,10 @@ class Strategy:
             self.check_optimizer(optimizer)
         if not new_optimizers:
             return
-        for message in find_orphans(new_models, [*prepared.optimizers, *bundle.optimizers]):
+        for message in find_unstepped_models(new_models, [*prepared.optimizers, *bundle.optimizers]):
             logger.warning(message)
         models = [*prepared.models, *bundle.models]
-        for message in find_strangers(new_optimizers, models) if models else []:
+        for message in find_unrelated_optimizers(new_optimizers, models) if models else []:
             logger.warning(message)
 
     def check_model(self, model: nn.Module) -> None:
@@ -175,8 +185,7 @@ class Strategy:
 
     def _initialize(self, bundle: Bundle) -> None:
         """Let the number format change models and optimizers together."""
-        models = [model for model in bundle.models if not is_prepared(model)]
-        optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
+        models, optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         old = [*models, *optimizers]
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
@@ -216,13 +225,11 @@ class Strategy:
         """Return a context in which ranks may run out of batches at different times."""
         return nullcontext()
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their joint norm is at most `max_norm`; return the norm they had."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -270,9 +277,7 @@ class Strategy:
         """Return for each group of an optimizer, for each parameter, the names that it has in some models."""
         return names_by_group(optimizer, [self.unwrap(model, keep_compiled=False) for model in models])
 
-    def load_weights(
-        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
-    ) -> None:
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Load whole weights into a prepared model; called on all ranks, each of which has them."""
         fill(self.unwrap(model, keep_compiled=False), state)
 
@@ -288,20 +293,26 @@ class Strategy:
         """Release what the method holds beyond the prepared objects."""
 
 
+def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
+    """Return those of the files written by an engine that this process of the machine seals."""
+    own = sorted(names)[topology.local_rank :: topology.local_size]
+    return [Payload(name, None, keep_file) for name in own]
+
+
+def keep_file(content: Any, path: Path) -> None:
+    """Write nothing: the file exists already."""
+
+
 def refuse_stand_ins(objects: Iterable[Any]) -> None:
     """Raise for stand-ins of objects that only an engine builds."""
     stand_ins = [type(obj) for obj in objects if stands_for(obj) is not None]
-    if not stand_ins:
-        return
-    builder, plugin = getattr(stand_ins[0], "built_by", _DEEPSPEED)
-    raise PreparationError(
-        f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
-        f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or prepare an "
-        "optimizer and a scheduler of torch."
-    )
-
-
-_DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
+    if stand_ins:
+        builder, plugin = stand_ins[0].built_by
+        raise PreparationError(
+            f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
+            f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or prepare "
+            "an optimizer and a scheduler of torch."
+        )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

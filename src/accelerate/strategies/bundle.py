@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -29,15 +29,12 @@ class Kind(Enum):
 
 
 _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, AcceleratedScheduler)
+_OF_OPTIMIZERS = ("param_groups", "add_param_group", "zero_grad", "step", "state_dict")
 
 
 def _is_scheduler(obj: Any) -> bool:
-    return isinstance(obj, _SCHEDULERS) or (
-        callable(getattr(obj, "step", None)) and callable(getattr(obj, "get_last_lr", None))
-    )
-
-
-_OF_OPTIMIZERS = ("param_groups", "add_param_group", "zero_grad", "step", "state_dict")
+    methods = (getattr(obj, name, None) for name in ("step", "get_last_lr"))
+    return isinstance(obj, _SCHEDULERS) or all(map(callable, methods))
 
 
 def _is_optimizer(obj: Any) -> bool:
@@ -51,7 +48,7 @@ KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
     (Kind.OPTIMIZER, _is_optimizer),
     (Kind.SCHEDULER, _is_scheduler),
 )
-"""Each kind with the claim that makes an object one; the first that holds counts."""
+"""Each kind with its condition; the first that holds counts."""
 
 
 def stands_for(obj: Any) -> Kind | None:
@@ -62,7 +59,7 @@ def stands_for(obj: Any) -> Kind | None:
 
 def kind_of(obj: Any) -> Kind:
     """Return what `obj` is to `prepare`; `Kind.OTHER` is handed back untouched."""
-    return stands_for(obj) or next((kind for kind, claim in KINDS if claim(obj)), Kind.OTHER)
+    return stands_for(obj) or next((kind for kind, holds in KINDS if holds(obj)), Kind.OTHER)
 
 
 def is_prepared(obj: Any) -> bool:
@@ -95,26 +92,23 @@ class Bundle:
         """Return the objects of one kind, in order."""
         return [obj for obj, its_kind in zip(self.objects, self.kinds, strict=True) if its_kind is kind]
 
+    def new(self, kind: Kind) -> list[Any]:
+        """Return the objects of one kind that no earlier call has prepared, in order."""
+        return [obj for obj in self.of(kind) if not is_prepared(obj)]
+
     @property
     def models(self) -> list[nn.Module]:
-        """The models, in order."""
         return self.of(Kind.MODEL)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, in order."""
         return self.of(Kind.OPTIMIZER)
 
-    def places(self, *kinds: Kind) -> Iterator[tuple[int, Any, bool | None]]:
-        """Iterate over place, object and placement of all objects of `kinds`."""
-        for place, kind in enumerate(self.kinds):
-            if kind in kinds:
-                yield place, self.objects[place], self.placement[place]
-
     def replace(self, kind: Kind, prepare: Callable[[Any, bool | None], Any]) -> None:
-        """Put `prepare(object, placement)` in the place of each object of `kind`."""
-        for place, obj, placement in list(self.places(kind)):
-            self.objects[place] = prepare(obj, placement)
+        """Replace each object of `kind` by `prepare(object, placement)`."""
+        for index, its_kind in enumerate(self.kinds):
+            if its_kind is kind:
+                self.objects[index] = prepare(self.objects[index], self.placement[index])
 
     def result(self) -> Any:
         """Return what `prepare` returns: the objects as a tuple, or the one object."""
@@ -131,35 +125,28 @@ def parameter_ids(optimizers: Iterable[Any]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def orphan_parameters(model: nn.Module, owned: set[int]) -> list[str]:
-    """Return the names of trainable parameters of `model` that are not in `owned`."""
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
-
-
-def find_orphans(new_models: Iterable[nn.Module], optimizers: Sequence[Any]) -> list[str]:
-    """Return one warning for each model that trains but is not, or not wholly, stepped by any optimizer."""
+def find_unstepped_models(models: Iterable[nn.Module], optimizers: Sequence[Any]) -> list[str]:
+    """Return one warning for each model with trainable parameters that no optimizer steps."""
     owned = parameter_ids(optimizers)
     warnings = []
-    for model in new_models:
-        orphans = orphan_parameters(model, owned)
-        if orphans:
+    for model in models:
+        names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
+        if names:
             warnings.append(
-                f"{len(orphans)} trainable parameters of {type(model).__name__} belong to no prepared "
-                f"optimizer and will not change: {listed(orphans)}. Pass them to the optimizer before "
+                f"{len(names)} trainable parameters of {type(model).__name__} belong to no prepared "
+                f"optimizer and will not change: {listed(names)}. Pass them to the optimizer before "
                 "`prepare`, or freeze them with requires_grad_(False) if that is meant."
             )
     return warnings
 
 
-def find_strangers(new_optimizers: Iterable[Any], models: Sequence[nn.Module]) -> list[str]:
+def find_unrelated_optimizers(optimizers: Iterable[Any], models: Sequence[nn.Module]) -> list[str]:
     """Return one warning for each optimizer that steps no parameter of any prepared model."""
     known = {id(p) for model in models for p in model.parameters()}
-    warnings = []
-    for optimizer in new_optimizers:
-        if not parameter_ids([optimizer]) & known:
-            warnings.append(
-                f"{type(optimizer).__name__} steps no parameter of any prepared model: was it built before "
-                "the model was copied or replaced, or for a model that was not prepared? Build it from the "
-                "parameters of the model that you pass to `prepare`, and pass that model too."
-            )
-    return warnings
+    return [
+        f"{type(optimizer).__name__} steps no parameter of any prepared model: was it built before "
+        "the model was copied or replaced, or for a model that was not prepared? Build it from the "
+        "parameters of the model that you pass to `prepare`, and pass that model too."
+        for optimizer in optimizers
+        if not parameter_ids([optimizer]) & known
+    ]

@@ -24,18 +24,18 @@ from accelerate.base import wrong_value
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import Strategy, refuse_split_model
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 
-# What torch calls the order of this pass, and of the next one.
-_NOW, _NEXT = "rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"
+_ORDERS = ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices")
+"""torch's names for the order of this pass, and of the next one."""
 
 
-class _Replayed(WeakKeyDictionary[DistributedDataParallel, list[int]]):
+class _AdoptedOrders(WeakKeyDictionary[DistributedDataParallel, list[int]]):
     """The orders that replicas of this process have adopted."""
 
 
 def order_of(replica: DistributedDataParallel) -> list[int]:
-    """Return the places of parameters in the buckets, as they are or will be in the next pass.
+    """Return the order of parameters in the buckets, as it is or will be in the next pass.
 
     Returns:
         Indices of parameters that are trained; empty before the first backward pass, and where buckets do not
@@ -43,7 +43,13 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
     """
     if not _changes(replica):
         return []
-    return _noted_order(replica) or services.of_process(_Replayed).get(replica, [])
+    statistics: Any = replica.logger
+    for record in (lambda: None, statistics.set_runtime_stats_and_log):
+        record()  # torch records the order before a pass, and after the first one only when asked to
+        values = torch_private.ddp_statistics(replica)
+        if order := next(filter(None, map(values.get, _ORDERS)), None):
+            return [int(index) for index in re.findall(r"\d+", order)]
+    return services.of_process(_AdoptedOrders).get(replica, [])
 
 
 def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
@@ -57,8 +63,10 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
         order: of a replica of the same model; any other is left alone.
     """
     parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
-    fits = sorted(order) == list(range(len(parameters)))
-    if not order or not fits or not _changes(replica) or order_of(replica) or _has_hooks(parameters):
+    fits = order and sorted(order) == list(range(len(parameters)))
+    if not fits or not _changes(replica) or order_of(replica):
+        return
+    if any(map(torch_private.has_gradient_hooks, parameters)):  # a gradient may step an optimizer
         return
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -68,7 +76,7 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
         torch.autograd.backward(parameters[index], torch.zeros_like(parameters[index]))
     for parameter, gradient in zip(parameters, kept, strict=True):
         parameter.grad = gradient
-    services.of_process(_Replayed)[replica] = list(order)
+    services.of_process(_AdoptedOrders)[replica] = list(order)
 
 
 def _changes(replica: DistributedDataParallel) -> bool:
@@ -76,22 +84,6 @@ def _changes(replica: DistributedDataParallel) -> bool:
     has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
     return not (fixed or has_sparse or torch_private.has_comm_hooks(replica))
-
-
-def _noted_order(replica: DistributedDataParallel) -> list[int]:
-    """The order that torch records: before a pass, and after the first one when asked to."""
-    notes: Any = replica.logger
-    for record in (lambda: None, notes.set_runtime_stats_and_log):
-        record()
-        facts = torch_private.ddp_statistics(replica)
-        if noted := facts.get(_NOW) or facts.get(_NEXT):
-            return [int(index) for index in re.findall(r"\d+", noted)]
-    return []
-
-
-def _has_hooks(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether a gradient that arrives does something, such as a step of an optimizer."""
-    return any(map(torch_private.has_gradient_hooks, parameters))
 
 
 @contextmanager
@@ -155,18 +147,14 @@ class DataParallel(Strategy):
         if not any(p.requires_grad for p in model.parameters()):
             return self.compile(model)
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
-        replica = DistributedDataParallel(model, **self._device_arguments(), **handler.to_kwargs())
+        index = self.context.device.index
+        devices = {} if index is None else {"device_ids": [index], "output_device": index}
+        replica = DistributedDataParallel(model, **devices, **handler.to_kwargs())
         handler.register_comm_hook(replica)
         return self.compile(replica)
 
-    def _device_arguments(self) -> dict[str, Any]:
-        device = self.context.device
-        if device.index is None:
-            return {}
-        return {"device_ids": [device.index], "output_device": device.index}
-
     def gradient_order(self, model: nn.Module) -> list[int]:
-        """Return the places of gradients in the buckets of the replica."""
+        """Return the order of gradients in the buckets of the replica."""
         replica = _replica(model)
         return [] if replica is None else order_of(replica)
 
@@ -183,12 +171,12 @@ class DataParallel(Strategy):
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return torch's `Join` over the replicas (and joinable optimizers) in `joinables`."""
-        found = [
+        inner = [
             _replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
             for obj in joinables
         ]
-        fitting = [inner for inner in found if isinstance(inner, Joinable)]
-        if len(fitting) < len(found):
+        fitting = [obj for obj in inner if isinstance(obj, Joinable)]
+        if len(fitting) < len(inner):
             raise wrong_value(
                 "joinables",
                 [type(obj).__name__ for obj in joinables],

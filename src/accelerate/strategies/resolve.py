@@ -8,7 +8,7 @@ from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
-from accelerate.strategies.request import RunRequest
+from accelerate.strategies.session import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
@@ -34,17 +34,18 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if topology.size == 1:
         return Strategy
     if request.fsdp is not None:
-        return _sharded(request.fsdp)
+        return _of_fsdp({1: "FullySharded", 2: "FullyShard"}[request.fsdp.fsdp_version])
     if request.parallelism is not None and request.parallelism.tp_enabled:
-        return _sharing_layers(request.parallelism)
+        return _of_fsdp("CopiedTensorParallel" if request.parallelism.dp_cp_dim_names else "TensorParallel")
     return DataParallel
 
 
-def _sharing_layers(mesh: ParallelismConfig) -> type[Strategy]:
-    """Return the class for tensor parallelism; torch's part of it takes a second to import."""
-    from accelerate.strategies.tensor_parallel import CopiedTensorParallel, TensorParallel
+def _of_fsdp(name: str) -> type[Strategy]:
+    """Return a strategy that distributes tensors; torch's part of it takes a second to import."""
+    from accelerate.strategies import fsdp
 
-    return CopiedTensorParallel if mesh.dp_cp_dim_names else TensorParallel
+    kind: type[Strategy] = getattr(fsdp, name)
+    return kind
 
 
 def _check_with_engine(request: RunRequest, hardware: str) -> None:
@@ -60,6 +61,7 @@ def _check_with_engine(request: RunRequest, hardware: str) -> None:
             "ZeRO stage 3 is DeepSpeed's counterpart of FULL_SHARD."
         )
     mesh = request.parallelism
+    hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
     for axis in ("tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
@@ -67,11 +69,8 @@ def _check_with_engine(request: RunRequest, hardware: str) -> None:
                 f"{axis}_size",
                 size,
                 "DeepSpeed's engine shares sequences (sp_size) and data, and nothing else",
-                f"Leave it at 1, or train without deepspeed_plugin{_OWN_TP if axis == 'tp' else ''}",
+                f"Leave it at 1, or train without deepspeed_plugin{hint if axis == 'tp' else ''}",
             )
-
-
-_OWN_TP = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
 
 
 def _on_xla(request: RunRequest) -> type[Strategy]:
@@ -88,14 +87,6 @@ def _on_xla(request: RunRequest) -> type[Strategy]:
     if request.fsdp is None:
         return XlaReplicas
     return XlaFullyShard if version_of(request.fsdp).is_spmd_on_xla else XlaFullySharded
-
-
-def _sharded(plugin: FullyShardedDataParallelPlugin) -> type[Strategy]:
-    """Return the class for a version of FSDP; torch's part of it takes a second to import."""
-    from accelerate.strategies import fsdp
-
-    kind: type[Strategy] = getattr(fsdp, {1: "FullySharded", 2: "FullyShard"}[plugin.fsdp_version])
-    return kind
 
 
 def _check_megatron(request: RunRequest, hardware: str) -> None:
@@ -127,8 +118,16 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
             "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead",
         )
     if plugin is None:
-        _check_mesh_of_whole_models(mesh)
-    elif not mesh.dp_shard_cp_dim_names:
+        if mesh.dp_shard_enabled:
+            raise wrong_value(
+                "dp_shard_size",
+                mesh.dp_shard_size,
+                "nothing says how parameters are sharded",
+                "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
+                "--fsdp_version 2",
+            )
+        return
+    if not mesh.dp_shard_cp_dim_names:
         raise wrong_value(
             "dp_shard_size",
             mesh.dp_shard_size,
@@ -136,22 +135,9 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
             "Set dp_shard_size to the number of processes that share a copy of the model, or leave "
             "fsdp_plugin out",
         )
-    elif not version_of(plugin).takes_any_mesh:
-        _check_mesh_of_one(mesh, plugin.sharding_strategy.name)
-
-
-def _check_mesh_of_whole_models(mesh: ParallelismConfig) -> None:
-    if mesh.dp_shard_enabled:
-        raise wrong_value(
-            "dp_shard_size",
-            mesh.dp_shard_size,
-            "nothing says how parameters are sharded",
-            "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
-            "--fsdp_version 2",
-        )
-
-
-def _check_mesh_of_one(mesh: ParallelismConfig, strategy: str) -> None:
+    if version_of(plugin).takes_any_mesh:
+        return
+    strategy = plugin.sharding_strategy.name
     if mesh.tp_enabled or not (mesh.dp_replicate_enabled and "HYBRID" in strategy):
         raise ConfigurationError(
             f"A mesh with fsdp_version=1 and sharding_strategy={strategy}: FSDP 1 takes a mesh for hybrid "

@@ -1,57 +1,94 @@
-"""State that the `prepare` calls of one run share: prepared objects, and parameters that were replaced."""
+"""What a strategy is given: what the run asks for, and the state that its `prepare` calls share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate.base import PrecisionName, PrecisionType, RNGName, RNGType
+from accelerate.devices import DeviceBackend
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate.scheduler import StepPolicy
+from accelerate.state import GradientState, Topology
 from accelerate.strategies.fsdp import fsdp2_switch_optimizer_parameters
 
 
-class Preparer(Protocol):
-    """Prepares one object at a time and remembers it; `Accelerator` is one.
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of a run, laid over its environment and checked.
 
-    Strategies call these methods of the accelerator instead of their own, so a client that replaces one of
-    them on the accelerator takes effect.
+    The plugins in it are the user's own objects: clients change their fields after construction, and a change
+    counts from the next `prepare` on.
+
+    Args:
+        mixed_precision: name of the number format, `None` to take the one that is already set, or "no".
+        cpu: whether the run stays on the CPU although the machine has something faster.
+        rng_types: generators that are synchronised at the start of each epoch; `None` for the default.
+        deepspeed: how DeepSpeed trains: a plugin, or several by name; `None` trains without it.
+        fp8_library: which library computes in FP8; `None` leaves it open.
+        handlers: all handlers the user gave, also those of other number formats.
+        notes: what the user should know about how the request came about, one line each.
     """
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module: ...
-    def prepare_optimizer(
-        self, optimizer: Any, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer: ...
-    def prepare_scheduler(self, scheduler: Any) -> Any: ...
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any: ...
+    mixed_precision: PrecisionType | PrecisionName | None = None
+    cpu: bool = False
+    device_placement: bool = True
+    step_scheduler_with_optimizer: StepPolicy = True
+    rng_types: Sequence[RNGName | RNGType] | None = None
+    dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    process_group: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    megatron: MegatronLMPlugin | None = None
+    parallelism: ParallelismConfig | None = None
+    fp8_library: str | None = None
+    handlers: tuple[KwargsHandler, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-class ReplaceableFunctions(Protocol):
-    """Functions that clients replace in the module `accelerate.accelerator`: looked up at each call."""
-
-    @property
-    def fsdp2_prepare_model(self) -> Any: ...
-    @property
-    def convert_model_to_fp8_ao(self) -> Any: ...
-
-
+@dataclass(eq=False)
 class Prepared:
     """Everything a run has prepared so far, by kind, in the order of preparation."""
 
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[Any] = []
-        self.loaders: list[DataLoader[Any]] = []
-        self.custom: list[Any] = []
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget all objects; the lists stay the same objects."""
-        for objects in (self.models, self.optimizers, self.schedulers, self.loaders, self.custom):
+        for objects in vars(self).values():
             objects.clear()
 
 
@@ -63,25 +100,22 @@ class ReplacedParameters(WeakIdKeyDictionary):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (list(self.items()),)  # type: ignore[no-untyped-call]
-
-
-def _rebuild(pairs: list[tuple[Tensor, Tensor]]) -> ReplacedParameters:
-    replaced = ReplacedParameters()
-    for old, new in pairs:
-        replaced[old] = new
-    return replaced
+        pairs = list(self.items())  # type: ignore[no-untyped-call]
+        return ReplacedParameters, (), None, None, iter(pairs)
 
 
 class PrepareSession:
     """What the `prepare` calls of one run share, and what is known only while one of them runs.
 
     Attributes:
+        preparer: the `Accelerator`. Strategies call its `prepare_model`, `prepare_optimizer`,
+            `prepare_scheduler` and `prepare_data_loader`, so a client that replaces one of them takes effect.
+        functions: returns the module `accelerate.accelerator`, whose functions clients may replace.
         replaced: old parameter -> the one that has taken its place, for as long as the old one is in use.
         waiting: during a call, the optimizers that follow when parameters of models are replaced.
     """
 
-    def __init__(self, preparer: Preparer, functions: Callable[[], ReplaceableFunctions]) -> None:
+    def __init__(self, preparer: Any, functions: Callable[[], Any]) -> None:
         self.preparer = preparer
         self.functions = functions
         self.prepared = Prepared()
@@ -116,3 +150,22 @@ class PrepareSession:
         """Forget all objects and parameters."""
         self.prepared.clear()
         self.replaced.clear()
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that a strategy is given; complete when the strategy is built.
+
+    Args:
+        request: what the run asks for; its number format is resolved.
+        mesh: the device mesh, `None` for plain data parallelism.
+    """
+
+    topology: Topology
+    backend: DeviceBackend
+    device: Any
+    request: RunRequest
+    mixed_precision: str
+    gradients: GradientState
+    session: PrepareSession
+    mesh: Any = None

@@ -13,21 +13,21 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, DistributedType
 from accelerate.devices import mark_step, of_device, row_axes, share_rows, use_mesh
 from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
-from accelerate.strategies.base import Strategy, refuse_split_model
+from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
 from accelerate.strategies.bundle import as_list
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 from accelerate.weights import addressable, find_tied_parameters, retie_parameters
 
 
-class Exchange:
-    """Which gradients of this step are averaged over all replicas already.
+class GradientAverage:
+    """Averages gradients over all replicas, and records which of this step are averaged already.
 
     Args:
         size: number of replicas whose gradients are averaged; 1 where something else does it.
@@ -38,34 +38,34 @@ class Exchange:
         self.gradients = gradients
         self._averaged: set[int] = set()
 
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __call__(self, parameters: Parameters) -> None:
         """Average gradients in place, each once for each step; called on all ranks."""
         if self.size == 1:
             return
-        due = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
-        if due:
+        new = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
+        if new:
             xm = import_module("torch_xla.core.xla_model")
-            xm.all_reduce("sum", [p.grad for p in due], scale=1.0 / self.size)
-            self._averaged.update(map(id, due))
+            xm.all_reduce("sum", [p.grad for p in new], scale=1.0 / self.size)
+            self._averaged.update(map(id, new))
         self.gradients.is_xla_gradients_synced = True
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+    def forget(self, parameters: Parameters) -> None:
         """Expect new gradients of these parameters."""
         self._averaged.difference_update(map(id, parameters))
 
 
 class XlaOptimizer(AcceleratedOptimizer):
-    """Averages gradients before it steps, and lets the device compute the step where no loader does."""
+    """Averages gradients before it steps, and starts the device's computation where no loader does."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        exchange: Exchange,
+        average: GradientAverage,
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(optimizer, device_placement, scaler)
-        self.exchange = exchange
+        self.average = average
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; does nothing while gradients accumulate.
@@ -76,11 +76,11 @@ class XlaOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if closure is None:
-            self.exchange.average(self.parameters())
+            self.average(self.parameters())
             result = super().step()
         else:
             result = super().step(self._averaging(closure))
-        self.exchange.forget(self.parameters())
+        self.average.forget(self.parameters())
         if not self.gradient_state.in_dataloader:  # a loader of torch_xla marks each batch
             mark_step()
         return result
@@ -88,8 +88,8 @@ class XlaOptimizer(AcceleratedOptimizer):
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:
             loss = closure()
-            self.exchange.forget(self.parameters())
-            self.exchange.average(self.parameters())
+            self.average.forget(self.parameters())
+            self.average(self.parameters())
             return loss
 
         return averaged
@@ -110,7 +110,7 @@ class XlaReplicas(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.replicas = context.topology.size
-        self.exchange = Exchange(1 if self.averages_itself else self.replicas, context.gradients)
+        self.average = GradientAverage(1 if self.averages_itself else self.replicas, context.gradients)
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split, and what the number format refuses."""
@@ -139,22 +139,20 @@ class XlaReplicas(Strategy):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in a wrapper that averages gradients before it steps."""
         self.session.remap([optimizer])
-        return XlaOptimizer(optimizer, self.exchange, place, self.precision.scaler)
+        return XlaOptimizer(optimizer, self.average, place, self.precision.scaler)
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients, averaged before, so that their joint norm is at most `max_norm`."""
         return super().clip_grad_norm(self._averaged(parameters), max_norm, norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Cut each element of gradients, averaged before, to the range from `-clip_value` to `clip_value`."""
         super().clip_grad_value(self._averaged(parameters), clip_value)
 
-    def _averaged(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _averaged(self, parameters: Parameters) -> list[Tensor]:
         listed = as_list(parameters)
         if self.context.gradients.sync_gradients:
-            self.exchange.average(listed)
+            self.average(listed)
         return listed
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
@@ -162,7 +160,7 @@ class XlaReplicas(Strategy):
         return dict(addressable(super().state_dict(model, unwrap=unwrap)))
 
 
-def refuse_unknown(plugin: Any) -> None:
+def refuse_unsupported(plugin: Any) -> None:
     """Refuse what FSDP does on GPUs only."""
     offload = plugin.cpu_offload  # torch's object of either version
     offloads = type(offload).__name__ == "CPUOffloadPolicy" or bool(getattr(offload, "offload_params", False))
@@ -172,15 +170,16 @@ def refuse_unknown(plugin: Any) -> None:
         "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
         "ignored_modules": plugin.ignored_modules is not None,
     }
-    found = [name for name, is_asked in asked.items() if is_asked]
-    if found:
+    unsupported = [name for name, is_asked in asked.items() if is_asked]
+    if unsupported:
         raise ConfigurationError(
-            f"fsdp_plugin has {', '.join(found)}, which FSDP cannot do on XLA devices. Leave it out there."
+            f"fsdp_plugin has {', '.join(unsupported)}, which FSDP cannot do on XLA devices. Leave it out "
+            "there."
         )
 
 
 def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
-    """Return the plugin's policy in the words of torch_xla; None where the whole model is one unit."""
+    """Return the plugin's policy with torch_xla's arguments; None where the whole model is one unit."""
     plugin.set_auto_wrap_policy(model)
     policy = plugin.auto_wrap_policy
     if policy is None:
@@ -192,35 +191,34 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
     return choose
 
 
-def find_units(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
+def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
     """Return the units of a model, inner ones first, itself last."""
-    inner = [module for module in model.modules() if module is not model] if policy else []
-    chosen = [
-        module
-        for module in inner
-        if policy is not None
-        and policy(module=module, recurse=False, unwrapped_params=sum(p.numel() for p in module.parameters()))
-    ]
-    return [*reversed(chosen), model]
+    units = [model]
+    if policy is not None:
+        for module in [module for module in model.modules() if module is not model]:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if policy(module=module, recurse=False, unwrapped_params=size):
+                units.insert(0, module)
+    return units
 
 
 class XlaFullyShard(XlaReplicas):
     """One process drives all devices of its machine: parameters and batches are sharded over them, and XLA's
-    compiler decides when parts are brought together.
+    compiler decides when they are gathered.
 
     The model stays the user's own object, with the names it has.
     """
 
     def __init__(self, context: Context) -> None:
-        refuse_unknown(context.request.fsdp)
+        refuse_unsupported(context.request.fsdp)
         self.mesh = use_mesh()
         super().__init__(context)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with its parameters in parts on all devices."""
+        """Return the very model, with its parameters sharded over all devices."""
         plugin = self.context.request.fsdp
         sharding = import_module("torch_xla.distributed.spmd").xla_sharding
-        units = find_units(model, policy_of(plugin, model))
+        units = units_on_xla(model, policy_of(plugin, model))
         if plugin.activation_checkpointing:  # type: ignore[union-attr]  # chosen because of it
             for unit in units[:-1]:
                 import_module("torch_xla.distributed.fsdp").checkpoint_module(unit)
@@ -239,24 +237,24 @@ class XlaFullyShard(XlaReplicas):
                 share_rows(tensor, self.mesh)
 
 
-def _along_longest(parameter: torch.Tensor) -> tuple[str | None, ...]:
+def _along_longest(parameter: Tensor) -> tuple[str | None, ...]:
     longest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis])
     return tuple(row_axes if axis == longest else None for axis in range(parameter.ndim))
 
 
 class XlaFullySharded(XlaReplicas):
-    """Each process keeps a part of every parameter, by torch_xla's `XlaFullyShardedDataParallel`."""
+    """Each process keeps a shard of every parameter, by torch_xla's `XlaFullyShardedDataParallel`."""
 
     averages_itself: ClassVar[bool] = True
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
-        refuse_unknown(context.request.fsdp)
+        refuse_unsupported(context.request.fsdp)
         super().__init__(context)
         self._wrapped: WeakSet[Any] = WeakSet()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the wrapped model; optimizers step its parts."""
+        """Return the wrapped model; optimizers step its shards."""
         plugin: Any = self.context.request.fsdp
         package = import_module("torch_xla.distributed.fsdp")
         kind = package.XlaFullyShardedDataParallel
@@ -273,35 +271,31 @@ class XlaFullySharded(XlaReplicas):
                 package.checkpoint_module(unit), *args, **kwargs
             )
         wrapped: nn.Module = kind(model, **arguments)
-        parts = dict(_parts_by_name(wrapped, kind))
-        self.follow((old, parts[name]) for name, old in before.items() if name in parts)
+        shards = dict(_shards_by_name(wrapped, kind))
+        self.follow((old, shards[name]) for name, old in before.items() if name in shards)
         self._wrapped.add(wrapped)
         return self.compile(wrapped)
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale sharded gradients so that their joint norm is at most `max_norm`."""
         listed = as_list(parameters)
-        wanted = {id(parameter) for parameter in listed}
+        clipped = set(map(id, listed))
         for model in self._wrapped:
-            if wanted & {id(parameter) for parameter in model.parameters()}:
-                norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
+            if clipped & set(map(id, model.parameters())):
+                norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
         return super().clip_grad_norm(listed, max_norm, norm_type)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Refuse: no process has more than parts."""
+        """Refuse: each process has shards only."""
         raise _cannot_save()
 
-    def load_weights(
-        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
-    ) -> None:
-        """Refuse: no process has more than parts."""
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        """Refuse: each process has shards only."""
         raise _cannot_save()
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Refuse: no process has more than parts."""
+        """Refuse: each process has shards only."""
         raise _cannot_save()
 
 
@@ -313,16 +307,13 @@ def _cannot_save() -> ConfigurationError:
     )
 
 
-def _parts_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parts of parameters by the names that these had in the user's module."""
+def _shards_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Parameter]]:
+    """Iterate over the shards of parameters by the names that these had in the user's module."""
     for path, module in wrapped.named_modules():
         if isinstance(module, kind):
-            for part in module.sharded_params:  # type: ignore[attr-defined]  # of torch_xla's wrapper
-                yield _plain(f"{path}.{part._orig_name}"), part
+            for shard in module.sharded_params:  # type: ignore[attr-defined]  # of torch_xla's wrapper
+                names = f"{path}.{shard._orig_name}".split(".")
+                yield ".".join(name for name in names if name not in _WRAPPERS), shard
 
 
-def _plain(name: str) -> str:
-    """A name without the wrappers on its way."""
-    return ".".join(
-        part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module")
-    )
+_WRAPPERS = ("", "_fsdp_wrapped_module", "_fpw_module")

@@ -58,7 +58,6 @@ class ContextAxis(Axis):
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
         """Return torch's context, in which attention reaches over all ranks of the axis."""
-        from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import context_parallel
 
         if not self._is_prepared:
@@ -72,7 +71,7 @@ class ContextAxis(Axis):
         split = context_parallel(
             mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _within(split, _AnyAttention(DTensor))
+        return _within(split)
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
@@ -112,30 +111,27 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 
 class _AnyAttention(TorchFunctionMode):
-    """Lets attention reach over all processes however a model has got hold of the function.
+    """Lets attention reach over all processes however a model has imported the function.
 
     torch replaces `torch.nn.functional.scaled_dot_product_attention` inside its context; code that has
     imported the function by its name would attend to the part of this process only, without a word.
     """
 
-    def __init__(self, shared: type[Tensor]) -> None:
-        super().__init__()
-        self._shared = shared
-        self.calls = 0
+    calls = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch_private.scaled_dot_product_attention:
             self.calls += 1
-            if not any(isinstance(arg, self._shared) for arg in args):
+            if not any(isinstance(arg, DTensor) for arg in args):
                 func = torch.nn.functional.scaled_dot_product_attention
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _within(split: AbstractContextManager[Any], attention: _AnyAttention) -> Iterator[None]:
-    with split, attention:
+def _within(split: AbstractContextManager[Any]) -> Iterator[None]:
+    with split, _AnyAttention() as attention:
         yield
     if not attention.calls:
         logger.warning_once(

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: the processes of one axis share each sequence, and each attention's heads.
+"""The axis along which ranks share each sequence: how it is chosen, and Ulysses sequence parallelism.
 
 Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/
 """
@@ -11,8 +11,20 @@ from typing import Any
 
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.bundle import mark_prepared
+
+
+def resolve_sequence_axis(parallelism: ParallelismConfig | None, mesh: Any) -> Axis:
+    """Return the axis along which ranks share each sequence."""
+    if parallelism is not None and parallelism.cp_enabled:
+        from accelerate.strategies.axes.context import ContextAxis
+
+        return ContextAxis(mesh, parallelism.cp_handler)
+    if parallelism is not None and parallelism.sp_enabled:
+        return SequenceAxis(parallelism.sp_size, parallelism.sp_handler)
+    return Axis()
 
 
 class SequenceAxis(Axis):
@@ -24,27 +36,24 @@ class SequenceAxis(Axis):
 
     def transform(self, models: Iterable[Any], micro_batch_size: int = 1) -> None:
         """Let the attention of a model of transformers reach over all ranks of its group."""
-        for model in models:
-            self._register(model, micro_batch_size)
-
-    def _register(self, model: Any, micro_batch_size: int) -> None:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         handler = self._handler
-        check_attention(model, self.size, handler.sp_attn_implementation)
-        if self.groups is not None:
-            raise PreparationError(
-                "A second model with sp_size > 1: DeepSpeed keeps one attention for all models of a process. "
-                "Prepare one model only."
+        for model in models:
+            check_attention(model, self.size, handler.sp_attn_implementation)
+            if self.groups is not None:
+                raise PreparationError(
+                    "A second model with sp_size > 1: DeepSpeed keeps one attention for all models of a "
+                    "process. Prepare one model only."
+                )
+            self.groups = UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model,
+                core_attn_implementation=handler.sp_attn_implementation,
+                sequence_parallel_size=self.size,
+                micro_batch_size=micro_batch_size,
+                seq_length=handler.sp_seq_length,
+                seq_length_is_variable=handler.sp_seq_length_is_variable,
             )
-        self.groups = UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path=model,
-            core_attn_implementation=handler.sp_attn_implementation,
-            sequence_parallel_size=self.size,
-            micro_batch_size=micro_batch_size,
-            seq_length=handler.sp_seq_length,
-            seq_length_is_variable=handler.sp_seq_length_is_variable,
-        )
 
     def transform_loader(self, loader: Any, model: Any) -> Any:
         """Return a loader that gives each rank its part of the sequences of all ranks in its group.
@@ -67,18 +76,18 @@ class SequenceAxis(Axis):
 
 
 def check_attention(model: Any, size: int, attention: str) -> None:
-    """Refuse a model whose attention cannot be shared."""
+    """Refuse a model whose attention ranks cannot share."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
         raise PreparationError(
             f"{kind} has no `config`: sp_size={size} shares the attention of transformers' models only. Set "
             "sp_size=1, or cp_size for other models."
         )
-    found = getattr(config, "_attn_implementation", None)
-    if found not in (None, attention):
+    chosen = getattr(config, "_attn_implementation", None)
+    if chosen not in (None, attention):
         raise PreparationError(
-            f"{kind} computes attention by {found!r}, and sp_attn_implementation is {attention!r}. Load it "
-            f"with attn_implementation={attention!r}, or set sp_attn_implementation={found!r}."
+            f"{kind} computes attention by {chosen!r}, and sp_attn_implementation is {attention!r}. Load it "
+            f"with attn_implementation={attention!r}, or set sp_attn_implementation={chosen!r}."
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", size)
@@ -95,7 +104,7 @@ def loader_class() -> type[Any]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
     class SequenceLoader(UlyssesSPDataLoaderAdapter):  # type: ignore[misc]  # DeepSpeed is not typed
-        """Parts of sequences for this process."""
+        """Gives this process its part of each sequence."""
 
         _ends = False
 

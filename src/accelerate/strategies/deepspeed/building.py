@@ -5,7 +5,6 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from typing import Any
@@ -21,10 +20,16 @@ from accelerate.nested import recursively_apply
 from accelerate.plugins import TorchDynamoPlugin
 from accelerate.settings import AUTO, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
-from accelerate.strategies.deepspeed.checking import check_abilities, computes_in_fp8
-from accelerate.strategies.deepspeed.values import MICRO, TOTAL, Given, filling_of
+from accelerate.strategies.deepspeed.configuration import (
+    MICRO,
+    TOTAL,
+    Given,
+    check_abilities,
+    computes_in_fp8,
+    filling_of,
+)
 from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 
 logger = get_logger(__name__)
 
@@ -35,12 +40,11 @@ def begin(context: Context) -> None:
     Called on all ranks, once; again it does nothing.
     """
     packages.require("deepspeed", "Training with DeepSpeedPlugin")
-    found = environ.current()
-    wanted = dict(of_device(context.device).deepspeed_variables)
+    current = environ.current()
+    variables = dict(of_device(context.device).deepspeed_variables) | _rank_variables(context.topology)
     if not process_group.is_open():
         process_group.open_group(context.topology, context.backend)
-    wanted.update(_place_of(context.topology))
-    environ.assign({name: text for name, text in wanted.items() if not found.get(name)})
+    environ.assign({name: text for name, text in variables.items() if not current.get(name)})
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
@@ -49,8 +53,8 @@ def begin(context: Context) -> None:
     check_abilities([plugin.deepspeed_config for plugin in plugins], context.device)
 
 
-def _place_of(topology: Topology) -> dict[str, str]:
-    """Return what DeepSpeed reads of a process's place, whoever started it."""
+def _rank_variables(topology: Topology) -> dict[str, str]:
+    """Return the variables of a rank that DeepSpeed reads, whatever started the process."""
     return {
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.size),
@@ -61,8 +65,7 @@ def _place_of(topology: Topology) -> dict[str, str]:
 
 
 def complete(plugin: Any, given: Given) -> dict[str, Any]:
-    """Fill the configuration of a plugin from what was given to `prepare`; again, if that is not the first
-    time.
+    """Return a plugin's configuration, filled in from the objects of this `prepare` call.
 
     Args:
         plugin: its `deepspeed_config` is changed in place, if the model is trained.
@@ -92,8 +95,8 @@ def without_training(config: dict[str, Any]) -> dict[str, Any]:
 
 def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
     """Return the optimizer for states that may be kept on the CPU, and allow it in the configuration."""
-    place = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    offloads = place.get("device") in ("cpu", "nvme")
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    offloads = offload.get("device") in ("cpu", "nvme")
     chosen = optimizer
     if offloads and config.get("zero_force_ds_cpu_optimizer", True):
         chosen = map_pytorch_optim_to_deepspeed(optimizer)
@@ -123,19 +126,14 @@ def build_engine(
         arguments.update(optimizer=optimizer)
     if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+    package = import_module("msamp.deepspeed") if computes_in_fp8(config) else deepspeed
     try:
-        engine, built, _, steps_rate = _initializer(config)(**arguments)
+        engine, built_optimizer, _, built_scheduler = package.initialize(**arguments)
     except (deepspeed.DeepSpeedConfigError, AssertionError, ValueError) as error:
         raise PreparationError(f"DeepSpeed builds no engine from its configuration: {error}") from error
     if config.get("bf16", {}).get("enabled") is True:
         engine.module.register_forward_pre_hook(_in_bfloat16, with_kwargs=True, prepend=True)
-    return engine, built, steps_rate
-
-
-def _initializer(config: dict[str, Any]) -> Any:
-    """Return what builds an engine: DeepSpeed's function, or MS-AMP's in its place."""
-    package = "msamp.deepspeed" if computes_in_fp8(config) else "deepspeed"
-    return import_module(package).initialize
+    return engine, built_optimizer, built_scheduler
 
 
 def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
@@ -151,20 +149,15 @@ def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
 
 
 def _in_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Bring float32 inputs to the format of the weights, as DeepSpeed itself does for float16 only."""
-    return _cast(args), _cast(kwargs)
+    """Cast float32 inputs to the format of the weights, as DeepSpeed itself does for float16 only."""
 
+    def is_float32(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
-def _cast(values: Any) -> Any:
-    return recursively_apply(_to_bfloat16, values, test_type=_is_float32)
-
-
-def _to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16)
-
-
-def _is_float32(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    inputs: tuple[Any, dict[str, Any]] = recursively_apply(
+        lambda tensor: tensor.to(torch.bfloat16), (args, kwargs), test_type=is_float32
+    )
+    return inputs
 
 
 def run_only(model: nn.Module, device: torch.device, place: bool, config: dict[str, Any]) -> nn.Module:
@@ -186,37 +179,14 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer | None:
     return optimizer
 
 
-_COMMON = ("lr", "betas", "eps", "weight_decay")
-
-
-def _adam(optimizer: Any) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(
-        optimizer.defaults.get("decoupled_weight_decay", False)
-    )
-    return _built(DeepSpeedCPUAdam, optimizer, (*_COMMON, "amsgrad"), adamw_mode=decoupled)
-
-
-def _adagrad(optimizer: Any) -> Any:
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-
-    return _built(DeepSpeedCPUAdagrad, optimizer, ("lr", "eps", "weight_decay"))
-
-
-def _lion(optimizer: Any) -> Any:
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    return _built(DeepSpeedCPULion, optimizer, ("lr", "betas", "weight_decay"))
-
-
-TWINS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
-    (lambda optimizer: type(optimizer) in (torch.optim.Adam, torch.optim.AdamW), _adam),
-    (lambda optimizer: type(optimizer).__name__ in ("AdamW", "AdamW8bit", "Adam8bit"), _adam),
-    (lambda optimizer: type(optimizer).__name__ == "Adagrad", _adagrad),
-    (lambda optimizer: type(optimizer).__name__ in ("Lion", "Lion8bit"), _lion),
-)
-"""Which optimizers have a twin, and what builds it."""
+_ADAM = ("adam", "DeepSpeedCPUAdam", ("lr", "betas", "eps", "weight_decay"))
+_LION = ("lion", "DeepSpeedCPULion", ("lr", "betas", "weight_decay"))
+_ON_CPU = {
+    **dict.fromkeys(("Adam", "AdamW", "AdamW8bit", "Adam8bit"), _ADAM),
+    **dict.fromkeys(("Lion", "Lion8bit"), _LION),
+    "Adagrad": ("adagrad", "DeepSpeedCPUAdagrad", ("lr", "eps", "weight_decay")),
+}
+"""Name of an optimizer -> module and class of DeepSpeed's for states on the CPU, and the options it has."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
@@ -226,13 +196,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         optimizer: fresh, not stepped yet. Its groups become those of the new one, so that schedulers which
             hold them keep setting its learning rates.
     """
-    if type(optimizer).__module__.startswith("deepspeed."):
+    kind, defaults = type(optimizer), getattr(optimizer, "defaults", {})
+    is_foreign_adam = kind.__name__ == "Adam" and kind is not torch.optim.Adam
+    if kind.__name__ not in _ON_CPU or is_foreign_adam or kind.__module__.startswith("deepspeed."):
         return optimizer
-    return next((build(optimizer) for fits, build in TWINS if fits(optimizer)), optimizer)
-
-
-def _built(kind: Any, optimizer: Any, names: tuple[str, ...], **more: Any) -> Any:
-    known = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
-    if known.pop("amsgrad", False):
-        more["amsgrad"] = True
-    return kind(optimizer.param_groups, **known, **more)
+    module, name, names = _ON_CPU[kind.__name__]
+    options = {name: defaults[name] for name in names if name in defaults}
+    if module == "adam":
+        is_decoupled = bool(defaults.get("decoupled_weight_decay", False))
+        options["adamw_mode"] = isinstance(optimizer, torch.optim.AdamW) or is_decoupled
+        options.update({"amsgrad": True} if defaults.get("amsgrad") else {})
+    return getattr(import_module(f"deepspeed.ops.{module}"), name)(optimizer.param_groups, **options)

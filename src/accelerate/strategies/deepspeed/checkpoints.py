@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError
 from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
 from accelerate.state import Topology
+from accelerate.strategies.base import payloads_of_engine
 
 logger = get_logger(__name__)
 
@@ -25,10 +26,6 @@ SHARDS = "*zero_pp_rank_*_optim_states.pt"
 
 UNIVERSAL = "_universal"
 """What follows the name of an engine's folder for the same in DeepSpeed's universal layout."""
-
-
-def leave(content: Any, path: Path) -> None:
-    """Write nothing: the file exists already."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,9 @@ class EnginePart:
         first = self.index == 0
         before = set(files_under(self.folder))
         self.engine.save_checkpoint(str(self.folder), tag=self.name, save_latest=first)
-        written = [name for name in files_under(self.folder) if name not in before or self._is_own(name)]
-        return [Payload(name, None, leave) for name in self._share(written)]
-
-    def _is_own(self, name: str) -> bool:
-        return name.startswith(f"{self.name}/")
-
-    def _share(self, names: Sequence[str]) -> Sequence[str]:
-        """Deal the files among the processes of this machine."""
-        return sorted(names)[self.topology.local_rank :: self.topology.local_size]
+        own = f"{self.name}/"
+        written = [name for name in files_under(self.folder) if name not in before or name.startswith(own)]
+        return payloads_of_engine(written, self.topology)
 
     def read(self, options: Load) -> Change:
         """Return what lets DeepSpeed load its files, on all ranks together."""
@@ -91,19 +82,19 @@ class EnginePart:
     def _universal(self, folder: Path) -> str:
         """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""
         tags = (f"{self.name}{UNIVERSAL}", self.name)
-        found = next((tag for tag in tags if (folder / tag / "zero").is_dir()), None)
-        if found is None:
+        existing = next((tag for tag in tags if (folder / tag / "zero").is_dir()), None)
+        if existing is None:
             raise CheckpointError(
                 f"{folder} holds no universal checkpoint, which checkpoint.load_universal in DeepSpeed's "
                 f"configuration asks for. Make one: {self._conversion(folder)}"
             )
-        return found
+        return existing
 
     def _conversion(self, folder: Path) -> str:
-        place = folder / self.name
+        path = folder / self.name
         return (
-            f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
-            f"--output_folder {place}{UNIVERSAL}"
+            f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {path} "
+            f"--output_folder {path}{UNIVERSAL}"
         )
 
     def _check_shards(self, folder: Path) -> None:
@@ -159,16 +150,16 @@ def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
     def copy_of(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if place not in copies or not tensor.numel():
-            copies[place] = tensor.detach().to("cpu", copy=True)
-        return copies[place]
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if memory not in copies or not tensor.numel():
+            copies[memory] = tensor.detach().to("cpu", copy=True)
+        return copies[memory]
 
     return {name: copy_of(tensor) for name, tensor in state.items()}
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
+def gathered_parameters(model: nn.Module) -> Iterator[None]:
     """Have whole parameters on each rank inside the block, where forwards need no other rank."""
     shards = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not shards:
@@ -176,12 +167,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
         return
     import deepspeed
 
-    keeper: Any = getattr(model.optimizer, "parameter_offload", model.optimizer)
+    offload: Any = getattr(model.optimizer, "parameter_offload", model.optimizer)
     with deepspeed.zero.GatheredParameters(shards):
         for shard in shards:
             shard.ds_active_sub_modules.clear()  # type: ignore[attr-defined]  # DeepSpeed's
-        keeper._remove_module_hooks()
+        offload._remove_module_hooks()
         try:
             yield
         finally:
-            keeper.setup_zero_stage3_hooks()
+            offload.setup_zero_stage3_hooks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
@@ -18,22 +18,28 @@ from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Strategy, refuse_split_model
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared
+from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.checking import computes_in_fp8, problems_of
-from accelerate.strategies.deepspeed.checkpoints import EnginePart, gathered, whole_state
-from accelerate.strategies.deepspeed.values import MICRO, STEPS, Given, batch_sizes_of
+from accelerate.strategies.deepspeed.checkpoints import EnginePart, gathered_parameters, whole_state
+from accelerate.strategies.deepspeed.configuration import (
+    MICRO,
+    STEPS,
+    Given,
+    batch_sizes_of,
+    computes_in_fp8,
+    problems_of,
+)
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
 )
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 
 
-def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one will do."""
     if loss.grad_fn is None:
         yield loss
@@ -108,15 +114,12 @@ class DeepSpeed(Strategy):
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""
-        new = [obj for obj in bundle.objects if not is_prepared(obj)]
-        fresh = Bundle(new)
-        problems = problems_of(
-            fresh.models, fresh.optimizers, fresh.of(Kind.SCHEDULER), self.plugin.deepspeed_config
-        )
+        models, optimizers, schedulers = map(bundle.new, (Kind.MODEL, Kind.OPTIMIZER, Kind.SCHEDULER))
+        problems = problems_of(models, optimizers, schedulers, self.plugin.deepspeed_config)
         if problems:
             lines = "".join(f"\n- {line}" for line in problems)
             raise PreparationError(f"DeepSpeed cannot train what was given to `prepare`:{lines}")
-        for model in fresh.models:
+        for model in models:
             self.check_model(model)
 
     def check_model(self, model: nn.Module) -> None:
@@ -128,11 +131,10 @@ class DeepSpeed(Strategy):
         preparer = self.session.preparer
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
-        optimizers = [optimizer for optimizer in bundle.optimizers if not is_prepared(optimizer)]
-        schedulers = [
-            scheduler for scheduler in bundle.of(Kind.SCHEDULER) if isinstance(scheduler, DummyScheduler)
-        ]
-        self.build = EngineBuild(next(iter(optimizers), None), next(iter(schedulers), None), sizes)
+        schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
+        self.build = EngineBuild(
+            next(iter(bundle.new(Kind.OPTIMIZER)), None), next(schedulers, None), batch_sizes=sizes
+        )
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
@@ -162,7 +164,7 @@ class DeepSpeed(Strategy):
         return self._build(model, config)
 
     def _adopt_accumulation(self) -> None:
-        """Accumulate as the configuration says where the user does not: a client may have filled it late."""
+        """Accumulate as the configuration says where the user does not: a client may fill it in late."""
         plugin, gradients = self.plugin, self.context.gradients
         plugin.filled.undo(plugin.deepspeed_config)
         steps = str(plugin.get_value(STEPS))
@@ -195,7 +197,7 @@ class DeepSpeed(Strategy):
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
         self.sequences.transform([model], config.get(MICRO, 1))
-        engine, built, rate = building.build_engine(
+        engine, self.build.built_optimizer, self.build.built_scheduler = building.build_engine(
             model, optimizer, self.build.scheduler, deepcopy(config), self.sequences.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
@@ -203,7 +205,6 @@ class DeepSpeed(Strategy):
             wrapped = DeepSpeedEngineWrapper(engine)
             engine.register_forward_pre_hook(lambda *_: wrapped.finish_step())
             self.engines.append(wrapped)
-        self.build.built_optimizer, self.build.built_scheduler = built, rate
         return engine  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Any, *, place: bool) -> AcceleratedOptimizer:
@@ -229,37 +230,35 @@ class DeepSpeed(Strategy):
 
     # Step
 
-    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients by the engine whose model gave the loss; the accelerator has divided it."""
         engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
         synchronises = self.context.gradients.sync_gradients
         engine.compute_gradients(loss, synchronises, scale_wrt_gas=False, **kwargs)
 
-    def _engine_of(self, loss: torch.Tensor) -> DeepSpeedEngineWrapper:
+    def _engine_of(self, loss: Tensor) -> DeepSpeedEngineWrapper:
         if not self.engines:
             raise StateError("backward() comes after prepare(model, optimizer, ...): no engine is built yet.")
         owners = {id(p): engine for engine in self.engines for p in engine.engine.module.parameters()}
-        found = next((owners[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in owners), None)
-        if found is None:
+        engine = next((owners[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in owners), None)
+        if engine is None:
             raise StateError(
                 "The loss depends on no parameter of a prepared model. Compute it by the models that "
                 "`prepare` returned."
             )
-        return found
+        return engine
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Take the step with clipped gradients, and return the norm they had; see `clip` of the engine."""
         if len(self.engines) == 1:
             return self.engines[0].clip(max_norm, norm_type)
-        given = {id(parameters)} if isinstance(parameters, torch.Tensor) else {id(p) for p in parameters}
+        clipped = set(map(id, as_list(parameters)))
         for engine in self.engines:
-            if any(id(p) in given for p in engine.engine.module.parameters()):
+            if any(id(p) in clipped for p in engine.engine.module.parameters()):
                 return engine.clip(max_norm, norm_type)
         return super().clip_grad_norm((), max_norm, norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Refuse: the engine keeps gradients where only it reaches them."""
         raise ConfigurationError(
             "clip_grad_value_ does not work with DeepSpeed, whose engine holds the gradients. Call "
@@ -278,22 +277,23 @@ class DeepSpeed(Strategy):
         """Gather all parameters; forwards fetch and free nothing inside."""
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(gathered(model))
+                stack.enter_context(gathered_parameters(model))
             yield
 
     # Save and end
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         """Return what saves and loads an engine; None for a model without one."""
-        if not any(model is known.engine for known in self.engines):
+        if not self._has_engine(model):
             return None
         return EnginePart(index, model, self.context.topology, folder)
 
-    def load_weights(
-        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
-    ) -> None:
+    def _has_engine(self, model: nn.Module) -> bool:
+        return any(model is wrapper.engine for wrapper in self.engines)
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Load whole weights into a model without an engine."""
-        if not any(model is known.engine for known in self.engines):
+        if not self._has_engine(model):
             super().load_weights(model, state, fill)
             return
         raise ConfigurationError(

@@ -16,6 +16,8 @@ from accelerate.strategies.bundle import Kind
 
 logger = get_logger(__name__)
 
+_DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
+
 
 def no_step() -> None:
     """The step of an optimizer whose engine steps by itself."""
@@ -190,6 +192,7 @@ class DummyOptim:
     """
 
     stands_for: ClassVar[Kind] = Kind.OPTIMIZER
+    built_by: ClassVar[tuple[str, str]] = _DEEPSPEED
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = params
@@ -218,6 +221,7 @@ class DummyScheduler:
     """
 
     stands_for: ClassVar[Kind] = Kind.SCHEDULER
+    built_by: ClassVar[tuple[str, str]] = _DEEPSPEED
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
-from accelerate.strategies.fsdp.checkpoint import (
-    load_fsdp_model as load_fsdp_model,
-    load_fsdp_optimizer as load_fsdp_optimizer,
-    save_fsdp_model as save_fsdp_model,
-    save_fsdp_optimizer as save_fsdp_optimizer,
-)
-from accelerate.strategies.fsdp.clipping import (
+from accelerate.strategies.fsdp.base import (
     clip_values as clip_values,
     groups_of as groups_of,
     local_parts as local_parts,
     measure as measure,
     scale_down as scale_down,
+)
+from accelerate.strategies.fsdp.checkpoint import (
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
 )
 from accelerate.strategies.fsdp.loading import (
     MainWeights as MainWeights,
@@ -33,28 +33,24 @@ from accelerate.strategies.fsdp.parameters import (
     names_by_group as names_by_group,
 )
 from accelerate.strategies.fsdp.sharding import (
+    choose_units as choose_units,
     fsdp2_apply_ac as fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
     fsdp2_prepare_model as fsdp2_prepare_model,
+    holdings as holdings,
     keep_master_weights as keep_master_weights,
     offload_policy as offload_policy,
     outermost_wrappers as outermost_wrappers,
     recompute as recompute,
-)
-from accelerate.strategies.fsdp.tensors import (
-    DistributedTensors as DistributedTensors,
-    WholeOptimizer as WholeOptimizer,
-    distribute_like as distribute_like,
-    gather_state as gather_state,
-)
-from accelerate.strategies.fsdp.units import (
-    choose_units as choose_units,
-    holdings as holdings,
     split_by_dtype as split_by_dtype,
 )
 from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded
 from accelerate.strategies.fsdp.v2 import (
+    CopiedTensorParallel as CopiedTensorParallel,
+    DistributedTensors as DistributedTensors,
     FullyShard as FullyShard,
-    keeping_gradients as keeping_gradients,
-    units_of as units_of,
+    TensorParallel as TensorParallel,
+    WholeOptimizer as WholeOptimizer,
+    distribute_like as distribute_like,
+    gather_state as gather_state,
 )

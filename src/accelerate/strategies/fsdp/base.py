@@ -1,25 +1,29 @@
-"""What both versions of FSDP have in common."""
+"""What all strategies that shard parameters have in common, and the norms of sharded gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from accelerate.base import ConfigurationError, DistributedType, PreparationError
+from accelerate.base import ConfigurationError, DistributedType, wrong_value
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Strategy, refuse_split_model
-from accelerate.strategies.fsdp.clipping import clip_values
+from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
+from accelerate.strategies.bundle import as_list
 from accelerate.strategies.fsdp.parameters import ParameterRemapper
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 
-AUTOCAST = ("fp16", "bf16")
 IN_SHARDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+
+Groups = tuple[dist.ProcessGroup, ...]
+"""The groups of ranks over which a parameter is sharded; none for a replicated one."""
 
 
 class Sharded(Strategy, ABC):
@@ -35,10 +39,10 @@ class Sharded(Strategy, ABC):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.places: WeakKeyDictionary[Any, list[list[str]]] = WeakKeyDictionary()
+        self.names: WeakKeyDictionary[Any, list[list[str]]] = WeakKeyDictionary()
         """Optimizer -> for each of its groups the names that its parameters had before."""
         self.replicas = context.topology.size
-        if self.plugin is not None and context.mixed_precision in AUTOCAST:
+        if self.plugin is not None and context.mixed_precision in ("fp16", "bf16"):
             self.plugin.set_mixed_precision(context.mixed_precision)
 
     @property
@@ -47,9 +51,14 @@ class Sharded(Strategy, ABC):
         return getattr(AcceleratorState(), "fsdp_plugin", None)
 
     @property
+    def keeps_whole_states(self) -> bool:
+        """Whether this process keeps gathered states: the first one of each machine, which writes them."""
+        return self.context.topology.local_rank == 0
+
+    @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
         """Whether states are saved in shards, as the plugin says."""
-        return self.plugin is not None and self.plugin.state_dict_type.name in IN_SHARDS
+        return self.plugin is not None and saves_shards(self.plugin)
 
     # Prepare
 
@@ -77,39 +86,161 @@ class Sharded(Strategy, ABC):
         self,
         model: nn.Module,
         shard: Callable[[], nn.Module],
-        named: Callable[[nn.Module], Mapping[str, Any]],
+        list_parameters: Callable[[nn.Module], Mapping[str, Any]],
     ) -> nn.Module:
-        """Return a sharded model whose optimizers step its new parameters."""
+        """Return a sharded model whose optimizers step its new parameters.
+
+        Args:
+            list_parameters: returns the new parameters by the names they had.
+        """
         remapper = ParameterRemapper(model, self.session.waiting)
         remapper.let_go()
         sharded = shard()
-        parameters = named(sharded)
+        parameters = list_parameters(sharded)
         remapper.rejoin(parameters)
-        self.places.update(remapper.names_by_group())
+        self.names.update(remapper.names_by_group())
         self.session.replace(remapper.replaced(parameters))
         return sharded
 
     # Step
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Refuse: every forward needs the parts of all ranks."""
+        """Refuse: every forward needs the shards of all ranks."""
         raise ConfigurationError(
             "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank that has run "
             "out of batches would keep its part of the parameters from the others. Leave even_batches on, or "
             "use windows()."
         )
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients by their norm over all ranks; return it as a plain tensor."""
+        parameters = as_list(parameters)
+        norm = measure(parameters, norm_type, self.context.device, self.groups_of)
+        scale_down(parameters, norm, max_norm)
+        return norm
+
+    def groups_of(self, parameter: Tensor) -> Groups:
+        """Return the groups of ranks over which a parameter and its gradient are sharded."""
+        return groups_of(parameter)
+
+    def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each gradient element of the local shards."""
         clip_values(parameters, clip_value)
 
-    # Save and end
 
-    def keep_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a whole state on the first process of each machine, which writes; an empty one on others."""
-        return state if self.context.topology.local_rank == 0 else {}
+class GatheredOptimizer:
+    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters.
+
+    Args:
+        state: the whole state, where it is to be saved.
+    """
+
+    def __init__(self, optimizer: Any, state: Mapping[str, Any] | None = None) -> None:
+        self.optimizer = optimizer
+        self._state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state that was gathered."""
+        assert self._state is not None
+        return self._state
 
 
-def refuse_unit(model: nn.Module, problem: str, fix: str) -> PreparationError:
-    """Return the error for a model that this version cannot shard as it is; the caller raises it."""
-    return PreparationError(f"{type(model).__name__} {problem}. {fix}.")
+def saves_shards(plugin: Any) -> bool:
+    """Whether states are saved in shards, as a plugin says."""
+    return plugin.state_dict_type.name in IN_SHARDS
+
+
+def align_placements(parameters: Parameters) -> None:
+    """Give gradients the placements of their parameters, in place; called on all ranks.
+
+    The backward pass leaves some replicated, or as partial sums.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def local_parts(parameters: Parameters) -> list[Tensor]:
+    """Return the local shards of the gradients that exist; writing to them changes the gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+
+
+def groups_of(parameter: Tensor) -> Groups:
+    """Return the groups of ranks over which a distributed tensor is sharded."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(mesh.get_group(dim) for dim in sharded)
+
+
+@torch.no_grad()
+def measure(
+    parameters: Sequence[Tensor],
+    norm_type: float,
+    device: torch.device,
+    find_groups: Callable[[Tensor], Groups] = groups_of,
+) -> Tensor:
+    """Return the norm of all gradients together, as if each were whole; called on all ranks.
+
+    One collective for each set of groups, however many gradients there are.
+
+    Args:
+        parameters: the same on all ranks, in the same order; gradients may be missing.
+        norm_type: the p of the p-norm, above 0.
+
+    Returns:
+        A 0-d float32 tensor, the same on all ranks.
+    """
+    if norm_type <= 0:
+        raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
+    align_placements(parameters)
+    # A rank without gradients must call the same collectives as the others: parameters decide which.
+    by_groups: dict[tuple[str, ...], tuple[Groups, list[Tensor]]] = {}
+    for parameter in parameters:
+        groups = find_groups(parameter)
+        names = tuple(group.group_name for group in groups)
+        by_groups.setdefault(names, (groups, []))[1].append(parameter)
+    is_max = norm_type == float("inf")
+    powers = [torch.zeros((), device=device)]
+    for groups, members in by_groups.values():
+        power = _power(local_parts(members), norm_type, device)
+        for group in groups:
+            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        powers.append(power)
+    stacked = torch.stack(powers)
+    return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def _power(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device=device, dtype=torch.float32)
+    return norm if norm_type == float("inf") else norm**norm_type
+
+
+@torch.no_grad()
+def scale_down(parameters: Parameters, norm: Tensor, max_norm: float) -> None:
+    """Scale gradients so that a norm they have together is at most `max_norm`, in place."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in local_parts(parameters):
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+@torch.no_grad()
+def clip_values(parameters: Tensor | Parameters, clip_value: float) -> None:
+    """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
+    parameters = as_list(parameters)
+    align_placements(parameters)
+    for part in local_parts(parameters):
+        part.clamp_(-clip_value, clip_value)

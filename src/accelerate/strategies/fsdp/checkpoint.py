@@ -6,6 +6,7 @@ A whole run is saved by `Accelerator.save_state`, which also verifies what it lo
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from accelerate import torch_private
-from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, wrong_value
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, replace_files, wrong_value
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
@@ -34,13 +35,12 @@ from accelerate.checkpointing import (
     shard_index,
     weights_change,
 )
-from accelerate.ops import run_on_all_ranks
+from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
 from accelerate.plugins import version_of
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.fsdp.all_ranks import write_shards, write_whole
-from accelerate.strategies.fsdp.base import IN_SHARDS
+from accelerate.strategies.fsdp.base import saves_shards
 from accelerate.unwrapping import extract_model_from_parallel, is_peft_model
-from accelerate.weights import read_torch
+from accelerate.weights import read_torch, write_torch
 
 Folder = str | os.PathLike[str]
 
@@ -74,11 +74,12 @@ def save_fsdp_model(
         state = strategy.model_shards(model).state()
         chosen = chosen_names(model, [place[1] for place in state], adapter_only)
         content = {(MODEL, name): state[MODEL, own] for name, own in chosen.items()}
-        write_shards(folder / folder_of(MODEL, model_index), content)
+        _write_shards(folder / folder_of(MODEL, model_index), content)
         return
     whole = strategy.state_dict(model, unwrap=True)
     chosen = chosen_names(model, list(whole), adapter_only)
-    write_whole(folder / whole_model(model_index), {name: whole[own] for name, own in chosen.items()})
+    path = folder / number(FSDP_MODEL_NAME, model_index, ".bin")
+    _write_whole(path, {name: whole[own] for name, own in chosen.items()})
 
 
 def load_fsdp_model(
@@ -113,7 +114,7 @@ def load_fsdp_model(
     own = {str(place[1]) for place in owner.state()}
     names = chosen_names(model, list(own), adapter_only)
     options = Load(Path(input_dir), model={"strict": not adapter_only})
-    path = _find(fsdp_plugin, Path(input_dir), folder_of(MODEL, model_index), whole_model(model_index))
+    path = _find(fsdp_plugin, Path(input_dir), MODEL, model_index)
     if path.is_dir():
         index = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
         _load_shards(index, owner, options)
@@ -154,11 +155,12 @@ def save_fsdp_optimizer(
     strategy, folder = _strategy(accelerator), Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.optimizer_shards(optimizer, [model]).state()
-        write_shards(folder / folder_of(OPTIMIZER, optimizer_index), state)
+        _write_shards(folder / folder_of(OPTIMIZER, optimizer_index), state)
         return
     (owner,) = strategy.optimizer_owners([optimizer], gather=True)
     names = strategy.parameter_names(optimizer, [model])
-    write_whole(folder / whole_optimizer(optimizer_index), by_name(owner.state_dict(), names))
+    content = by_name(owner.state_dict(), names)
+    _write_whole(folder / number(OPTIMIZER_NAME, optimizer_index, ".bin"), content)
 
 
 def load_fsdp_optimizer(
@@ -188,7 +190,7 @@ def load_fsdp_optimizer(
         CheckpointError: it is damaged, or that of another optimizer; on all ranks. Nothing was changed.
     """
     strategy, folder = _strategy(accelerator), Path(input_dir)
-    path = _find(fsdp_plugin, folder, folder_of(OPTIMIZER, optimizer_index), whole_optimizer(optimizer_index))
+    path = _find(fsdp_plugin, folder, OPTIMIZER, optimizer_index)
     if path.is_dir():
         owner = strategy.optimizer_shards(optimizer, [model])
         _load_shards(run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), owner, Load(folder))
@@ -199,17 +201,8 @@ def load_fsdp_optimizer(
     apply_all([run_on_all_ranks(lambda: part.read(Load(path.parent)))], _agree)
 
 
-def whole_model(index: int) -> str:
-    """Return the file name of whole weights of a sharded model."""
-    return number(FSDP_MODEL_NAME, index, ".bin")
-
-
-def whole_optimizer(index: int) -> str:
-    """Return the file name of the whole state of an optimizer."""
-    return number(OPTIMIZER_NAME, index, ".bin")
-
-
-# How it is done
+FILES = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
+"""Names of the files with whole states, without number and suffix."""
 
 
 def _strategy(accelerator: Any) -> Strategy:
@@ -223,21 +216,51 @@ def _renamed(index: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
     )
 
 
-def _find(plugin: Any, folder: Path, shards: str, whole: str) -> Path:
+def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
     """Return the folder of shards or the file; the form that the plugin says, where there are both."""
     if (folder / shard_index.NAME).is_file():
         return folder
-    paths = [path for path in (folder / shards,) if (path / shard_index.NAME).is_file()]
-    paths += [path for path in (folder / whole,) if path.is_file()]
+    shards, whole = folder_of(kind, index), number(FILES[kind], index, ".bin")
+    markers = {f"{shards}/{shard_index.NAME}": shards, whole: whole}
+    paths = [folder / path for marker, path in markers.items() if (folder / marker).is_file()]
     if not paths:
-        raise wrong_value(
-            "input_dir",
-            str(folder),
-            f"it holds neither {shards}/{shard_index.NAME} nor {whole}",
-            "pass another",
-            FileNotFoundError,
-        )
+        reason = f"it holds neither {' nor '.join(markers)}"
+        raise wrong_value("input_dir", str(folder), reason, "pass another", FileNotFoundError)
     return paths[0] if saves_shards(plugin) else paths[-1]
+
+
+def _write_whole(path: Path, content: Any) -> None:
+    """Write one file with `torch.save` on the first rank; called on all ranks."""
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_files([path]) as (temporary,):
+            write_torch(content, temporary)
+
+    run_on_rank_0(write)
+
+
+def _write_shards(target: Path, state: shard_files.State) -> None:
+    """Write a folder, on a disk that all ranks see, under another name; rename it when all have written."""
+    transport = current_transport()
+    payload = shard_files.payload(target.name, transport.rank, state)
+    staging = transport.broadcast_object(target.with_name(f".{target.name}.{os.getpid()}"), 0)
+
+    def finish() -> None:
+        assert payload.finish is not None
+        payload.finish(staging, reports)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(staging, target)
+
+    try:
+        run_on_rank_0(partial(staging.mkdir, parents=True))
+        report = run_on_all_ranks(lambda: payload.write(payload.content, staging / Path(payload.name).name))
+        reports = transport.gather_object(report)
+        run_on_rank_0(finish)
+    finally:
+        if transport.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _load_shards(index: ShardIndex, owner: ShardOwner, options: Load) -> None:
@@ -322,11 +345,6 @@ def _prepare_sd_options(fsdp_plugin: Any) -> Any:
     whole = not saves_shards(fsdp_plugin)
     offload = bool(getattr(fsdp_plugin.state_dict_config, "offload_to_cpu", False))
     return StateDictOptions(full_state_dict=whole, cpu_offload=offload, broadcast_from_rank0=whole)
-
-
-def saves_shards(plugin: Any) -> bool:
-    """Whether states are saved in shards, as a plugin says."""
-    return plugin.state_dict_type.name in IN_SHARDS
 
 
 def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> dict[str, str]:

@@ -1,13 +1,22 @@
-"""Whole states under FSDP 1, whose optimizers step flat parts: the same files as for every other layout."""
+"""States of models and optimizers under FSDP 1: whole, or the elements in each rank's flat parameters.
+
+torch's own sharded state dicts gather each unit over the process group; here no process talks to another. A
+range of elements is cut into boxes of the whole tensor, so that any other layout can read it. Files of whole
+states are those of every other layout.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -15,8 +24,35 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accelerate.checkpointing import check_shapes
-from accelerate.strategies.fsdp.flat_shards import whole_shapes
+from accelerate import torch_private
+from accelerate.base import ConfigurationError
+from accelerate.checkpointing import (
+    GROUPS,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Change,
+    Load,
+    LocalShards,
+    Place,
+    Shape,
+    ShardIndex,
+    Stage,
+    Value,
+    check_shapes,
+    group_places,
+    loaded_groups,
+    memory_for,
+    model_targets,
+    optimizer_change,
+    refuse_other_optimizer,
+    rejoin,
+    shards_of_range,
+    whole,
+)
+from accelerate.strategies.fsdp.base import GatheredOptimizer
+from accelerate.strategies.fsdp.parameters import clean_name
+from accelerate.weights import is_extra
 
 Names = Sequence[Sequence[str]]
 """For each group of an optimizer the names of its parameters, in the order that they had."""
@@ -34,11 +70,8 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
     with warnings.catch_warnings():
         # what torch recommends instead leaves a state on one rank of all machines
         warnings.filterwarnings("ignore", r"FSDP\.state_dict_type", FutureWarning)
-        warnings.filterwarnings("ignore", "When using ``NO_SHARD``", UserWarning)
-        for text in (
-            "`_get_pg_default_device` will be",
-            "Multiple backends are registered",
-        ):  # torch's own use
+        torchs_own = ("When using ``NO_SHARD``", "`_get_pg_default_device` will be", "Multiple backends are")
+        for text in torchs_own:
             warnings.filterwarnings("ignore", text, UserWarning)
         with FSDP.state_dict_type(
             root,
@@ -49,29 +82,23 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
             yield
 
 
-class WholeFlatOptimizer:
-    """Saves and loads an optimizer of one model as one process would: by the order of its parameters."""
+class WholeFlatOptimizer(GatheredOptimizer):
+    """Saves and loads an optimizer that steps the flat parameters of one model."""
 
     needs_all_ranks = True
 
     def __init__(
         self, optimizer: Any, root: FSDP, names: Names, offload: bool, state: Mapping[str, Any] | None
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, state)
         self._root = root
         self._names = names
         self._offload = offload
-        self._state = state
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state that was gathered."""
-        assert self._state is not None
-        return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's part of a whole state; called on all ranks."""
+        """Load this rank's part of a whole state; called on all ranks."""
         flat = [name for group in self._names for name in group]
-        shapes = whole_shapes(self._root)  # torch cuts a tensor of any shape
+        shapes = whole_shapes(self._root)  # torch shards a tensor of any shape
         for index, values in state["state"].items():
             check_shapes(f"The state of {flat[index]}", values, tuple(shapes[flat[index]].shape))
         named = {
@@ -94,20 +121,237 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
     """
     with whole_states(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
-    flat = [name for group in names for name in group]
-    places = iter(range(len(flat)))
+    numbers = count()
     groups = [
-        {**group, "params": [next(places) for _ in inside]}
-        for group, inside in zip(named["param_groups"], names, strict=True)
+        {**group, "params": [next(numbers) for _ in members]}
+        for group, members in zip(named["param_groups"], names, strict=True)
     ]
     states = {
-        index: {key: _own(value) for key, value in named["state"][name].items()}
-        for index, name in enumerate(flat)
+        index: {  # torch gives all parameters of a unit one tensor with the count of steps
+            key: value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+            for key, value in named["state"][name].items()
+        }
+        for index, name in enumerate(name for group in names for name in group)
         if name in named["state"]
     }
     return {"state": states if keep else {}, "param_groups": groups}
 
 
-def _own(value: Any) -> Any:
-    """Return a number as a tensor of its own: torch gives all parameters of a unit one count of steps."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+@dataclass(frozen=True)
+class LocalRange:
+    """The elements of one parameter that are on this rank.
+
+    Attributes:
+        names: all names of the parameter, without wrappers; the usual one first.
+        start: number of its first element on this rank.
+        stepped: what an optimizer steps: the parameter itself, or the flat one that it is a part of.
+        total: elements of `stepped` on this rank.
+        at: where those of the parameter begin in them.
+        copies: number of processes that have the same elements, and the number of this one among them.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    start: int
+    values: Tensor
+    stepped: Tensor
+    total: int
+    at: int
+    copies: tuple[int, int]
+
+    def to_shards(self, values: Tensor, turn: int) -> LocalShards:
+        """Return elements as the local shards of a tensor with the shape of the parameter.
+
+        Args:
+            turn: counts the parameters, so that processes with the same elements share the work.
+        """
+        shards = shards_of_range(values, self.shape, self.start)
+        return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
+
+    def owns(self, turn: int) -> bool:
+        """Whether this process saves its elements."""
+        num_copies, number = self.copies
+        return number == turn % num_copies
+
+    def narrow(self, flat: Tensor) -> Tensor:
+        """Return what belongs to the parameter of a tensor with one element for each of `stepped`."""
+        return flat.view(-1).narrow(0, self.at, self.values.numel())
+
+
+def local_ranges(root: FSDP) -> list[LocalRange]:
+    """Return the local range of all parameters in units, also of those without an element here."""
+    ranges: list[LocalRange] = []
+    for prefix, unit in torch_private.flat_units(root):
+        unit.reshard()
+        ranges += _ranges_of(unit, prefix)
+    return ranges
+
+
+def _ranges_of(unit: torch_private.FlatUnit, prefix: str) -> Iterator[LocalRange]:
+    shard, own = unit.shard, unit.originals
+    for index, (names, shape) in enumerate(zip(_names_in(unit, prefix), unit.shapes, strict=True)):
+        if not unit.are_contiguous[index]:
+            raise ConfigurationError(
+                f"{names[0]} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
+                "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
+            )
+        start, at, count = unit.local_range(index)
+        yield LocalRange(
+            names,
+            tuple(shape),
+            start,
+            shard.narrow(0, at, count),
+            unit.flat if own is None else own[index],
+            shard.numel() if own is None else count,
+            at if own is None else 0,
+            unit.replicas,
+        )
+
+
+def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]]:
+    """Return the names of each parameter in a unit, several for a tied one."""
+    prefix = f"{prefix}." if prefix else ""
+    names = {name: [name] for name in (clean_name(prefix + name) for name in unit.names)}
+    for tied in unit.tied:
+        first, alias = (clean_name(f"{prefix}{name}".replace("..", ".")) for name in tied)
+        names[first].append(alias)
+    return [tuple(group) for group in names.values()]
+
+
+def _outside_units(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
+    """Iterate over what a model saves and no unit holds: buffers, ignored parameters, extra state."""
+    for prefix, module in root.named_modules():
+
+        def full(name: str, prefix: str = prefix) -> str:
+            return clean_name(f"{prefix}.{name}" if prefix else name)
+
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name != torch_private.FLAT_PARAMETER and full(name) not in known:
+                yield full(name), parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in torch_private.non_persistent_buffers(module):
+                yield full(name), buffer
+        if _has_extra_state(module):
+            yield full("_extra_state"), module.get_extra_state()
+
+
+def whole_shapes(root: FSDP) -> dict[str, Any]:
+    """Return what whole weights of a model have by name, without values; in any order of memory."""
+    shapes: dict[str, Any] = {}
+    for prefix, unit in torch_private.flat_units(root):
+        for names, shape in zip(_names_in(unit, prefix), unit.shapes, strict=True):
+            shapes.update(dict.fromkeys(names, torch.empty(shape, dtype=unit.flat.dtype, device="meta")))
+    return {**shapes, **dict(_outside_units(root, set(shapes)))}
+
+
+@dataclass(frozen=True)
+class FlatModuleShards:
+    """The weights of a model under FSDP 1."""
+
+    module: FSDP
+    root: str = MODEL
+
+    def state(self) -> dict[Place, Any]:
+        state: dict[str, Any] = {}
+        for turn, local in enumerate(local_ranges(self.module)):
+            state.update(dict.fromkeys(local.names, local.to_shards(local.values, turn)))
+        state.update(_outside_units(self.module, set(state)))
+        return {(MODEL, name): value for name, value in state.items()}
+
+    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+        return model_targets(self.module, self.state(), index, options)
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+        return Change(partial(self._apply, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
+
+    @torch.no_grad()
+    def _apply(self, values: Mapping[Place, Any]) -> None:
+        current = self.state()
+        for key, value in values.items():
+            if is_extra(key[1]):
+                _owner_of(self.module, key[1]).set_extra_state(rejoin(value))
+                continue
+            target = current[key]
+            shards = target.shards if isinstance(target, LocalShards) else whole(target).shards
+            for target, read in zip(shards, value.shards, strict=True):
+                target.tensor.copy_(read.tensor.view_as(target.tensor))
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _owner_of(root: nn.Module, name: str) -> Any:
+    """Return the module that has an extra state, also under wrappers."""
+    path = name.rpartition(".")[0]
+    return next(m for prefix, m in root.named_modules() if clean_name(prefix) == path and _has_extra_state(m))
+
+
+@dataclass(frozen=True)
+class FlatOptimizerShards:
+    """The state of an optimizer of one model under FSDP 1."""
+
+    optimizer: Any
+    module: FSDP
+    names: Sequence[Sequence[str]]
+    root: str = OPTIMIZER
+    _read: dict[Any, Tensor] = field(default_factory=dict)
+
+    def state(self) -> dict[Place, Any]:
+        saved = self.optimizer.state_dict()
+        numbers = self._numbers()
+        state: dict[Place, Any] = {}
+        for turn, local in enumerate(local_ranges(self.module)):
+            values = saved[STATE].get(numbers.get(id(local.stepped)), {})
+            if local.values.numel():
+                for key, value in values.items():
+                    state[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
+        return {**state, **group_places(saved[GROUPS], self.names)}
+
+    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+        ranges = self._by_name()
+        refuse_other_optimizer(index, ranges, len(self.names), self.optimizer)
+        return {
+            key: self._target(key, ranges.get(key[2]) if key[1] == STATE else None, index.stored(key))
+            for key in index.places
+            if key[1] != STATE or ranges[key[2]].total
+        }
+
+    def _target(self, key: Place, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
+        if stored is None or local is None or local.shape != tuple(stored.shape) or key[3] == "step":
+            return memory_for(stored)
+        flat = (id(local.stepped), key[3])
+        if flat not in self._read:
+            self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
+        return local.to_shards(local.narrow(self._read[flat]), 0)
+
+    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+        ranges, by_identity = self._by_name(), self._numbers()
+        numbers = {name: by_identity[id(local.stepped)] for name, local in ranges.items()}
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in values.items():
+            if key[1] == STATE:
+                flat = self._read.get((id(ranges[key[2]].stepped), key[3]))
+                states.setdefault(numbers[key[2]], {})[key[3]] = rejoin(value) if flat is None else flat
+        groups = loaded_groups(self.optimizer, values, numbers)
+        return optimizer_change(self.optimizer, states, groups, options)
+
+    def _numbers(self) -> dict[int, int]:
+        """Return the numbers of what the optimizer steps, by identity."""
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {id(parameter): index for index, parameter in enumerate(stepped)}
+
+    def _by_name(self) -> dict[str, LocalRange]:
+        stepped = self._numbers()
+        ranges = [local for local in local_ranges(self.module) if id(local.stepped) in stepped]
+        return {name: local for local in ranges for name in local.names}
+
+
+def _state_of(local: LocalRange, value: Any, turn: int) -> LocalShards | Value:
+    """Return what is saved of a value that an optimizer keeps for a parameter."""
+    first = local.start == 0 and local.owns(turn)
+    if not isinstance(value, Tensor):
+        return Value(value, first)
+    if value.ndim and value.numel() == local.total:
+        return local.to_shards(local.narrow(value.detach()), turn)
+    return whole(value.detach(), first)

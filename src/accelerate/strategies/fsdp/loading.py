@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,6 @@ from accelerate.plugins import EFFICIENT_LOADING
 
 MAIN = 0
 """The rank that has read the weights."""
-
-
-class LoadingRun(Protocol):
-    """What loading needs to know of a run; `Accelerator` is one."""
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -37,8 +30,7 @@ class MainWeights:
     """The weights that rank 0 has read, taken out of a model that goes to the meta device.
 
     Args:
-        model: on rank 0 with its weights; elsewhere whatever it holds is forgotten. Tied parameters stay
-            tied.
+        model: with its weights on rank 0; those of other ranks are dropped. Tied parameters stay tied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,24 +52,22 @@ class MainWeights:
 
 def empty_model(model: nn.Module) -> None:
     """Put all tensors of a model on the meta device; tied ones stay tied."""
-    kept: list[torch.Tensor] = []  # identities are unique only among objects that live
-    new: dict[int, nn.Parameter] = {}
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in new:
-                kept.append(parameter)
-                hollow = torch.empty_like(parameter, device="meta")
-                new[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-            module._parameters[name] = new[id(parameter)]
+            if parameter not in new:
+                empty = torch.empty_like(parameter, device="meta")
+                new[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = new[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: LoadingRun, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
 ) -> None:
     """Fill a sharded model from the whole weights of rank 0, one tensor at a time; called on all ranks.
 
@@ -92,15 +82,15 @@ def fsdp2_load_full_state_dict(
     """
     transport = current_transport()
     is_main = transport.rank == MAIN
-    facts = {name: (tuple(value.shape), value.dtype) for name, value in full_sd.items()} if is_main else None
-    facts = transport.broadcast_object(facts, MAIN)
-    wanted = model.state_dict(keep_vars=True)
-    _check_whole(wanted, facts)
+    specs = {name: (tuple(value.shape), value.dtype) for name, value in full_sd.items()} if is_main else None
+    specs = transport.broadcast_object(specs, MAIN)
+    targets = model.state_dict(keep_vars=True)
+    _check_whole(targets, specs)
     filled: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, target in wanted.items():
+    for name, target in targets.items():
         if id(target) not in filled:
-            shape, dtype = facts[name]
+            shape, dtype = specs[name]
             whole = (
                 full_sd[name].detach().to(accelerator.device).contiguous()
                 if is_main
@@ -111,13 +101,11 @@ def fsdp2_load_full_state_dict(
     model.load_state_dict(state, assign=True)
 
 
-def _check_whole(wanted: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-    missing = [name for name in wanted if name not in facts]
-    other = [
-        name for name, target in wanted.items() if name in facts and facts[name][0] != tuple(target.shape)
-    ]
-    if missing or other:
-        wrong = f"lacks {listed(missing)}" if missing else f"has other shapes of {listed(other)}"
+def _check_whole(targets: Mapping[str, torch.Tensor], specs: Mapping[str, Any]) -> None:
+    missing = [name for name in targets if name not in specs]
+    differing = [name for name in targets if name in specs and specs[name][0] != tuple(targets[name].shape)]
+    if missing or differing:
+        wrong = f"lacks {listed(missing)}" if missing else f"has other shapes of {listed(differing)}"
         error = PreparationError(
             f"The weights of rank 0 do not fill the model: it {wrong}. Build the same model on all ranks and "
             "load its weights on rank 0 before `prepare`, or set cpu_ram_efficient_loading=False."
@@ -175,11 +163,11 @@ def ensure_weights_retied(
     Returns:
         What FSDP 1 takes as `param_init_fn`.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    ties = {place: group for group in places.values() if len(group) > 1 for place in group}
+            owners.setdefault(id(parameter), []).append((module, name))
+    ties = {owner: group for group in owners.values() if len(group) > 1 for owner in group}
     first: dict[int, nn.Parameter] = {}
 
     def initialise(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -49,9 +50,9 @@ def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[lis
     for index, parameters in enumerate(named):
         for name, parameter in parameters.items():
             names.setdefault(id(parameter), []).append(f"model_{index}.{name}" if several else name)
-    if strange := len(stepped - set(names)):
+    if unknown := len(stepped - set(names)):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} steps {strange} parameters that no prepared model has, and in "
+            f"{type(optimizer).__name__} steps {unknown} parameters that no prepared model has, and in "
             "shards the states of parameters are known by their names. Prepare the model, too, or save whole "
             "states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT."
         )
@@ -73,10 +74,7 @@ def fsdp2_switch_optimizer_parameters(
     """
     seen: set[int] = set()
     for group in optimizer.param_groups:
-        replaced = {id(new): new for new in (mapping.get(old, old) for old in group["params"])}
-        _refuse_two_groups(seen, replaced.values(), optimizer)
-        seen |= set(replaced)
-        _put(group, list(replaced.values()))
+        _put(optimizer, group, [mapping.get(old, old) for old in group["params"]], seen)
 
 
 def get_parameters_from_modules(
@@ -96,10 +94,10 @@ def get_parameters_from_modules(
         return set()
     if isinstance(modules, str):
         modules = _modules_by_name(modules, model)
-    found: set[nn.Parameter] = set()
+    parameters: set[nn.Parameter] = set()
     for module in modules:
-        found.update((module if device is None else module.to(device)).parameters())
-    return found
+        parameters.update((module if device is None else module.to(device)).parameters())
+    return parameters
 
 
 def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> None:
@@ -115,13 +113,12 @@ def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
         return
     if modules is None:
         return
-    known = set(model.modules())
-    given = list(modules) if isinstance(modules, Iterable) else [modules]
-    strange = [type(module).__name__ for module in given if module not in known]
-    if strange:
+    own, given = set(model.modules()), list(modules) if isinstance(modules, Iterable) else [modules]
+    unknown = [type(module).__name__ for module in given if module not in own]
+    if unknown:
         raise wrong_value(
             "ignored_modules",
-            listed(strange),
+            listed(unknown),
             f"not in {type(model).__name__}",
             "Give modules of the model that is prepared, or a regular expression for their names",
         )
@@ -138,9 +135,9 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
 
 
 class ParameterRemapper:
-    """Knows where optimizers hold the parameters of a model, while sharding gives it new ones.
+    """Records where optimizers hold the parameters of a model, while sharding gives it new ones.
 
-    Optimizers let go of the old parameters meanwhile: else the whole model would stay in memory.
+    Optimizers release the old parameters meanwhile: otherwise the whole model would stay in memory.
 
     Args:
         optimizers: prepared or not; those of other models are left alone.
@@ -154,12 +151,12 @@ class ParameterRemapper:
             self._old[parameter] = names[id(parameter)]
         self._groups: list[tuple[Any, dict[str, Any], list[Any]]] = []
         for optimizer in optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self._note(inner, names)
+            self._record(getattr(optimizer, "optimizer", optimizer), names)
 
-    def _note(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        places = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
-        if not any(isinstance(place, str) for group in places for place in group):
+    def _record(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        """Record the members of an optimizer's groups: the names of this model's parameters, or others."""
+        groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+        if not any(isinstance(member, str) for group in groups for member in group):
             return
         if optimizer.state:
             raise PreparationError(
@@ -167,7 +164,7 @@ class ParameterRemapper:
                 "cannot be sharded with them. Prepare model and optimizer before the first step, and load an "
                 "optimizer's state afterwards."
             )
-        self._groups += [(optimizer, *pair) for pair in zip(optimizer.param_groups, places, strict=True)]
+        self._groups += [(optimizer, *pair) for pair in zip(optimizer.param_groups, groups, strict=True)]
 
     def let_go(self) -> None:
         """Take all parameters out of the optimizers."""
@@ -176,30 +173,26 @@ class ParameterRemapper:
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the optimizers the new parameters."""
-        seen: dict[int, set[int]] = {}
-        for optimizer, group, places in self._groups:
-            lost = [place for place in places if isinstance(place, str) and place not in parameters]
+        seen: defaultdict[int, set[int]] = defaultdict(set)
+        for optimizer, group, members in self._groups:
+            lost = [member for member in members if isinstance(member, str) and member not in parameters]
             if lost:
                 raise PreparationError(
                     f"{len(lost)} parameters that {type(optimizer).__name__} steps are gone after sharding: "
                     f"{listed(lost)}. Build the optimizer after `prepare` has returned the model."
                 )
-            found = [parameters[place] if isinstance(place, str) else place for place in places]
-            unique = {id(parameter): parameter for parameter in found}
-            known = seen.setdefault(id(optimizer), set())
-            _refuse_two_groups(known, unique.values(), optimizer)
-            known |= set(unique)
-            _put(group, list(unique.values()))
+            new = [parameters[member] if isinstance(member, str) else member for member in members]
+            _put(optimizer, group, new, seen[id(optimizer)])
 
     def names_by_group(self) -> dict[Any, list[list[str]]]:
         """Return for each optimizer of this model alone the names that each group had, in order."""
-        found: dict[Any, list[list[Any]]] = {}
-        for optimizer, _, places in self._groups:
-            found.setdefault(optimizer, []).append(places)
+        names: dict[Any, list[list[Any]]] = {}
+        for optimizer, _, members in self._groups:
+            names.setdefault(optimizer, []).append(members)
         return {
             optimizer: groups
-            for optimizer, groups in found.items()
-            if all(isinstance(place, str) for group in groups for place in group)
+            for optimizer, groups in names.items()
+            if all(isinstance(member, str) for group in groups for member in group)
         }
 
     def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
@@ -210,15 +203,15 @@ class ParameterRemapper:
                 yield old, new
 
 
-def _refuse_two_groups(seen: set[int], parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
-    if any(id(parameter) in seen for parameter in parameters):
+def _put(optimizer: Any, group: dict[str, Any], parameters: list[Any], seen: set[int]) -> None:
+    """Let a group of an optimizer step some parameters, each once; `seen` are those of its other groups."""
+    unique = {id(parameter): parameter for parameter in parameters}
+    if seen & set(unique):
         raise PreparationError(
             f"The groups of {type(optimizer).__name__} share parameters that FSDP 1 has joined into one, so "
             "they cannot have settings of their own. Set use_orig_params=True, or fsdp_version=2."
         )
-
-
-def _put(group: dict[str, Any], parameters: list[Any]) -> None:
-    if len(parameters) != len(group.get("param_names", parameters)):
+    seen.update(unique)
+    if len(unique) != len(group.get("param_names", unique)):
         del group["param_names"]
-    group["params"] = parameters
+    group["params"] = list(unique.values())

@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,35 +22,26 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, listed
+from accelerate.base import ConfigurationError, PreparationError, listed
 from accelerate.checkpointing import ShardOwner
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
-from accelerate.strategies.bundle import as_list
-from accelerate.strategies.fsdp import clipping
-from accelerate.strategies.fsdp.base import Sharded, refuse_unit
-from accelerate.strategies.fsdp.flat_shards import FlatModuleShards, FlatOptimizerShards, whole_shapes
+from accelerate.strategies.base import Fill
+from accelerate.strategies.bundle import parameter_ids
+from accelerate.strategies.fsdp.base import Groups, Sharded
 from accelerate.strategies.fsdp.flat_states import (
+    FlatModuleShards,
+    FlatOptimizerShards,
     Names,
     WholeFlatOptimizer,
     gather_flat_state,
+    whole_shapes,
     whole_states,
 )
 from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
-from accelerate.strategies.fsdp.parameters import (
-    check_ignored,
-    clean_name,
-    get_parameters_from_modules,
-    named_parameters,
-)
-from accelerate.strategies.fsdp.sharding import (
-    computes_low,
-    keep_master_weights,
-    recompute,
-    warn_about_ignored,
-)
-from accelerate.strategies.fsdp.units import choose_units, holdings, kept_in_float32
-from accelerate.strategies.request import Context
+from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
+from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
+from accelerate.strategies.session import Context
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
@@ -81,18 +72,12 @@ class FullySharded(Sharded):
     def split(self, model: nn.Module) -> nn.Module:
         """Return the model in torch's wrapper, its units in wrappers of their own."""
         plugin = self.plugin
-        if self.context.mixed_precision != "no":
-            keep_master_weights(model)
-        check_ignored(plugin.ignored_modules, model)
-        ignored = get_parameters_from_modules(plugin.ignored_modules, model, None)
-        warn_about_ignored(model, ignored)
-        chosen = choose_units(plugin, model)
-        exact = kept_in_float32(model, chosen) if computes_low(plugin) else []
+        ignored, chosen, exact = plan_units(plugin, model, self.context.mixed_precision, None)
         for module in exact:
             module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
         for held in holdings(model, units, ignored):
-            self._check_unit(model, [(h.name, h.parameter) for h in held])
+            self._check_unit(model, held)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for parameter, group in sharded_parameters(sharded):
             self._groups[parameter] = (group,)
@@ -101,23 +86,20 @@ class FullySharded(Sharded):
             recompute(sharded, chosen)
         return sharded
 
-    def _check_unit(self, model: nn.Module, held: list[tuple[str, nn.Parameter]]) -> None:
+    def _check_unit(self, model: nn.Module, held: list[Holding]) -> None:
         """Refuse what torch cannot join into one parameter."""
-        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in held}
+        dtypes = {str(h.parameter.dtype).removeprefix("torch.") for h in held}
         if len(dtypes) > 1:
-            raise refuse_unit(
-                model,
-                f"has parameters of several dtypes ({', '.join(sorted(dtypes))}) in one unit, which FSDP 1 "
-                f"joins into one: {listed([name for name, _ in held])}",
-                "Set fsdp_version=2, or cast the model to one dtype",
+            raise PreparationError(
+                f"{type(model).__name__} has parameters of several dtypes ({', '.join(sorted(dtypes))}) in "
+                f"one unit, which FSDP 1 joins into one: {listed([h.name for h in held])}. Set "
+                "fsdp_version=2, or cast the model to one dtype."
             )
-        frozen = [name for name, p in held if not p.requires_grad]
+        frozen = [h.name for h in held if not h.parameter.requires_grad]
         if frozen and len(frozen) < len(held) and not self.plugin.use_orig_params:
-            raise refuse_unit(
-                model,
-                f"has frozen and trainable parameters in one unit, which FSDP 1 joins into one: "
-                f"{listed(frozen)} are frozen",
-                "Set use_orig_params=True, or fsdp_version=2",
+            raise PreparationError(
+                f"{type(model).__name__} has frozen and trainable parameters in one unit, which FSDP 1 joins "
+                f"into one: {listed(frozen)} are frozen. Set use_orig_params=True, or fsdp_version=2."
             )
 
     def _shard(self, model: nn.Module, units: list[nn.Module], exact: list[nn.Module]) -> nn.Module:
@@ -130,8 +112,8 @@ class FullySharded(Sharded):
         if on_host and arguments.pop("sync_module_states"):
             send_from_main(model, device)  # torch itself sends between accelerators only
         elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
-            hollow = plugin.param_init_fn or partial(_to_empty, device=device)
-            arguments["param_init_fn"] = ensure_weights_retied(hollow, model, device)
+            initialize = plugin.param_init_fn or partial(_to_empty, device=device)
+            arguments["param_init_fn"] = ensure_weights_retied(initialize, model, device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         return FSDP(
             model,
@@ -158,7 +140,7 @@ class FullySharded(Sharded):
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Gather all units and call the modules inside them, past the wrappers that would fetch again."""
+        """Gather all units and call the modules inside them, not the wrappers, which would gather again."""
         roots = [root for model in models if (root := root_of(model)) is not None]
         units = [unit for root in roots for unit in FSDP.fsdp_modules(root)]
         with ExitStack() as stack:
@@ -172,17 +154,9 @@ class FullySharded(Sharded):
         root = root_of(model)
         return nullcontext() if root is None else root.no_sync()
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients by their norm over all ranks; return it."""
-        parameters = as_list(parameters)
-        norm = clipping.measure(parameters, norm_type, self.context.device, self._spread)
-        clipping.scale_down(parameters, norm, max_norm)
-        return norm
-
-    def _spread(self, parameter: torch.Tensor) -> clipping.Groups:
-        groups: clipping.Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
+    def groups_of(self, parameter: torch.Tensor) -> Groups:
+        """Return the group of ranks that share a flat parameter."""
+        groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
 
     # Save and end
@@ -192,17 +166,17 @@ class FullySharded(Sharded):
         return [self._owner(optimizer, gather) for optimizer in optimizers]
 
     def _owner(self, optimizer: Any, gather: bool) -> Any:
-        found = self._find_root(optimizer)
-        if found is None:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
             return optimizer
-        where = (optimizer, *found, self._offloads)
-        keep = self.context.topology.local_rank == 0
-        return WholeFlatOptimizer(*where, gather_flat_state(*where, keep) if gather else None)
+        arguments = (optimizer, *stepped, self._offloads)
+        state = gather_flat_state(*arguments, self.keeps_whole_states) if gather else None
+        return WholeFlatOptimizer(*arguments, state)
 
     def _find_root(self, optimizer: Any) -> tuple[FSDP, Names] | None:
         """Return the model that an optimizer steps, with the names of the parameters; None without units."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        roots = [root for root in self._roots if any(id(p) in held for p in root.parameters())]
+        stepped = parameter_ids([optimizer])
+        roots = [root for root in self._roots if any(id(p) in stepped for p in root.parameters())]
         if not roots:
             return None
         if len(roots) > 1:
@@ -211,7 +185,7 @@ class FullySharded(Sharded):
                 "states of such optimizers cannot be saved or loaded with FSDP 1. Give each model an "
                 "optimizer of its own, or set fsdp_version=2."
             )
-        return roots[0], self.places.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
+        return roots[0], self.names.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
 
     @property
     def _offloads(self) -> bool:
@@ -229,22 +203,20 @@ class FullySharded(Sharded):
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
         """Return what saves and loads this process's part of an optimizer's state."""
-        found = self._find_root(optimizer)
-        if found is None:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
             return super().optimizer_shards(optimizer, models)
-        return FlatOptimizerShards(optimizer, *found)
+        return FlatOptimizerShards(optimizer, *stepped)
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
         """Return the names that the parameters had before they were joined, in the order they had."""
-        found = self._find_root(optimizer)
-        if found is None:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
             return super().parameter_names(optimizer, models)
-        return [[[name] for name in group] for group in found[1]]
+        return [[[name] for name in group] for group in stepped[1]]
 
-    def load_weights(
-        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
-    ) -> None:
-        """Load whole weights; torch takes this rank's part."""
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        """Load whole weights; torch takes this rank's shards."""
         root = root_of(model)
         if root is None:
             super().load_weights(model, state, fill)
@@ -259,7 +231,8 @@ class FullySharded(Sharded):
             return super().state_dict(model, unwrap=unwrap)
         topology = self.context.topology
         with whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
-            return self.keep_whole(root.state_dict())
+            state = root.state_dict()
+            return state if self.keeps_whole_states else {}
 
 
 def root_of(model: nn.Module) -> FSDP | None:
@@ -281,15 +254,15 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
     Without `use_orig_params` several names stand for the one flat parameter that holds them.
     """
-    found = {
+    parameters = {
         name: p
         for name, p in named_parameters(model).items()
         if not name.endswith(torch_private.FLAT_PARAMETER)
     }
     for prefix, unit in torch_private.flat_units(model):
         if unit.originals is None:
-            found.update({clean_name(f"{prefix}.{name}").lstrip("."): unit.flat for name in unit.names})
-    return found
+            parameters.update({clean_name(f"{prefix}.{name}").lstrip("."): unit.flat for name in unit.names})
+    return parameters
 
 
 def _names_of(optimizer: Any, root: FSDP) -> Names:
@@ -297,11 +270,10 @@ def _names_of(optimizer: Any, root: FSDP) -> Names:
     names: dict[int, list[str]] = {}
     for name, parameter in joined_parameters(root).items():
         names.setdefault(id(parameter), []).append(name)
-    shown = (
-        slice(1) if torch_private.uses_original_parameters(root) else slice(None)
-    )  # tied ones once, joined ones each
+    # A tied parameter counts once, and a flat parameter once for each parameter in it.
+    count = 1 if torch_private.uses_original_parameters(root) else None
     return [
-        [name for p in group["params"] for name in names[id(p)][shown]] for group in optimizer.param_groups
+        [name for p in group["params"] for name in names[id(p)][:count]] for group in optimizer.param_groups
     ]
 
 

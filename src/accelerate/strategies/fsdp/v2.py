@@ -1,21 +1,57 @@
-"""FSDP 2: parameters are distributed tensors, sharded in place by torch's `fully_shard`.
+"""Parameters that are distributed tensors: sharded by FSDP 2 in place, by tensor parallelism, or by both.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accelerate.strategies.bundle import Bundle, is_prepared
+from accelerate.strategies.axes import TensorAxis
+from accelerate.strategies.base import Fill
+from accelerate.strategies.bundle import Bundle, Kind
+from accelerate.strategies.fsdp.base import GatheredOptimizer, Sharded
 from accelerate.strategies.fsdp.parameters import named_parameters
-from accelerate.strategies.fsdp.tensors import DistributedTensors
+from accelerate.strategies.fsdp.sharding import split_by_dtype
+
+
+class DistributedTensors(Sharded):
+    """What does not depend on the dimensions of the mesh over which tensors are distributed."""
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Return what saves and loads the optimizers with whole tensors."""
+        return [
+            WholeOptimizer(optimizer, gather_state(optimizer, self.keeps_whole_states) if gather else None)
+            for optimizer in optimizers
+        ]
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        """Load this rank's shards of whole weights."""
+        inner = self.unwrap(model, keep_compiled=False)
+        targets = inner.state_dict(keep_vars=True)
+        fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
+
+    @torch.no_grad()
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state, gathered tensor by tensor, on the CPU of each machine's first process."""
+        source = self.unwrap(model, keep_compiled=False) if unwrap else model
+        state: dict[str, Any] = {}
+        gathered: dict[int, torch.Tensor] = {}  # tied tensors stay one
+        for name, value in source.state_dict(keep_vars=True).items():
+            if id(value) not in gathered:
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
+            state[name] = gathered[id(value)]
+        return state if self.keeps_whole_states else {}
 
 
 class FullyShard(DistributedTensors):
@@ -31,7 +67,7 @@ class FullyShard(DistributedTensors):
 
     def check(self, bundle: Bundle) -> None:
         """Let optimizers that were built on gathered parameters step the shards; then check as all do."""
-        if any(not is_prepared(optimizer) for optimizer in bundle.optimizers):
+        if bundle.new(Kind.OPTIMIZER):
             for model in self.session.prepared.models:
                 self._free(model)
         super().check(bundle)
@@ -45,7 +81,7 @@ class FullyShard(DistributedTensors):
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Fetch all units and keep them; afterwards they are freed and fetched as before."""
+        """Gather all units and keep them; afterwards they are freed and gathered as before."""
         frees = self.plugin.reshard_after_forward
         # The outermost unit, which comes first, is never freed after forward.
         units = [(unit, frees and inside) for model in models for inside, unit in enumerate(units_of(model))]
@@ -61,7 +97,92 @@ class FullyShard(DistributedTensors):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which units keep whole gradients instead of exchanging them."""
-        return keeping_gradients(units_of(model))
+        return _keeping_gradients(model)
+
+
+class TensorParallel(DistributedTensors):
+    """Tensor parallelism without FSDP: all processes share each layer, and each batch."""
+
+    distributed_type = None  # the label is that of the hardware
+
+    def split(self, model: nn.Module) -> nn.Module:
+        """Return the very model, with parameters of the layers in its plan sharded over the axis."""
+        model = model.to(self.context.device)
+        return self.follow(model, lambda: self._share(model), named_parameters)
+
+    def _share(self, model: nn.Module) -> nn.Module:
+        TensorAxis(self.context.mesh).transform([model])
+        return model
+
+
+class CopiedTensorParallel(TensorParallel):
+    """Groups of processes share each layer; the backward pass averages gradients over the groups."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which the backward pass averages nothing."""
+        return _keeping_gradients(model)
+
+    def _share(self, model: nn.Module) -> nn.Module:
+        """Let FSDP 2 average: to shard over one process is to hold a copy."""
+        mesh = _copying_mesh(self.context.mesh)
+        units = split_by_dtype(model, [], set())
+        TensorAxis(mesh).transform([model])
+        for unit in (*units, model):
+            fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
+        return model
+
+
+def _copying_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with a dimension of all copies, one of one process, and the one that shares layers."""
+    shared = mesh["tp"].size()
+    shape = (mesh.size() // shared, 1, shared)
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
+
+
+class WholeOptimizer(GatheredOptimizer):
+    """Saves and loads an optimizer that steps distributed tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's shards of a whole state; needs no other rank."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        shards = {
+            index: {name: distribute_like(value, parameters[index]) for name, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": shards})
+
+
+@torch.no_grad()
+def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
+    """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; called on all ranks.
+
+    Args:
+        keep: whether this rank keeps it; others get an empty state.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    whole = {
+        index: {name: _gathered(value, keep) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": whole if keep else {}}
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+        return value.cpu() if keep else None
+    return value
+
+
+def distribute_like(value: Any, like: torch.Tensor) -> Any:
+    """Return the shard of a whole tensor that is distributed like another; anything else as it is.
+
+    Args:
+        like: a tensor of the same shape, or one of another shape that the value has nothing to do with.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
@@ -70,8 +191,8 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def keeping_gradients(units: list[FSDPModule]) -> Iterator[None]:
-    """Let units keep whole gradients instead of exchanging them."""
+def _keeping_gradients(model: nn.Module) -> Iterator[None]:
+    units = units_of(model)
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:

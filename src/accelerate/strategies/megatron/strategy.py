@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Strategy
+from accelerate.strategies.base import Fill, Parameters, Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import initialize as starting
 from accelerate.strategies.megatron.data import (
@@ -33,7 +33,7 @@ from accelerate.strategies.megatron.wrappers import (
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
 )
-from accelerate.strategies.request import Context
+from accelerate.strategies.session import Context
 
 logger = get_logger(__name__)
 
@@ -147,9 +147,7 @@ class MegatronLM(Strategy):
             "even_batches on."
         )
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the last step, clipped as the plugin says; NaN before the first one."""
         limit = self.plugin.gradient_clipping
         if max_norm != limit:
@@ -160,7 +158,7 @@ class MegatronLM(Strategy):
         norm = self._engine().grad_norm
         return torch.tensor(math.nan) if norm is None else torch.as_tensor(norm)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Refuse: gradients are gone when a step is done."""
         raise wrong_value(
             "clip_value",
@@ -175,9 +173,7 @@ class MegatronLM(Strategy):
         """Return what lets Megatron-LM save and load."""
         return MegatronPart(self._engine(), self.context.topology, folder)
 
-    def load_weights(
-        self, model: nn.Module, state: Mapping[str, Any], fill: Callable[[nn.Module, Mapping[str, Any]], None]
-    ) -> None:
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
 
@@ -207,5 +203,5 @@ def _in_parts(what: str, instead: str) -> ConfigurationError:
     )
 
 
-def _done_by_engine(loss: torch.Tensor, **kwargs: Any) -> None:
+def _done_by_engine(loss: Tensor, **kwargs: Any) -> None:
     """Do nothing: the call of the model was a whole step."""

@@ -101,9 +101,11 @@ def test_a_model_that_is_not_trained_leaves_the_configuration_open():
     assert plugin.deepspeed_config["train_batch_size"] == "auto"
 
 
-def test_deepspeed_is_told_the_place_of_a_process():
-    told = building._place_of(Topology(rank=3, size=4, local_rank=1, local_size=2, address="host", port=1))
-    assert told == {
+def test_deepspeed_gets_the_variables_of_a_rank():
+    variables = building._rank_variables(
+        Topology(rank=3, size=4, local_rank=1, local_size=2, address="host", port=1)
+    )
+    assert variables == {
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import Load
 from accelerate.state import Topology
-from accelerate.strategies.deepspeed import EnginePart, leave
+from accelerate.strategies import keep_file
+from accelerate.strategies.deepspeed import EnginePart
 
 
 class Engine:
@@ -68,10 +69,10 @@ def test_later_engines_have_folders_with_numbers(tmp_path):
     }
 
 
-def test_what_lies_there_already_is_left(tmp_path):
+def test_files_of_the_engine_are_kept(tmp_path):
     path = tmp_path / "file"
     path.write_text("engine's")
-    leave(None, path)
+    keep_file(None, path)
     assert path.read_text() == "engine's"
 
 

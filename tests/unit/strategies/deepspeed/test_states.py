@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.strategies.deepspeed import copy_tied, gathered
+from accelerate.strategies.deepspeed import copy_tied, gathered_parameters
 
 
 def test_parts_of_one_buffer_are_copied_apart_and_tied_names_stay_tied():
@@ -19,5 +19,5 @@ def test_parts_of_one_buffer_are_copied_apart_and_tied_names_stay_tied():
 
 def test_a_model_without_shards_is_left_as_it_is():
     model = torch.nn.Linear(2, 2)
-    with gathered(model):
+    with gathered_parameters(model):
         assert model.weight.shape == (2, 2)

@@ -8,7 +8,7 @@ import torch
 
 from accelerate.state import GradientState
 from accelerate.strategies import Context
-from accelerate.strategies.xla import Exchange, XlaOptimizer
+from accelerate.strategies.xla import GradientAverage, XlaOptimizer
 
 
 def parameter() -> torch.nn.Parameter:
@@ -18,10 +18,10 @@ def parameter() -> torch.nn.Parameter:
 
 
 def test_gradients_are_averaged_once(fake: Any, context: Context) -> None:
-    exchange = Exchange(4, context.gradients)
+    exchange = GradientAverage(4, context.gradients)
     first, second = parameter(), parameter()
-    exchange.average([first])
-    exchange.average([first, second, torch.nn.Parameter(torch.zeros(1))])
+    exchange([first])
+    exchange([first, second, torch.nn.Parameter(torch.zeros(1))])
     assert first.grad is not None
     assert first.grad.tolist() == [2.0, 2.0]
     assert second.grad is not None
@@ -29,18 +29,18 @@ def test_gradients_are_averaged_once(fake: Any, context: Context) -> None:
     assert fake.calls == [("sum", 1, 0.25), ("sum", 1, 0.25)]
     assert GradientState().is_xla_gradients_synced
     exchange.forget([first])
-    exchange.average([first, second])
+    exchange([first, second])
     assert len(fake.calls) == 3
 
 
 def test_one_replica_averages_nothing(fake: Any, context: Context) -> None:
-    Exchange(1, context.gradients).average([parameter()])
+    GradientAverage(1, context.gradients)([parameter()])
     assert fake.calls == []
 
 
 def test_a_step_averages_steps_and_marks(fake: Any, context: Context) -> None:
     weight = parameter()
-    optimizer = XlaOptimizer(torch.optim.SGD([weight], lr=1.0), Exchange(4, context.gradients))
+    optimizer = XlaOptimizer(torch.optim.SGD([weight], lr=1.0), GradientAverage(4, context.gradients))
     GradientState()._set_sync_gradients(False)
     assert optimizer.step() is None
     assert fake.calls == []
@@ -60,14 +60,14 @@ def test_a_loader_marks_its_batches_itself(fake: Any, context: Context) -> None:
 
     loader = Loader()
     GradientState()._add_dataloader(loader)
-    optimizer = XlaOptimizer(torch.optim.SGD([parameter()], lr=1.0), Exchange(1, context.gradients))
+    optimizer = XlaOptimizer(torch.optim.SGD([parameter()], lr=1.0), GradientAverage(1, context.gradients))
     optimizer.step()
     assert fake.calls == []
 
 
 def test_gradients_of_a_closure_are_averaged_each_time(fake: Any, context: Context) -> None:
     weight = parameter()
-    optimizer = XlaOptimizer(torch.optim.SGD([weight], lr=1.0), Exchange(4, context.gradients))
+    optimizer = XlaOptimizer(torch.optim.SGD([weight], lr=1.0), GradientAverage(4, context.gradients))
 
     def closure() -> float:
         weight.grad = torch.full((2,), -5.0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.base import ConfigurationError
-from accelerate.strategies.xla import find_units, policy_of, refuse_unknown
+from accelerate.strategies.xla import policy_of, refuse_unsupported, units_on_xla
 
 
 def model() -> nn.Module:
@@ -24,7 +24,7 @@ def test_layers_are_units() -> None:
     )
     whole: Any = model()
     policy = policy_of(plugin, whole)
-    assert find_units(whole, policy) == [whole[1][0], whole[0], whole]
+    assert units_on_xla(whole, policy) == [whole[1][0], whole[0], whole]
 
 
 def test_large_modules_are_units() -> None:
@@ -32,15 +32,15 @@ def test_large_modules_are_units() -> None:
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=50
     )
     whole: Any = model()
-    assert whole[1][0] in find_units(whole, policy_of(plugin, whole))
-    assert whole[0] not in find_units(whole, policy_of(plugin, whole))
+    assert whole[1][0] in units_on_xla(whole, policy_of(plugin, whole))
+    assert whole[0] not in units_on_xla(whole, policy_of(plugin, whole))
 
 
 def test_without_a_policy_the_model_is_one_unit() -> None:
     whole = model()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert policy_of(plugin, whole) is None
-    assert find_units(whole, None) == [whole]
+    assert units_on_xla(whole, None) == [whole]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -49,5 +49,5 @@ def test_what_only_gpus_do_is_refused(version: int, name: str) -> None:
     value: Any = [nn.Linear(1, 1)] if name == "ignored_modules" else True
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **{name: value})
     with pytest.raises(ConfigurationError, match=f"fsdp_plugin has {name}, .*XLA"):
-        refuse_unknown(plugin)
-    refuse_unknown(FullyShardedDataParallelPlugin(fsdp_version=version))
+        refuse_unsupported(plugin)
+    refuse_unsupported(FullyShardedDataParallelPlugin(fsdp_version=version))
