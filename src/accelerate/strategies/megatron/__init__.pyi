@@ -9,7 +9,12 @@ from accelerate.strategies.megatron.data import (
     share as share,
     with_batches_of as with_batches_of,
 )
-from accelerate.strategies.megatron.engine import MegatronEngine as MegatronEngine
+from accelerate.strategies.megatron.engine import (
+    MegatronEngine as MegatronEngine,
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
+)
 from accelerate.strategies.megatron.families import build_datasets as build_datasets
 from accelerate.strategies.megatron.initialize import (
     finish_mpu_init as finish_mpu_init,
@@ -28,9 +33,15 @@ from accelerate.strategies.megatron.reports import (
     perplexity as perplexity,
     share_outputs as share_outputs,
 )
-from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM
-from accelerate.strategies.megatron.wrappers import (
-    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
-    MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
-    MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
+from accelerate.strategies.megatron.steps import (
+    AbstractTrainStep as AbstractTrainStep,
+    BertTrainStep as BertTrainStep,
+    GPTTrainStep as GPTTrainStep,
+    Output as Output,
+    T5TrainStep as T5TrainStep,
+    begin_of_documents as begin_of_documents,
+    hide_later as hide_later,
+    output_class as output_class,
+    sum_over_tokens as sum_over_tokens,
 )
+from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM

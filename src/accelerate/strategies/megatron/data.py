@@ -16,7 +16,7 @@ from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.families import build_datasets
 
 _RENAMED = {"splits_string": "split"}
-"""What scripts call an argument of Megatron-LM otherwise."""
+"""Arguments of Megatron-LM that have another name in scripts."""
 
 _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -38,12 +38,12 @@ class MegatronLMDummyDataLoader:
     def set_megatron_data_args(self) -> None:
         """Hand the arguments to the plugin of the run."""
         plugin = AcceleratorState().megatron_lm_plugin
-        found = {_RENAMED.get(name, name): value for name, value in self.dataset_args.items()}
-        found.update({name: [found[name]] for name in _LISTS if isinstance(found.get(name), str)})
-        if found.get("seq_length") is not None:
-            plugin.seq_length = found["seq_length"]
-        plugin.dataset_args = found
-        plugin.megatron_lm_default_args.update(found, megatron_dataset_flag=True)
+        args = {_RENAMED.get(name, name): value for name, value in self.dataset_args.items()}
+        args.update({name: [args[name]] for name in _LISTS if isinstance(args.get(name), str)})
+        if args.get("seq_length") is not None:
+            plugin.seq_length = args["seq_length"]
+        plugin.dataset_args = args
+        plugin.megatron_lm_default_args.update(args, megatron_dataset_flag=True)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[..., Any]:
         """Return the function that builds the three datasets.
@@ -51,10 +51,8 @@ class MegatronLMDummyDataLoader:
         Args:
             accelerator: has `state.megatron_lm_plugin`.
         """
-        custom: Callable[..., Any] | None = (
-            accelerator.state.megatron_lm_plugin.custom_megatron_datasets_provider_function
-        )
-        provider: Any = custom or build_datasets
+        plugin = accelerator.state.megatron_lm_plugin
+        provider: Any = plugin.custom_megatron_datasets_provider_function or build_datasets
         provider.is_distributed = True  # Megatron-LM asks for it
         return provider  # type: ignore[no-any-return]
 
@@ -66,9 +64,9 @@ class MegatronLMDummyDataLoader:
         """
         provider = self.get_train_valid_test_datasets_provider(accelerator)
         args = library.get_args()
-        for name, place in (("consumed_train_samples", 0), ("consumed_valid_samples", 1)):
-            read = (getattr(args, "consumed_samples", None) or [0, 0, 0])[place]
-            setattr(args, name, getattr(args, name, 0) or read)
+        consumed = getattr(args, "consumed_samples", None) or [0, 0]
+        for index, name in enumerate(("consumed_train_samples", "consumed_valid_samples")):
+            setattr(args, name, getattr(args, name, 0) or consumed[index])
         train, valid, test = library.training("training").build_train_valid_test_data_iterators(provider)
         return train, valid, test
 
@@ -109,27 +107,18 @@ class RankGrid:
 
     def __init__(self) -> None:
         groups = library.core("parallel_state")
-        self._sizes = (
-            groups.get_pipeline_model_parallel_world_size(),
-            groups.get_data_parallel_world_size(),
-            groups.get_context_parallel_world_size(),
-            groups.get_tensor_model_parallel_world_size(),
-        )
-        self._place = [
-            groups.get_pipeline_model_parallel_rank(),
-            groups.get_data_parallel_rank(),
-            groups.get_context_parallel_rank(),
-            groups.get_tensor_model_parallel_rank(),
-        ]
-        self.mesh = torch.empty(self._sizes, dtype=torch.int8)
+        names = ("pipeline_model", "data", "context", "tensor_model")
+        sizes = [getattr(groups, f"get_{name}_parallel_world_size")() for name in names]
+        self._coordinate = [getattr(groups, f"get_{name}_parallel_rank")() for name in names]
+        self.mesh = torch.empty(sizes, dtype=torch.int8)
 
     def size(self) -> int:
         """Number of processes."""
         return self.mesh.numel()
 
     def get_coordinate(self) -> list[int]:
-        """Place of this process on each axis."""
-        return self._place
+        """Number of this process along each dimension."""
+        return self._coordinate
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
@@ -155,11 +144,13 @@ def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     if loader.batch_size == size:
         return loader
     refuse_batch_sampler(loader)
-    settings = kept_settings(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return DataLoader(loader.dataset, batch_size=size, drop_last=loader.drop_last, **settings)
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     return DataLoader(
-        loader.dataset, batch_size=size, sampler=loader.sampler, drop_last=loader.drop_last, **settings
+        loader.dataset,
+        batch_size=size,
+        sampler=sampler,
+        drop_last=loader.drop_last,
+        **kept_settings(loader),
     )
 
 
@@ -205,30 +196,23 @@ class Shape:
     def of(cls, args: Any) -> Shape:
         """Return what Megatron-LM's arguments say."""
         shares = args.sequence_parallel or args.context_parallel_size > 1
-        decoder = getattr(args, "decoder_seq_length", None)
-        first = getattr(args, "encoder_seq_length", None) or args.seq_length
-        lengths: dict[str, int | None] = {"input_ids": first}
+        encoder = getattr(args, "encoder_seq_length", None) or args.seq_length
+        lengths: dict[str, int | None] = {"input_ids": encoder}
         if args.model_type_name == "t5":
-            lengths.update(dict.fromkeys(_DECODER, decoder))
-        return cls(
-            args.micro_batch_size,
-            args.num_micro_batches,
-            bool(shares or args.pipeline_model_parallel_size > 1),
-            lengths,
-        )
+            lengths.update(dict.fromkeys(_DECODER, getattr(args, "decoder_seq_length", None)))
+        is_fixed = bool(shares or args.pipeline_model_parallel_size > 1)
+        return cls(args.micro_batch_size, args.num_micro_batches, is_fixed, lengths)
 
     def fill(self, batch: Batch) -> Batch:
-        """Return a batch filled up to its shape, where the shape is fixed."""
+        """Return a batch padded to its shape, where the shape is fixed."""
         if not self.is_fixed:
             return batch
-        return {name: self._fill(name, tensor, batch) for name, tensor in batch.items()}
-
-    def _fill(self, name: str, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        filler = _PADDING.get(name, 0)
-        if tensor.ndim > 1:
-            wanted = self.lengths.get(name, self.lengths["input_ids"])
-            tensor = _filled(name, tensor, 1, wanted, filler)
-        return _filled(name, tensor, 0, self.rows, filler)
+        padded: Batch = {}
+        for name, tensor in batch.items():
+            length = self.lengths.get(name, self.lengths["input_ids"])
+            columns = _padded(name, tensor, 1, length) if tensor.ndim > 1 else tensor
+            padded[name] = _padded(name, columns, 0, self.rows)
+        return padded
 
     def cut(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches of a batch; the last one may be smaller where the shape is not fixed."""
@@ -237,29 +221,28 @@ class Shape:
         return [{k: v[start : start + self.micro_batch_size] for k, v in batch.items()} for start in starts]
 
 
-def _filled(name: str, tensor: torch.Tensor, dim: int, wanted: int | None, filler: int) -> torch.Tensor:
-    if wanted is None or tensor.shape[dim] == wanted:
+def _padded(name: str, tensor: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
+    if size is None or tensor.shape[dim] == size:
         return tensor
-    if tensor.shape[dim] > wanted:
+    if tensor.shape[dim] > size:
         what = "sequences are longer" if dim else "it has more samples"
         raise wrong_value(
             name,
             list(tensor.shape),
-            f"{what} than the {wanted} that all ranks have agreed on",
+            f"{what} than the {size} that all ranks have agreed on",
             "Set seq_length (encoder_seq_length, decoder_seq_length) of MegatronLMPlugin to the longest one"
             if dim
             else "Prepare the loader that gives these batches",
         )
-    missing = wanted - tensor.shape[dim]
-    pads = [0, 0] * (tensor.ndim - dim - 1) + [0, missing]
-    return F.pad(tensor, pads, value=filler)
+    pads = [0, 0] * (tensor.ndim - dim - 1) + [0, size - tensor.shape[dim]]
+    return F.pad(tensor, pads, value=_PADDING.get(name, 0))
 
 
 def share(batch: Batch, device: torch.device) -> Batch:
     """Return one batch on all ranks that make up a copy of the model: that of their first one.
 
-    Collators that draw random numbers would otherwise give each of them another one, and of Megatron-LM's own
-    data only some of them read any.
+    Collators that draw random numbers would otherwise give each of them another one, and only some of them
+    read Megatron-LM's own data.
 
     Args:
         batch: tensors by name; empty where there is nothing to read.
@@ -274,10 +257,10 @@ def share(batch: Batch, device: torch.device) -> Batch:
 
 def _broadcast(batch: Batch, group: Any, device: torch.device) -> Batch:
     first = torch.distributed.get_process_group_ranks(group)[0]
-    outline: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}]
-    torch.distributed.broadcast_object_list(outline, first, group=group)
+    specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}]
+    torch.distributed.broadcast_object_list(specs, first, group=group)
     shared: Batch = {}
-    for name, (shape, dtype) in outline[0].items():
+    for name, (shape, dtype) in specs[0].items():
         is_here = torch.distributed.get_rank() == first
         tensor = batch[name].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=device)
         torch.distributed.broadcast(tensor, first, group=group)

@@ -1,4 +1,4 @@
-"""MegatronEngine: a model, its optimizer and its scheduler, which step together and are saved together."""
+"""MegatronEngine, which steps a model with its optimizer and scheduler, and the wrappers of those two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +15,11 @@ from torch import nn
 from accelerate.base import CheckpointError, wrong_value
 from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
 from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import Topology
+from accelerate.strategies.base import payloads_of_engine
+from accelerate.strategies.bundle import Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import Batch, Shape, iterators, share
 from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
@@ -86,19 +90,21 @@ class MegatronEngine(nn.Module):
         config.grad_scale_func = self.optimizer.scale_loss
         config.timers = library.training("global_vars").get_timers()
         config.finalize_model_grads_func = library.core("distributed").finalize_model_grads
-        if getattr(self.args, "overlap_grad_reduce", False):
+
+        def is_set(*names: str) -> bool:
+            return all(getattr(self.args, name, False) for name in names)
+
+        if is_set("overlap_grad_reduce"):
             config.no_sync_func = self._of_parts("no_sync")
-            if getattr(self.args, "align_grad_reduce", False):
-                config.grad_sync_func = self._of_parts("start_grad_sync")
-        if getattr(self.args, "overlap_param_gather", False) and getattr(
-            self.args, "align_param_gather", False
-        ):
+        if is_set("overlap_grad_reduce", "align_grad_reduce"):
+            config.grad_sync_func = self._of_parts("start_grad_sync")
+        if is_set("overlap_param_gather", "align_param_gather"):
             config.param_sync_func = self._of_parts("start_param_sync")
         return config
 
     def _of_parts(self, name: str) -> Any:
-        found = [getattr(part, name) for part in self.module]
-        return found[0] if len(found) == 1 else found
+        methods = [getattr(part, name) for part in self.module]
+        return methods[0] if len(methods) == 1 else methods
 
     def train(self, mode: bool = True) -> MegatronEngine:
         """Switch to training, or away from it; what was evaluated before is logged first.
@@ -258,8 +264,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.reload_model_params()
 
     def _forget_counts(self) -> None:
-        """Count from 0: Megatron-LM loads at the start of a run, refuses one that has read samples, and adds
-        the steps of the schedule that it loads to those already taken."""
+        """Count from 0: Megatron-LM loads only where no samples were read, and adds up steps of schedules."""
         for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
             setattr(self.args, name, 0)
         self.scheduler.num_steps = 0
@@ -279,13 +284,9 @@ FOLDER = "megatron"
 """The folder of Megatron-LM's files in a checkpoint."""
 
 
-def leave(content: Any, path: Path) -> None:
-    """Write nothing: the file exists already."""
-
-
 @dataclass(frozen=True)
 class MegatronPart:
-    """Model, optimizer and scheduler, as Megatron-LM lays them out."""
+    """Model, optimizer and scheduler as a part of a checkpoint, in Megatron-LM's own files."""
 
     engine: Any
     topology: Topology
@@ -294,10 +295,9 @@ class MegatronPart:
     def collect(self, leads: bool = True) -> list[Payload]:
         """Let Megatron-LM write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
-        place = self.folder / FOLDER
-        self.engine.save_checkpoint(place)
-        mine = sorted(files_under(place))[self.topology.local_rank :: self.topology.local_size]
-        return [Payload(f"{FOLDER}/{name}", None, leave) for name in mine]
+        self.engine.save_checkpoint(self.folder / FOLDER)
+        names = files_under(self.folder / FOLDER)
+        return payloads_of_engine([f"{FOLDER}/{name}" for name in names], self.topology)
 
     def read(self, options: Load) -> Change:
         """Return what lets Megatron-LM load its files, on all ranks together."""
@@ -312,3 +312,84 @@ class MegatronPart:
         with options.fitting(FOLDER, "engine"):
             self.engine.load_checkpoint(options.folder / FOLDER)
         options.confirm()
+
+
+class MegatronLMDummyScheduler:
+    """Stands for a scheduler that Megatron-LM builds, and says how long it runs.
+
+    Args:
+        optimizer: the one it is for.
+        total_num_steps: steps of the whole training, counted in batches of one process.
+        warmup_num_steps: steps over which the learning rate rises first, counted likewise.
+        **kwargs: kept, for scripts that look them up.
+    """
+
+    stands_for: ClassVar[Kind] = Kind.SCHEDULER
+    built_by: ClassVar[tuple[str, str]] = ("Megatron-LM", "megatron_lm_plugin=MegatronLMPlugin(...)")
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """Megatron-LM's optimizer: a call of the engine has stepped it and cleared its gradients.
+
+    Args:
+        optimizer: Megatron-LM's.
+    """
+
+    belongs_to_engine: bool = True
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine has done it.
+
+        Args:
+            set_to_none: taken for compatibility.
+        """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Count the step that the engine has done.
+
+        Args:
+            closure: taken for compatibility.
+        """
+        self.num_updates += not self.step_was_skipped
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients were not finite."""
+        return bool(getattr(self.optimizer, "skipped_iter", False))
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """Megatron-LM's scheduler: a call of the engine has stepped it.
+
+    Args:
+        scheduler: Megatron-LM's.
+        optimizers: the prepared one it is for.
+    """
+
+    belongs_to_engine: bool = True
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine has done it.
+
+        Args:
+            *args: taken for compatibility.
+            **kwargs: likewise.
+        """
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizers[0].param_groups]

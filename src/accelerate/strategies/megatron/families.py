@@ -29,102 +29,74 @@ def build_model(
             f"there are models for {', '.join(_BUILDERS)}",
             "Pass custom_model_provider_function to MegatronLMPlugin",
         )
-    config = options.pop("config", None) or library.training("arguments").core_transformer_config_from_args(
-        args
-    )
-    ends = {"pre_process": pre_process, "post_process": post_process}
-    model: nn.Module = builder(
-        args, config, ends, {"add_encoder": add_encoder, "add_decoder": add_decoder}, options
-    )
-    return model
-
-
-def _sizes(args: Any) -> dict[str, Any]:
-    return {
+    config = options.pop("config", None)
+    if config is None:
+        config = library.training("arguments").core_transformer_config_from_args(args)
+    common = {
+        "config": config,
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "parallel_output": True,
         "rotary_percent": args.rotary_percent,
+        "pre_process": pre_process,
+        "post_process": post_process,
     }
+    if builder is _build_t5:
+        common.update(add_encoder=add_encoder, add_decoder=add_decoder)
+    else:
+        known = ("vp_stage", "pg_collection")
+        common.update({name: options[name] for name in known if options.get(name) is not None})
+    model: nn.Module = builder(args, config, args.transformer_impl == "transformer_engine", common)
+    return model
 
 
-def _uses_engine(args: Any) -> bool:
-    return bool(args.transformer_impl == "transformer_engine")
-
-
-def _build_gpt(
-    args: Any, config: Any, ends: dict[str, bool], parts: dict[str, bool], options: dict[str, Any]
-) -> Any:
-    stage = {"vp_stage": options["vp_stage"]} if "vp_stage" in options else {}
+def _build_gpt(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
+    stage = {"vp_stage": common["vp_stage"]} if "vp_stage" in common else {}
     layers = library.core("models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
-        config, use_transformer_engine=_uses_engine(args), normalization=args.normalization, **stage
+        config, use_transformer_engine=uses_engine, normalization=args.normalization, **stage
     )
     return library.core("models.gpt").GPTModel(
-        config=config,
         transformer_layer_spec=layers,
         position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        **_sizes(args),
-        **ends,
-        **_given(options),
+        **common,
     )
 
 
-def _build_bert(
-    args: Any, config: Any, ends: dict[str, bool], parts: dict[str, bool], options: dict[str, Any]
-) -> Any:
+def _build_bert(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
     specs = library.core("models.bert.bert_layer_specs")
     layer = (
-        specs.get_bert_layer_with_transformer_engine_spec()
-        if _uses_engine(args)
-        else specs.bert_layer_local_spec
+        specs.get_bert_layer_with_transformer_engine_spec() if uses_engine else specs.bert_layer_local_spec
     )
     return library.core("models.bert.bert_model").BertModel(
-        config=config,
         transformer_layer_spec=layer,
         num_tokentypes=2 if args.bert_binary_head else 0,
         add_binary_head=args.bert_binary_head,
-        **_sizes(args),
-        **ends,
-        **_given(options),
+        **common,
     )
 
 
-def _build_t5(
-    args: Any, config: Any, ends: dict[str, bool], parts: dict[str, bool], options: dict[str, Any]
-) -> Any:
+def _build_t5(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
     specs = library.core("models.T5.t5_spec")
-    kind = "transformer_engine" if _uses_engine(args) else "local"
-    encoder_layers = args.encoder_num_layers or args.num_layers
-    decoder_layers = args.decoder_num_layers or args.num_layers
+    kind = "transformer_engine" if uses_engine else "local"
     encoder_config = deepcopy(config)
-    encoder_config.num_layers = encoder_layers
-    config.num_layers = decoder_layers
+    encoder_config.num_layers = args.encoder_num_layers or args.num_layers
+    config.num_layers = args.decoder_num_layers or args.num_layers
+    encoder_layers = getattr(specs, f"get_t5_encoder_with_{kind}_block_spec")(encoder_config.num_layers)
+    decoder_layers = getattr(specs, f"get_t5_decoder_with_{kind}_block_spec")(config.num_layers)
     return library.core("models.T5").T5Model(
-        config=config,
         encoder_config=encoder_config,
-        transformer_encoder_layer_spec=getattr(specs, f"get_t5_encoder_with_{kind}_block_spec")(
-            encoder_layers
-        ),
-        transformer_decoder_layer_spec=getattr(specs, f"get_t5_decoder_with_{kind}_block_spec")(
-            decoder_layers
-        ),
+        transformer_encoder_layer_spec=encoder_layers,
+        transformer_decoder_layer_spec=decoder_layers,
         position_embedding_type=args.position_embedding_type,
         relative_attention_num_buckets=args.relative_attention_num_buckets,
         relative_attention_max_distance=args.relative_attention_max_distance,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        **_sizes(args),
-        **ends,
-        **parts,
+        **common,
     )
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options that the version of Megatron-LM passes and its models take."""
-    return {name: options[name] for name in ("vp_stage", "pg_collection") if options.get(name) is not None}
 
 
 _BUILDERS = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
@@ -179,8 +151,11 @@ def _describe_gpt(args: Any) -> tuple[type, Any]:
     return datasets.MockGPTDataset if getattr(args, "mock_data", False) else datasets.GPTDataset, config
 
 
-def _masked(args: Any) -> dict[str, Any]:
+def _masked(args: Any, max_ngram: int, geometric: bool) -> dict[str, Any]:
     return {
+        **_common(args),
+        "masking_max_ngram": max_ngram,
+        "masking_use_geometric_distribution": geometric,
         "masking_probability": args.mask_prob,
         "short_sequence_probability": args.short_seq_prob,
         "masking_do_full_word": True,
@@ -192,24 +167,16 @@ def _masked(args: Any) -> dict[str, Any]:
 def _describe_bert(args: Any) -> tuple[type, Any]:
     datasets = library.core("datasets.bert_dataset")
     config = datasets.BERTMaskedWordPieceDatasetConfig(
-        classification_head=args.bert_binary_head,
-        masking_max_ngram=3,
-        masking_use_geometric_distribution=False,
-        **_masked(args),
-        **_common(args),
+        classification_head=args.bert_binary_head, **_masked(args, max_ngram=3, geometric=False)
     )
     return datasets.BERTMaskedWordPieceDataset, config
 
 
 def _describe_t5(args: Any) -> tuple[type, Any]:
     datasets = library.core("datasets.t5_dataset")
-    common = {**_common(args), "sequence_length": args.encoder_seq_length}
+    masked = {**_masked(args, max_ngram=10, geometric=True), "sequence_length": args.encoder_seq_length}
     config = datasets.T5MaskedWordPieceDatasetConfig(
-        sequence_length_decoder=args.decoder_seq_length,
-        masking_max_ngram=10,
-        masking_use_geometric_distribution=True,
-        **_masked(args),
-        **common,
+        sequence_length_decoder=args.decoder_seq_length, **masked
     )
     return datasets.T5MaskedWordPieceDataset, config
 

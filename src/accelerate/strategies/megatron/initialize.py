@@ -74,7 +74,7 @@ _GROUPS = (
 """Arguments that say how processes are grouped."""
 
 _SEEDS_BETWEEN_STAGES = 100
-_SEEDS_BETWEEN_COPIES = 10  # both as Megatron-LM has them, so that runs can be compared
+_SEEDS_BETWEEN_COPIES = 10  # both are Megatron-LM's, so that runs can be compared
 
 
 def initialize(
@@ -106,7 +106,8 @@ def initialize(
     args.rank, args.world_size = accelerator.process_index, accelerator.num_processes
     args.local_rank = accelerator.local_process_index
     arguments.validate_args(args)
-    args.padded_vocab_size = _padded(args)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = int(-(-args.orig_vocab_size // multiple) * multiple)
     own_data = bool(plugin.megatron_dataset_flag)
     library.training("global_vars").set_global_variables(args, build_tokenizer=own_data)
     finish_mpu_init()
@@ -206,22 +207,24 @@ def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
 
 def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any, Any] | None:
     """Return what differs from parameter to parameter, with what the user's own conditions say."""
-    found: dict[Any, Any] = {}
+    conditions: dict[Any, Any] = {}
     if plugin.no_wd_decay_cond is not None:
         overrides = {key: value for key, value in (overrides or {}).items() if "wd_mult" not in value}
-        found[_key("no_wd_decay_cond", plugin.no_wd_decay_cond)] = {"wd_mult": 0.0}
+        conditions[_key("no_wd_decay_cond", plugin.no_wd_decay_cond)] = {"wd_mult": 0.0}
     if plugin.scale_lr_cond is not None:
         args, factor = library.get_args(), plugin.lr_mult
         rates = {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
-        found[_key("scale_lr_cond", plugin.scale_lr_cond)] = rates
-    return {**(overrides or {}), **found} if found else overrides
+        conditions[_key("scale_lr_cond", plugin.scale_lr_cond)] = rates
+    return {**(overrides or {}), **conditions} if conditions else overrides
 
 
 def _key(name: str, condition: Callable[[str, Any], bool]) -> Any:
-    """Return what finds the parameters of a condition, which takes a name and a parameter."""
-    known = library.core("optimizer.optimizer_config")
-    predicate = known.ParamWithNamePredicate(name=name, fn=lambda parameter, path: condition(path, parameter))
-    return known.ParamKey(with_name_predicate=predicate)
+    """Return Megatron-LM's key for the parameters that meet a condition on name and parameter."""
+    module = library.core("optimizer.optimizer_config")
+    predicate = module.ParamWithNamePredicate(
+        name=name, fn=lambda parameter, path: condition(path, parameter)
+    )
+    return module.ParamKey(with_name_predicate=predicate)
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
@@ -238,12 +241,12 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
 @contextmanager
 def _without_command_line() -> Iterator[None]:
     """Keep the script's own flags from Megatron-LM's parser, which reads `sys.argv`."""
-    kept = sys.argv
-    sys.argv = kept[:1]
+    arguments = sys.argv
+    sys.argv = arguments[:1]
     try:
         yield
     finally:
-        sys.argv = kept
+        sys.argv = arguments
 
 
 def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
@@ -268,9 +271,3 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
         logger.warning(
             f"This Megatron-LM has no arguments {', '.join(unknown)}: they are set, and maybe never read."
         )
-
-
-def _padded(args: Any) -> int:
-    """Return the size of the vocabulary on all ranks together, a multiple of what each can hold."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return int(-(-args.orig_vocab_size // multiple) * multiple)

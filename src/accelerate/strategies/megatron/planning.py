@@ -20,7 +20,7 @@ from accelerate.plugins import (
 from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import MegatronLMDummyDataLoader, refuse_batch_sampler
-from accelerate.strategies.megatron.wrappers import MegatronLMDummyScheduler
+from accelerate.strategies.megatron.engine import MegatronLMDummyScheduler
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10

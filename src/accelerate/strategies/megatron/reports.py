@@ -64,16 +64,16 @@ def share_outputs(
     torch.distributed.broadcast(loss, last, group=group)
     if not with_logits:
         return loss, None
-    outline = [None if logits is None else (logits.shape, logits.dtype)]
-    torch.distributed.broadcast_object_list(outline, last, group=group)
-    shape, dtype = outline[0]  # type: ignore[misc]  # the last stage has them
+    spec = [None if logits is None else (logits.shape, logits.dtype)]
+    torch.distributed.broadcast_object_list(spec, last, group=group)
+    shape, dtype = spec[0]  # type: ignore[misc]  # the last stage has them
     logits = torch.empty(shape, dtype=dtype, device=device) if logits is None else logits.contiguous()
     torch.distributed.broadcast(logits, last, group=group)
     return loss, logits
 
 
 class Losses:
-    """Adds up what steps report and logs it, on the last rank, where the losses are."""
+    """Sums what steps report and logs it, on the last rank, where the losses are."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -88,14 +88,14 @@ class Losses:
                 totals[name + _NUMBER] = totals.get(name + _NUMBER, 0) + 1
 
     def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> dict[str, Any]:
-        """Log a step of training where its turn is; return the sums since the last one that was logged."""
+        """Log a step of training at the interval of the run; return the sums since the last one logged."""
         self.add(self.totals, report)
         iteration = engine.iteration
         if self.writer is not None and iteration % self.args.tensorboard_log_interval == 0:
             self._write_step(engine, report, zeros)
         if iteration % self.args.log_interval:
             return self.totals
-        self._say(f"iteration {iteration}", means(self.totals))
+        self._log(f"iteration {iteration}", means(self.totals))
         if engine.report_memory_flag and torch.cuda.is_available():
             library.training("utils").report_memory(f"(after {iteration} iterations)")
             engine.report_memory_flag = False
@@ -118,16 +118,16 @@ class Losses:
 
     def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
         """Log the means of an evaluation, and their perplexity."""
-        found = means(totals)
-        self._say(f"evaluation after iteration {iteration}", found)
+        values = means(totals)
+        self._log(f"evaluation after iteration {iteration}", values)
         if self.writer is None:
             return
-        for name, value in found.items():
+        for name, value in values.items():
             self.writer.add_scalar(f"{name} validation", value, iteration)
             if getattr(self.args, "log_validation_ppl_to_tensorboard", False):
                 self.writer.add_scalar(f"{name} validation ppl", perplexity(value), iteration)
 
-    def _say(self, when: str, values: dict[str, float]) -> None:
+    def _log(self, when: str, values: dict[str, float]) -> None:
         if values:
             text = ", ".join(
                 f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()
@@ -142,7 +142,7 @@ def means(totals: dict[str, Any]) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """Return how many tokens a loss leaves to choose from; at most e^20, so that it can be drawn."""
+    """Return the exponential of a loss; at most e^20, so that it can be plotted."""
     return math.exp(min(20.0, loss))
 
 

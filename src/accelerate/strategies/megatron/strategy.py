@@ -27,12 +27,13 @@ from accelerate.strategies.megatron.data import (
     prepare_data_loader,
     with_batches_of,
 )
-from accelerate.strategies.megatron.engine import MegatronEngine, MegatronPart
-from accelerate.strategies.megatron.planning import plan
-from accelerate.strategies.megatron.wrappers import (
+from accelerate.strategies.megatron.engine import (
+    MegatronEngine,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
+    MegatronPart,
 )
+from accelerate.strategies.megatron.planning import plan
 from accelerate.strategies.session import Context
 
 logger = get_logger(__name__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.strategies.megatron.steps import base
+from accelerate.strategies.megatron import steps
 
 
 class Core:
@@ -30,9 +30,9 @@ class Core:
 
 @pytest.fixture(autouse=True)
 def core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base.library, "core", lambda name: Core())
+    monkeypatch.setattr(steps.library, "core", lambda name: Core())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(base, "is_transformers_available", lambda: False)
+    monkeypatch.setattr(steps, "is_transformers_available", lambda: False)
 
 
 def accelerator(**plugin: Any) -> Any:

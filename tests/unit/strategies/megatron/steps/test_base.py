@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from accelerate.strategies.megatron.steps import Output, base, output_class, sum_over_tokens
+from accelerate.strategies.megatron import steps
+from accelerate.strategies.megatron.steps import Output, output_class, sum_over_tokens
 
 
 def test_sums_and_numbers() -> None:
@@ -20,7 +21,7 @@ def test_sums_and_numbers() -> None:
 
 
 def test_outputs_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "is_transformers_available", lambda: False)
+    monkeypatch.setattr(steps, "is_transformers_available", lambda: False)
     output = output_class("Any")(loss=1, logits=None)
     assert (output.loss, output["loss"], output[0], output[:1]) == (1, 1, 1, [1])
     assert isinstance(output, Output)
@@ -36,5 +37,5 @@ def test_outputs_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     module.Known = Known  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", type(sys)("transformers"))
     monkeypatch.setitem(sys.modules, "transformers.modeling_outputs", module)
-    monkeypatch.setattr(base, "is_transformers_available", lambda: True)
+    monkeypatch.setattr(steps, "is_transformers_available", lambda: True)
     assert output_class("Known") is Known
