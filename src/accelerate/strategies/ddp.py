@@ -177,10 +177,7 @@ class DataParallel(Strategy):
         ]
         fitting = [obj for obj in inner if isinstance(obj, Joinable)]
         if len(fitting) < len(inner):
-            raise wrong_value(
-                "joinables",
-                [type(obj).__name__ for obj in joinables],
-                "only models prepared for several processes and joinable optimizers can be joined",
-                "Pass the models that `prepare` returned",
-            )
+            reason = "only models prepared for several processes and joinable optimizers can be joined"
+            fix = "Pass the models that `prepare` returned"
+            raise wrong_value("joinables", [type(obj).__name__ for obj in joinables], reason, fix)
         return Join(fitting)

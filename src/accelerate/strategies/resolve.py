@@ -65,12 +65,9 @@ def _check_with_engine(request: RunRequest, hardware: str) -> None:
     for axis in ("tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
-            raise wrong_value(
-                f"{axis}_size",
-                size,
-                "DeepSpeed's engine shares sequences (sp_size) and data, and nothing else",
-                f"Leave it at 1, or train without deepspeed_plugin{hint if axis == 'tp' else ''}",
-            )
+            reason = "DeepSpeed's engine shares sequences (sp_size) and data, and nothing else"
+            fix = f"Leave it at 1, or train without deepspeed_plugin{hint if axis == 'tp' else ''}"
+            raise wrong_value(f"{axis}_size", size, reason, fix)
 
 
 def _on_xla(request: RunRequest) -> type[Strategy]:
@@ -78,12 +75,8 @@ def _on_xla(request: RunRequest) -> type[Strategy]:
     from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
 
     if request.parallelism is not None:
-        raise wrong_value(
-            "parallelism_config",
-            request.parallelism,
-            "on XLA devices there is one axis",
-            "Leave it out; fsdp_plugin with fsdp_version=2 shards parameters and batches over all devices",
-        )
+        fix = "Leave it out; fsdp_plugin with fsdp_version=2 shards parameters and batches over all devices"
+        raise wrong_value("parallelism_config", request.parallelism, "on XLA devices there is one axis", fix)
     if request.fsdp is None:
         return XlaReplicas
     return XlaFullyShard if version_of(request.fsdp).is_spmd_on_xla else XlaFullySharded
@@ -111,12 +104,9 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
     if mesh.sp_enabled:
-        raise wrong_value(
-            "sp_size",
-            mesh.sp_size,
-            "sequences are shared by DeepSpeed's attention, and this run does not use DeepSpeed",
-            "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead",
-        )
+        reason = "sequences are shared by DeepSpeed's attention, and this run does not use DeepSpeed"
+        fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
+        raise wrong_value("sp_size", mesh.sp_size, reason, fix)
     if plugin is None:
         if mesh.dp_shard_enabled:
             raise wrong_value(

@@ -81,12 +81,8 @@ def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
             "a sequence dimension, and in buffer_seq_dims the dimension of each."
         )
     if len(buffers) != len(dims):
-        raise wrong_value(
-            "buffer_seq_dims",
-            dims,
-            f"it has {len(dims)} entries for {len(buffers)} buffers",
-            "Give the sequence dimension of each buffer",
-        )
+        reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
+        raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
     pieces = PARTS * size
     for buffer, dim in zip(buffers, dims, strict=True):
         if not -buffer.ndim <= dim < buffer.ndim:

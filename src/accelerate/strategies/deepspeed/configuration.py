@@ -272,22 +272,16 @@ def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> 
     for config in configs:
         for name, is_supported in formats.items():
             if look_up(config, f"{name}.enabled") is True and not is_supported():
-                raise wrong_value(
-                    f"{name}.enabled",
-                    True,
-                    f"DeepSpeed does not compute in this format on {device.type}",
-                    "Set mixed_precision to bf16 or no" if name == "fp16" else "Set mixed_precision to no",
-                )
+                reason = f"DeepSpeed does not compute in this format on {device.type}"
+                fix = "Set mixed_precision to bf16 or no" if name == "fp16" else "Set mixed_precision to no"
+                raise wrong_value(f"{name}.enabled", True, reason, fix)
         if computes_in_fp8(config):
             packages.require("msamp", "FP8 by DeepSpeed and MS-AMP")
         for name in ("optimizer", "param"):
             if look_up(config, f"zero_optimization.offload_{name}.device") == "nvme" and not reaches_nvme():
-                raise wrong_value(
-                    f"offload_{name}_device",
-                    "nvme",
-                    "DeepSpeed's extension async_io, which reads and writes there, cannot be built here",
-                    "Install libaio with its headers (libaio-dev or libaio-devel), or offload to cpu",
-                )
+                reason = "DeepSpeed's extension async_io, which reads and writes there, cannot be built here"
+                fix = "Install libaio with its headers (libaio-dev or libaio-devel), or offload to cpu"
+                raise wrong_value(f"offload_{name}_device", "nvme", reason, fix)
 
 
 def computes_in_fp8(config: Mapping[str, Any]) -> bool:

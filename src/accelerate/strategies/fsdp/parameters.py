@@ -104,24 +104,17 @@ def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
     """Refuse modules to ignore that a model does not have."""
     if isinstance(modules, str):
         if not _modules_by_name(modules, model):
-            raise wrong_value(
-                "ignored_modules",
-                modules,
-                f"it matches the whole name of no module in {type(model).__name__}",
-                f"Names are such as {listed([name for name, _ in model.named_modules() if name][:3])}",
-            )
+            reason = f"it matches the whole name of no module in {type(model).__name__}"
+            fix = f"Names are such as {listed([name for name, _ in model.named_modules() if name][:3])}"
+            raise wrong_value("ignored_modules", modules, reason, fix)
         return
     if modules is None:
         return
     own, given = set(model.modules()), list(modules) if isinstance(modules, Iterable) else [modules]
     unknown = [type(module).__name__ for module in given if module not in own]
     if unknown:
-        raise wrong_value(
-            "ignored_modules",
-            listed(unknown),
-            f"not in {type(model).__name__}",
-            "Give modules of the model that is prepared, or a regular expression for their names",
-        )
+        fix = "Give modules of the model that is prepared, or a regular expression for their names"
+        raise wrong_value("ignored_modules", listed(unknown), f"not in {type(model).__name__}", fix)
 
 
 def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:

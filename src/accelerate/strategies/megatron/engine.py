@@ -129,12 +129,8 @@ class MegatronEngine(nn.Module):
         """
         shared = share(batch_data, self.device)
         if not shared:
-            raise wrong_value(
-                "batch",
-                batch_data,
-                "the model was called without tensors",
-                "Call it with those of a batch by name: model(**batch)",
-            )
+            fix = "Call it with those of a batch by name: model(**batch)"
+            raise wrong_value("batch", batch_data, "the model was called without tensors", fix)
         batches = self.shape.cut(self.shape.fill(shared))
         return iterators(batches, len(self.module)), len(batches)
 

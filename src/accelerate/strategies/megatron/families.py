@@ -23,12 +23,9 @@ def build_model(
     """
     builder = _BUILDERS.get(args.model_type_name)
     if builder is None:
-        raise wrong_value(
-            "model_type_name",
-            args.model_type_name,
-            f"there are models for {', '.join(_BUILDERS)}",
-            "Pass custom_model_provider_function to MegatronLMPlugin",
-        )
+        reason = f"there are models for {', '.join(_BUILDERS)}"
+        fix = "Pass custom_model_provider_function to MegatronLMPlugin"
+        raise wrong_value("model_type_name", args.model_type_name, reason, fix)
     config = options.pop("config", None)
     if config is None:
         config = library.training("arguments").core_transformer_config_from_args(args)
@@ -107,12 +104,9 @@ def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None =
     args = library.get_args()
     describe = _DATASETS.get(args.model_type_name)
     if describe is None:
-        raise wrong_value(
-            "model_type_name",
-            args.model_type_name,
-            f"there are datasets for {', '.join(_DATASETS)}",
-            "Pass custom_megatron_datasets_provider_function to MegatronLMPlugin",
-        )
+        reason = f"there are datasets for {', '.join(_DATASETS)}"
+        fix = "Pass custom_megatron_datasets_provider_function to MegatronLMPlugin"
+        raise wrong_value("model_type_name", args.model_type_name, reason, fix)
     kind, config = describe(args)
     builder = library.core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
     return builder(kind, train_val_test_num_samples, partial(_reads, vp_stage), config).build()

@@ -161,12 +161,8 @@ class MegatronLM(Strategy):
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Refuse: gradients are gone when a step is done."""
-        raise wrong_value(
-            "clip_value",
-            clip_value,
-            "Megatron-LM clips the norm of gradients, not their values",
-            "Set gradient_clipping of MegatronLMPlugin",
-        )
+        reason = "Megatron-LM clips the norm of gradients, not their values"
+        raise wrong_value("clip_value", clip_value, reason, "Set gradient_clipping of MegatronLMPlugin")
 
     # Save and end
 
