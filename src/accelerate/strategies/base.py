@@ -44,28 +44,27 @@ class Strategy:
     All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
     `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model
     back, `release` once.
+
+    Attributes:
+        distributed_type: the label users see; `None` leaves the one of the hardware.
+        saves_shards: whether each process saves its own part of models and optimizers.
+        holds_whole_models: whether each process holds all parameters of a prepared model.
+        replicas: number of processes whose gradients the backward pass averages.
+        holds_gradients: whether gradients are in the parameters between backward passes, where they may be
+            changed.
+        gathers_shards: whether weights are shards that are gathered for each forward, maybe in another dtype.
+        make_scaler: builds the gradient scaler of float16; `None` takes the one of the hardware.
+        engine_wrapped: the engine that holds model and optimizer; None without one.
+        backward: computes gradients of a loss that is already divided by the accumulation steps; on all ranks.
     """
 
     distributed_type: ClassVar[DistributedType | None] = None
-    """The label users see; `None` leaves the one of the hardware."""
-
     saves_shards: bool = False
-    """Whether each process saves its own part of models and optimizers."""
-
     holds_whole_models: bool = True
-    """Whether each process holds all parameters of a prepared model."""
-
     replicas: int = 1
-    """Number of processes whose gradients the backward pass averages."""
-
     holds_gradients: bool = True
-    """Whether gradients are in the parameters between backward passes, where they may be changed."""
-
     gathers_shards: bool = False
-    """Whether weights are shards that are gathered for each forward, possibly in another dtype."""
-
     make_scaler: Callable[..., torch.amp.GradScaler] | None = None
-    """Builds the gradient scaler of float16; `None` takes the one of the hardware."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -73,7 +72,6 @@ class Strategy:
         self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.backward: Callable[..., None] = self.precision.backward
-        """Compute gradients of a loss that is already divided by the accumulation steps; on all ranks."""
 
     def choose_precision(self) -> Precision:
         """Return the number format; engines that own theirs answer with the null format."""
@@ -98,7 +96,6 @@ class Strategy:
 
     @property
     def engine_wrapped(self) -> Any:
-        """The engine that holds model and optimizer; None without one."""
         return None
 
     @property
@@ -150,7 +147,11 @@ class Strategy:
     def prepare(self, bundle: Bundle) -> Bundle:
         """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers."""
         preparer = self.session.preparer
-        self._initialize(bundle)
+        models, optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
+        old = [*models, *optimizers]
+        models, optimizers = self.precision.initialize(models, optimizers)
+        changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
+        bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             bundle.replace(Kind.MODEL, preparer.prepare_model)
@@ -182,14 +183,6 @@ class Strategy:
         )
         self.session.remap(self.session.waiting)
         return converted
-
-    def _initialize(self, bundle: Bundle) -> None:
-        """Let the number format change models and optimizers together."""
-        models, optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
-        old = [*models, *optimizers]
-        models, optimizers = self.precision.initialize(models, optimizers)
-        changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
-        bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model`, which is placed, in the wrapper of this method, and compiled."""

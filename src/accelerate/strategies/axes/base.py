@@ -14,16 +14,16 @@ class Axis:
 
     All ranks call the same methods in the same order: `transform` for each model before it is wrapped,
     `transform_loader` for each loader after its model, `batch` around forward and backward.
+
+    Attributes:
+        size: number of ranks along the axis.
+        splits_buffers: whether `batch` splits tensors of the training loop.
+        groups: process groups of the axis as an engine takes them; `None` where torch's mesh has them.
     """
 
     size: int = 1
-    """Number of ranks along the axis."""
-
     splits_buffers: bool = False
-    """Whether `batch` splits tensors of the training loop."""
-
     groups: Any = None
-    """Process groups of the axis as an engine takes them; `None` where torch's mesh has them."""
 
     def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
         """Let models share their work along the axis, in place.

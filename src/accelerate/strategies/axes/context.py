@@ -23,9 +23,9 @@ from accelerate.strategies.axes.base import Axis
 logger = get_logger(__name__)
 
 CALL = "accelerator.maybe_context_parallel"
+_SEQUENCE_DIM = 2
 PARTS = 2
-"""Pieces of a sequence on each rank, one from either end: later positions attend to more, so this balances
-the work."""
+"""Pieces of a sequence on each rank, one from either end, for later positions attend to more others."""
 
 
 class ContextAxis(Axis):
@@ -43,8 +43,8 @@ class ContextAxis(Axis):
         self._is_prepared = False
 
     def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
-        """Let attention of transformers' models be causal without a mask, which would be that of whole
-        sequences: modules whose names end with `self_attn` get a hook."""
+        """Let attention of transformers' models, modules named `self_attn`, be causal without a mask: a mask
+        is that of whole sequences."""
         self._is_prepared = True
         for model in models:
             for name, module in model.named_modules():
@@ -148,11 +148,8 @@ def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     return args, kwargs
 
 
-_SEQUENCE_DIM = 2
-
-
 def register_cpu_kernels() -> None:
-    """Enter the CPU's kernels in torch's table."""
+    """Enter the CPU's kernels in torch's table of kernels that context parallelism supports."""
     table = torch_private.attention_handlers
     if table is None:
         raise ConfigurationError(
@@ -168,18 +165,12 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     query, key, value, *rest = args
     options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
     options.pop("attn_mask", None)
+    options = {"is_causal": False, **options, **_local(query=query, key=key, value=value)}
     mesh = query.device_mesh
     results = torch_private.ring_attention(
-        mesh.get_group(),
-        _SEQUENCE_DIM,
-        torch_private.cpu_attention,
-        query=_local(query),
-        key=_local(key),
-        value=_local(value),
-        is_causal=options.pop("is_causal", False),
-        **options,
+        mesh.get_group(), _SEQUENCE_DIM, torch_private.cpu_attention, **options
     )
-    return _shared(results[:2], mesh)
+    return _sharded(results[:2], mesh)
 
 
 def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -190,25 +181,19 @@ def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
         mesh.get_group(),
         _SEQUENCE_DIM,
         torch_private.cpu_attention_backward.default,
-        grad_out=_local(gradient),
         grad_out_name="grad_out",
-        query=_local(query),
-        key=_local(key),
-        value=_local(value),
-        out=_local(output),
-        logsumexp=_local(sums),
         is_causal=is_causal,
         dropout_p=dropout,
         scale=kwargs.get("scale"),
+        **_local(grad_out=gradient, query=query, key=key, value=value, out=output, logsumexp=sums),
     )
-    return _shared(results[:3], mesh)
+    return _sharded(results[:3], mesh)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local(**tensors: Tensor) -> dict[str, Tensor]:
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
-def _shared(tensors: Any, mesh: Any) -> tuple[DTensor, ...]:
-    return tuple(
-        DTensor.from_local(tensor, mesh, [Shard(_SEQUENCE_DIM)], run_check=False) for tensor in tensors
-    )
+def _sharded(tensors: Any, mesh: Any) -> tuple[DTensor, ...]:
+    sharding = [Shard(_SEQUENCE_DIM)]
+    return tuple(DTensor.from_local(tensor, mesh, sharding, run_check=False) for tensor in tensors)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,8 +22,8 @@ logger = get_logger(__name__)
 AXIS = "tp"
 WHOLE = "replicate"
 """The style of modules that each rank has whole."""
-CUT_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
-"""Styles that cut the first dimension of a weight: modules of these may share one."""
+SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
+"""Styles that shard the first dimension of a weight: modules of these may have the same weight."""
 
 
 class TensorAxis(Axis):
@@ -55,15 +56,13 @@ def _styles() -> dict[str, Callable[[], Any]]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+    gathered_output = partial(ColwiseParallel, output_layouts=Replicate())
+    whole_input = partial(RowwiseParallel, input_layouts=Replicate())
     return {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_colwise"), gathered_output),
+        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), whole_input),
         "sequence_parallel": SequenceParallel,
         # of heads [batch, sequence, heads, features], each rank having its heads
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -95,12 +94,9 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
             "set tp_size=1."
         )
     names = [name for name, _ in model.named_modules()]
+    patterns = {pattern: style for pattern, style in plan.items() if style != WHOLE}
     matched = {
-        name: style
-        for pattern, style in plan.items()
-        if style != WHOLE
-        for name in names
-        if _matches(name, pattern)
+        name: style for pattern, style in patterns.items() for name in names if _matches(name, pattern)
     }
     if not matched:
         raise PreparationError(
@@ -136,9 +132,9 @@ def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
-    torn = [  # all owners of a tied parameter have to be cut in the same way: along their rows
-        names
-        for names in owners.values()
-        if len(names) > 1 and any(matched.get(name) not in CUT_IN_ROWS for name in names)
-    ]
-    return [name for name in matched if any(name in names for names in torn)]
+    whole: set[str] = set()
+    for names in owners.values():
+        # all owners of a tied parameter have to be sharded in the same way: along their rows
+        if len(names) > 1 and any(matched.get(name) not in SHARDED_IN_ROWS for name in names):
+            whole.update(names)
+    return [name for name in matched if name in whole]

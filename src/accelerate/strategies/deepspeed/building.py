@@ -28,7 +28,7 @@ from accelerate.strategies.deepspeed.configuration import (
     computes_in_fp8,
     filling_of,
 )
-from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.strategies.session import Context
 
 logger = get_logger(__name__)

@@ -13,7 +13,7 @@ from accelerate.base import packages, wrong_value
 from accelerate.optimizer import steps_in_backward
 from accelerate.plugins import Filling
 from accelerate.settings import AUTO, look_up
-from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"

@@ -21,7 +21,6 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.checkpoints import EnginePart, gathered_parameters, whole_state
 from accelerate.strategies.deepspeed.configuration import (
     MICRO,
     STEPS,
@@ -30,11 +29,14 @@ from accelerate.strategies.deepspeed.configuration import (
     computes_in_fp8,
     problems_of,
 )
-from accelerate.strategies.deepspeed.wrappers import (
+from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
+    EnginePart,
+    gathered_parameters,
+    whole_state,
 )
 from accelerate.strategies.session import Context
 

@@ -15,15 +15,14 @@ from accelerate.strategies.megatron.engine import (
     MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
 )
-from accelerate.strategies.megatron.families import build_datasets as build_datasets
 from accelerate.strategies.megatron.initialize import (
+    build_datasets as build_datasets,
     finish_mpu_init as finish_mpu_init,
     model_provider_func as model_provider_func,
     prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
     prepare_optimizer as prepare_optimizer,
     prepare_scheduler as prepare_scheduler,
 )
-from accelerate.strategies.megatron.planning import plan as plan
 from accelerate.strategies.megatron.reports import (
     Losses as Losses,
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
@@ -44,4 +43,4 @@ from accelerate.strategies.megatron.steps import (
     output_class as output_class,
     sum_over_tokens as sum_over_tokens,
 )
-from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM
+from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM, plan as plan

@@ -13,7 +13,7 @@ from accelerate.base import wrong_value
 from accelerate.data_loader import kept_settings
 from accelerate.state import AcceleratorState
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.families import build_datasets
+from accelerate.strategies.megatron.initialize import build_datasets
 
 _RENAMED = {"splits_string": "split"}
 """Arguments of Megatron-LM that have another name in scripts."""

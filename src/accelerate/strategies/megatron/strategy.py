@@ -1,42 +1,228 @@
-"""Training by Megatron-LM: its models, its optimizer, its schedules."""
+"""Training by Megatron-LM: what a run must have before anything starts, and the strategy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
+from accelerate.base import ConfigurationError, DistributedType, PreparationError, environ, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.plugins import (
+    MegatronLMPlugin,
+    find_wrong_network,
+    find_wrong_sizes,
+    find_wrong_values,
+    optimizer_kind,
+)
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
-from accelerate.strategies.megatron import initialize as starting
+from accelerate.strategies.megatron import initialize as starting, library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
     RankGrid,
     prepare_data_loader,
+    refuse_batch_sampler,
     with_batches_of,
 )
 from accelerate.strategies.megatron.engine import (
     MegatronEngine,
+    MegatronLMDummyScheduler,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
     MegatronPart,
 )
-from accelerate.strategies.megatron.planning import plan
 from accelerate.strategies.session import Context
 
 logger = get_logger(__name__)
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLACKWELL = 10
+"""The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
+
+
+def plan(
+    plugin: MegatronLMPlugin, bundle: Bundle, processes: int, mixed_precision: str, steps: int
+) -> list[str]:
+    """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each.
+
+    Args:
+        steps: backward passes for each step of the optimizer.
+    """
+    problems = [*find_missing(plugin), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]
+    if steps > 1:
+        problems.append(
+            f"gradient_accumulation_steps={steps}: Megatron-LM accumulates by itself. Set num_micro_batches "
+            "of MegatronLMPlugin instead"
+        )
+    plugin.set_mixed_precision(mixed_precision)
+    problems += _plan_data(plugin, bundle, processes)
+    problems += _plan_model(plugin, bundle)
+    problems += _plan_optimizer(plugin, bundle)
+    return problems
+
+
+def find_missing(plugin: MegatronLMPlugin) -> list[str]:
+    """Return what this machine lacks for Megatron-LM, one line each."""
+    engine, apex = library.exists("transformer_engine"), library.exists("apex")
+    shares = (plugin.context_parallel_size or 1) > 1
+    problems = library.find_missing()
+    if plugin.sequence_parallelism and not (engine or apex):
+        problems.append(
+            "sequence_parallelism=True: the layers for it are in Transformer Engine and in Apex, and neither "
+            "can be imported. Install Transformer Engine"
+        )
+    if shares and not engine:
+        problems.append(
+            f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
+            "Engine, which cannot be imported. Install it"
+        )
+    if plugin.use_precision_aware_optimizer and not engine:
+        problems.append(
+            "use_precision_aware_optimizer=True: its Adam is that of Transformer Engine, which cannot be "
+            "imported. Install it"
+        )
+    if plugin.use_custom_fsdp and not library.exists("einops"):
+        problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
+    if not problems:
+        problems += _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
+    return problems
+
+
+def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
+    """Return what is wrong with the number of queues by which kernels come to a GPU."""
+    number = environ.current().get(QUEUES)
+    if own_fsdp and number == "1":
+        return [f"{QUEUES}=1: use_custom_fsdp wants kernels to come in several queues. Unset it"]
+    if own_fsdp or not shares or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+        return []
+    return [
+        f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "
+        "one queue. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
+    ]
+
+
+def dummies(bundle: Bundle, kind: type) -> list[Any]:
+    """Return the objects that stand for one of Megatron-LM's."""
+    return [obj for obj in bundle.objects if isinstance(obj, kind)]
+
+
+def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list[str]:
+    stand_ins, problems = dummies(bundle, MegatronLMDummyDataLoader), []
+    for stand_in in stand_ins:
+        stand_in.set_megatron_data_args()
+        plugin.megatron_dataset_flag = True
+    sizes = [loader.batch_size for loader in bundle.of(Kind.LOADER) if loader.batch_size is not None]
+    for loader in bundle.of(Kind.LOADER):
+        problems += _message_of(partial(refuse_batch_sampler, loader))
+    micro_batch_size = plugin.dataset_args.get("micro_batch_size") if stand_ins else None
+    if micro_batch_size is None and not sizes and not problems:
+        problems.append(
+            "micro_batch_size: nothing says how many samples a micro-batch has. Prepare the loaders together "
+            "with the model, or pass micro_batch_size to MegatronLMDummyDataLoader"
+        )
+    if micro_batch_size is not None or sizes:
+        copy = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
+        size = micro_batch_size
+        if size is None:
+            size = (min if plugin.is_train_batch_min else max)(sizes)
+        plugin.set_training_args(int(size), max(1, processes // copy))
+    return problems
+
+
+def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
+    if len(bundle.models) != 1:
+        return [
+            f"{len(bundle.models)} models: Megatron-LM trains one in a process, together with its optimizer. "
+            "Pass one model to `prepare`"
+        ]
+    model = bundle.models[0]
+    needs_batch = not (plugin.seq_length or plugin.encoder_seq_length or plugin.decoder_seq_length)
+    batch = _sample(bundle.of(Kind.LOADER)) if needs_batch else None
+    problems = _message_of(lambda: plugin.set_network_size_args(model, batch))
+    if problems:
+        return problems
+    network = plugin.megatron_lm_default_args
+    if not network.get("pretraining_flag", True) and plugin.custom_model_provider_function is None:
+        problems.append(
+            f"{type(model).__name__}: Megatron-LM has models for pretraining only. Pass "
+            "custom_model_provider_function to MegatronLMPlugin, or another model"
+        )
+    return [*problems, *find_wrong_network(plugin, network)]
+
+
+def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
+    problems: list[str] = []
+    if len(bundle.optimizers) != 1:
+        problems.append(
+            f"{len(bundle.optimizers)} optimizers: Megatron-LM builds one, like the one that is given. Pass "
+            "one to `prepare`, together with the model"
+        )
+    else:
+        optimizer = bundle.optimizers[0]
+        problems += _message_of(lambda: optimizer_kind(optimizer))
+        if not problems:
+            plugin.set_optimizer_type(optimizer)
+            rate = plugin.megatron_lm_default_args["lr"]
+            if plugin.min_lr > rate:
+                problems.append(
+                    f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {rate}. Make it smaller"
+                )
+    return [*problems, *_plan_schedule(plugin, bundle)]
+
+
+def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
+    schedulers = bundle.of(Kind.SCHEDULER)
+    stand_ins = dummies(bundle, MegatronLMDummyScheduler)
+    problems = [
+        f"{type(scheduler).__name__}: Megatron-LM steps schedulers of its own only. Pass "
+        "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and lr_decay_style "
+        "to MegatronLMPlugin"
+        for scheduler in schedulers
+        if scheduler not in stand_ins
+    ]
+    if stand_ins:
+        plugin.set_scheduler_args(stand_ins[0])
+        problems += [line for line in find_wrong_values(plugin) if "different units" in line]
+    else:
+        plugin.set_schedule_args()
+    if not problems and not plugin.train_iters and not plugin.train_samples:
+        problems.append(
+            "train_iters: nothing says how long training is. Prepare MegatronLMDummyScheduler(optimizer, "
+            "total_num_steps=...), or set train_iters or train_samples of MegatronLMPlugin"
+        )
+    return problems
+
+
+def _message_of(ask: Callable[[], Any]) -> list[str]:
+    """Return what an error says, instead of raising it."""
+    try:
+        ask()
+    except ConfigurationError as error:
+        return [str(error).rstrip(".")]
+    return []
+
+
+def _sample(loaders: Sequence[Any]) -> Any:
+    """Return the first samples of the first dataset with an index as a batch, without a random draw."""
+    for loader in loaders:
+        if isinstance(loader.dataset, IterableDataset) or loader.collate_fn is None or not loader.batch_size:
+            continue
+        number = min(loader.batch_size, len(loader.dataset))
+        return loader.collate_fn([loader.dataset[index] for index in range(number)])
+    return None
 
 
 class MegatronLM(Strategy):
@@ -71,7 +257,11 @@ class MegatronLM(Strategy):
     def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron-LM cannot train, with all problems in one message."""
         if self.engine is not None:
-            self._check_later(bundle)
+            if bundle.models or bundle.optimizers:
+                raise PreparationError(
+                    "Megatron-LM trains one model with one optimizer in a process, and has them already. "
+                    "Prepare everything in one call."
+                )
             return
         problems = plan(
             self.plugin,
@@ -84,15 +274,8 @@ class MegatronLM(Strategy):
             listed = "".join(f"\n  - {problem.rstrip('.')}." for problem in problems)
             raise PreparationError(f"Megatron-LM cannot train this run, {len(problems)} reasons:{listed}")
 
-    def _check_later(self, bundle: Bundle) -> None:
-        if bundle.models or bundle.optimizers:
-            raise PreparationError(
-                "Megatron-LM trains one model with one optimizer in a process, and has them already. Prepare "
-                "everything in one call."
-            )
-
     def prepare(self, bundle: Bundle) -> Bundle:
-        """Start Megatron-LM and put what it has built in the places of the user's objects."""
+        """Start Megatron-LM and replace the user's objects by what it has built."""
         preparer = self.session.preparer
         if self.engine is None:
             starting.initialize(preparer)
@@ -179,18 +362,17 @@ class MegatronLM(Strategy):
         raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
 
     def release(self) -> None:
-        """Let go of the engine; Megatron-LM's groups stay open, as they are the process's."""
+        """Release the engine; Megatron-LM's groups stay open, as they belong to the process."""
         self.engine = None
 
 
 def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
     """Replace the stand-ins of loaders by Megatron-LM's loaders: training, validation, test."""
-    places = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
-    if not places:
-        return
-    loaders = prepare_data_loader(preparer, bundle.objects[places[0]])
-    for place, loader in zip(places, loaders, strict=False):
-        bundle.objects[place] = mark_prepared(loader)
+    numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
+    if numbers:
+        loaders = prepare_data_loader(preparer, bundle.objects[numbers[0]])
+        for number, loader in zip(numbers, loaders, strict=False):
+            bundle.objects[number] = mark_prepared(loader)
 
 
 def _in_parts(what: str, instead: str) -> ConfigurationError:
