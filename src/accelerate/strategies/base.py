@@ -55,7 +55,7 @@ class Strategy:
         gathers_shards: whether weights are shards that are gathered for each forward, maybe in another dtype.
         make_scaler: builds the gradient scaler of float16; `None` takes the one of the hardware.
         engine_wrapped: the engine that holds model and optimizer; None without one.
-        backward: computes gradients of a loss that is already divided by the accumulation steps; on all ranks.
+        backward: computes gradients of a loss already divided by the accumulation steps; on all ranks.
     """
 
     distributed_type: ClassVar[DistributedType | None] = None

@@ -112,8 +112,6 @@ class DeepSpeed(Strategy):
         """The engine that was built last; None before."""
         return self.engines[-1] if self.engines else None
 
-    # Prepare
-
     def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""
         models, optimizers, schedulers = map(bundle.new, (Kind.MODEL, Kind.OPTIMIZER, Kind.SCHEDULER))
@@ -230,8 +228,6 @@ class DeepSpeed(Strategy):
             torch_private.point_scheduler(scheduler, inner)
         return scheduler
 
-    # Step
-
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients by the engine whose model gave the loss; the accelerator has divided it."""
         engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
@@ -281,8 +277,6 @@ class DeepSpeed(Strategy):
             for model in models:
                 stack.enter_context(gathered_parameters(model))
             yield
-
-    # Save and end
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         """Return what saves and loads an engine; None for a model without one."""

@@ -60,8 +60,6 @@ class Sharded(Strategy, ABC):
         """Whether states are saved in shards, as the plugin says."""
         return self.plugin is not None and saves_shards(self.plugin)
 
-    # Prepare
-
     def check_model(self, model: nn.Module) -> None:
         """Refuse models that a device map has split."""
         refuse_split_model(model, "and only whole models are shared between processes")
@@ -101,8 +99,6 @@ class Sharded(Strategy, ABC):
         self.names.update(remapper.names_by_group())
         self.session.replace(remapper.replaced(parameters))
         return sharded
-
-    # Step
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Refuse: every forward needs the shards of all ranks."""

@@ -52,18 +52,24 @@ class MainWeights:
 
 def empty_model(model: nn.Module) -> None:
     """Put all tensors of a model on the meta device; tied ones stay tied."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    _replace_tensors(model, lambda value: _like(value, torch.empty_like(value, device="meta")))
+
+
+def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each parameter and buffer by what `change` returns for it, tied ones by the same tensor."""
+    changed: dict[torch.Tensor, Any] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in new:
-                empty = torch.empty_like(parameter, device="meta")
-                new[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = new[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="meta")
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is not None and value not in changed:
+                    changed[value] = change(value)
+                if value is not None:
+                    tensors[name] = changed[value]
+
+
+def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a parameter if another one is."""
+    return nn.Parameter(tensor, value.requires_grad) if isinstance(value, nn.Parameter) else tensor
 
 
 def fsdp2_load_full_state_dict(
@@ -119,35 +125,25 @@ def _distribute(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) ->
     part = whole
     if isinstance(target, DTensor):
         part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    if cpu_offload:
-        part = part.to("cpu")
-    if isinstance(target, nn.Parameter):
-        return nn.Parameter(part, requires_grad=target.requires_grad)
-    return part
+    return _like(target, part.to("cpu") if cpu_offload else part)
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks."""
+    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks.
+
+    Args:
+        model: tensors on the meta device come to memory; tied parameters stay tied.
+    """
     transport = current_transport()
-    filled: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, value in tensors.items():
-                if value is None:
-                    continue
-                if id(value) not in filled:
-                    filled[id(value)] = _filled_from_main(value, device, transport)
-                tensors[name] = filled[id(value)]  # type: ignore[assignment]
 
+    @torch.no_grad()
+    def receive(value: torch.Tensor) -> torch.Tensor:
+        if value.device.type == "meta":
+            value = _like(value, torch.empty_like(value, device=device))
+        value.data = transport.broadcast(value.detach().to(device).contiguous(), MAIN).to(value.device)
+        return value
 
-@torch.no_grad()
-def _filled_from_main(value: torch.Tensor, device: torch.device, transport: Any) -> torch.Tensor:
-    if value.device.type == "meta":
-        empty = torch.empty_like(value, device=device)
-        value = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
-    sent = transport.broadcast(value.detach().to(device).contiguous(), MAIN)
-    value.data = sent.to(value.device)
-    return value
+    _replace_tensors(model, receive)
 
 
 def ensure_weights_retied(

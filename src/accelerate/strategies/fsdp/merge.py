@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
 
 Tensors = dict[Place, Tensor]
-"""Tensors of a sharded checkpoint by their places in it, on the meta device."""
+"""Tensors of a sharded checkpoint by their keys in its index, on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Format:
     save: Callable[[dict[str, Tensor], Path], None]
 
 
-def _save_safely(tensors: dict[str, Tensor], path: Path) -> None:
-    write_whole_tensors(tensors, {}, path)
-
-
-SAFETENSORS = Format(SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME, _save_safely)
+SAFETENSORS = Format(
+    SAFE_WEIGHTS_PATTERN_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    lambda tensors, path: write_whole_tensors(tensors, {}, path),
+)
 PICKLE = Format(WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, torch.save)
 
 
@@ -94,18 +94,28 @@ def _refuse_losing(source: Path, target: Path) -> None:
 
 
 def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-    folder = _find(source)
-    index, tensors = _read_tensors(folder)
-    groups = list(_grouped(tensors, shard_bytes))
-    expect(_bytes_of(tensors))
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    index, keys = _read_index(_find(source))
+    tensors = {name: stored for name, key in keys.items() if (stored := index.stored(key)) is not None}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=form.pattern,
+        max_shard_size=shard_bytes,
+    )
+    files = split.filename_to_tensors
+    expect(sum(tensor.nbytes for tensor in tensors.values()))
     target.mkdir(parents=True, exist_ok=True)
-    names = [_file_name(form, number, len(groups)) for number in range(1, len(groups) + 1)]
-    with replace_files([target / name for name in names]) as temporary:
-        for group, path in zip(groups, temporary, strict=True):
-            form.save(_load(index, group), path)
-            advance(_bytes_of(group))
-    if len(groups) > 1:
-        _write_index(target / form.index, dict(zip(names, groups, strict=True)))
+    with replace_files([target / file for file in files]) as temporary:
+        for names, path in zip(files.values(), temporary, strict=True):
+            form.save(_load(index, {keys[name]: tensors[name] for name in names}), path)
+            advance(sum(tensors[name].nbytes for name in names))
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        content = {"metadata": split.metadata, "weight_map": weight_map}
+        with replace_files([target / form.index]) as (path,):
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _find(source: Path) -> Path:
@@ -113,55 +123,26 @@ def _find(source: Path) -> Path:
     folder = next((path for path in candidates if os.path.isfile(path / shard_index.NAME)), None)
     if folder is None:
         reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
-        raise wrong_value(
-            "checkpoint_directory", str(source), reason, "Name the folder with the model's shards"
-        )
+        fix = "Name the folder with the model's shards"
+        raise wrong_value("checkpoint_directory", str(source), reason, fix)
     return folder
 
 
-def _read_tensors(folder: Path) -> tuple[ShardIndex, Tensors]:
-    """Read the shapes and dtypes of all tensors of a checkpoint."""
+def _read_index(folder: Path) -> tuple[ShardIndex, dict[str, Place]]:
+    """Read which tensors a checkpoint has: name in the result -> key in the index."""
     index = shard_index.read(folder, MODEL)
-    stored = {place: index.stored(place) for place in index.places}
-    tensors = {place: tensor for place, tensor in stored.items() if tensor is not None}
-    if not tensors:
-        raise wrong_value(
-            "checkpoint_directory", str(folder), "it holds no tensors", "Name a model's checkpoint"
-        )
-    return index, tensors
+    keys = {_name(key): key for key in index.places if index.stored(key) is not None}
+    if not keys:
+        reason, fix = "it holds no tensors", "Name a model's checkpoint"
+        raise wrong_value("checkpoint_directory", str(folder), reason, fix)
+    return index, keys
 
 
-def _grouped(tensors: Tensors, shard_bytes: int) -> Iterator[Tensors]:
-    group: Tensors = {}
-    for place, tensor in tensors.items():
-        if group and _bytes_of(group) + tensor.nbytes > shard_bytes:
-            yield group
-            group = {}
-        group[place] = tensor
-    yield group
-
-
-def _bytes_of(tensors: Tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _name(place: Place) -> str:
-    return ".".join(map(str, place[1:]))
+def _name(key: Place) -> str:
+    return ".".join(map(str, key[1:]))
 
 
 def _load(index: ShardIndex, group: Tensors) -> dict[str, Tensor]:
-    memory = {place: torch.empty_like(tensor, device="cpu") for place, tensor in group.items()}
-    shard_files.read(index, {place: whole(tensor) for place, tensor in memory.items()}, {})
-    return {_name(place): tensor for place, tensor in memory.items()}
-
-
-def _file_name(form: Format, number: int, count: int) -> str:
-    return form.pattern.format(suffix=f"-{number:05d}-of-{count:05d}" if count > 1 else "")
-
-
-def _write_index(path: Path, files: Mapping[str, Tensors]) -> None:
-    total = sum(map(_bytes_of, files.values()))
-    places = {_name(place): name for name, group in files.items() for place in group}
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    with replace_files([path]) as (temporary,):
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    memory = {key: torch.empty_like(tensor, device="cpu") for key, tensor in group.items()}
+    shard_files.read(index, {key: whole(tensor) for key, tensor in memory.items()}, {})
+    return {_name(key): tensor for key, tensor in memory.items()}

@@ -136,8 +136,6 @@ class FullySharded(Sharded):
         shape = (topology.size // topology.local_size, topology.local_size)
         return init_device_mesh(self.context.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
-    # Step
-
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Gather all units and call the modules inside them, not the wrappers, which would gather again."""
@@ -158,8 +156,6 @@ class FullySharded(Sharded):
         """Return the group of ranks that share a flat parameter."""
         groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
-
-    # Save and end
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         """Return what saves and loads the optimizers with whole tensors, each of one model."""

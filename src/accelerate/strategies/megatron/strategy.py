@@ -252,8 +252,6 @@ class MegatronLM(Strategy):
         """Which ranks share a batch, as Megatron-LM has grouped them."""
         return self.grid
 
-    # Prepare
-
     def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron-LM cannot train, with all problems in one message."""
         if self.engine is not None:
@@ -322,8 +320,6 @@ class MegatronLM(Strategy):
         """Return the engine itself: there is no module of the user's in it."""
         return model
 
-    # Step
-
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Refuse: all ranks take part in each step."""
         raise ConfigurationError(
@@ -346,8 +342,6 @@ class MegatronLM(Strategy):
         """Refuse: gradients are gone when a step is done."""
         reason = "Megatron-LM clips the norm of gradients, not their values"
         raise wrong_value("clip_value", clip_value, reason, "Set gradient_clipping of MegatronLMPlugin")
-
-    # Save and end
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         """Return what lets Megatron-LM save and load."""
