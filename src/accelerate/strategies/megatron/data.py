@@ -146,11 +146,7 @@ def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     refuse_batch_sampler(loader)
     sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     return DataLoader(
-        loader.dataset,
-        batch_size=size,
-        sampler=sampler,
-        drop_last=loader.drop_last,
-        **kept_settings(loader),
+        loader.dataset, batch_size=size, sampler=sampler, drop_last=loader.drop_last, **kept_settings(loader)
     )
 
 
