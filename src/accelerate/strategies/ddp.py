@@ -138,7 +138,6 @@ class DataParallel(Strategy):
         self.replicas = context.topology.size
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse models that a device map has split, and what the number format refuses."""
         super().check_model(model)
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
 
@@ -154,23 +153,19 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def gradient_order(self, model: nn.Module) -> list[int]:
-        """Return the order of gradients in the buckets of the replica."""
         replica = _replica(model)
         return [] if replica is None else order_of(replica)
 
     def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
-        """Let the replica sum in that order from its next pass on."""
         replica = _replica(model)
         if replica is not None:
             adopt_order(replica, order)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return torch's `no_sync` of the replica."""
         replica = _replica(model)
         return nullcontext() if replica is None else replica.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return torch's `Join` over the replicas (and joinable optimizers) in `joinables`."""
         inner = [
             _replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
             for obj in joinables

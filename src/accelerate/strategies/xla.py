@@ -7,9 +7,9 @@ Source: https://docs.pytorch.org/xla/master/learn/api-guide.html, .../perf/spmd_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -20,7 +20,7 @@ from accelerate.devices import mark_step, of_device, row_axes, share_rows, use_m
 from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
-from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
+from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
 from accelerate.strategies.bundle import as_list
 from accelerate.strategies.session import Context
 from accelerate.weights import addressable, find_tied_parameters, retie_parameters
@@ -113,12 +113,10 @@ class XlaReplicas(Strategy):
         self.average = GradientAverage(1 if self.averages_itself else self.replicas, context.gradients)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse models that a device map has split, and what the number format refuses."""
         super().check_model(model)
         refuse_split_model(model, "and XLA devices take whole models")
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
-        """Return `model` on the device, converted to the number format and compiled."""
         if place:
             self.place(model)
         return super().prepare_model(model, place=False, evaluation=evaluation)
@@ -142,11 +140,9 @@ class XlaReplicas(Strategy):
         return XlaOptimizer(optimizer, self.average, place, self.precision.scaler)
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients, averaged before, so that their joint norm is at most `max_norm`."""
         return super().clip_grad_norm(self._averaged(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
-        """Cut each element of gradients, averaged before, to the range from `-clip_value` to `clip_value`."""
         super().clip_grad_value(self._averaged(parameters), clip_value)
 
     def _averaged(self, parameters: Parameters) -> list[Tensor]:
@@ -277,7 +273,6 @@ class XlaFullySharded(XlaReplicas):
         return self.compile(wrapped)
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale sharded gradients so that their joint norm is at most `max_norm`."""
         listed = as_list(parameters)
         clipped = set(map(id, listed))
         for model in self._wrapped:
@@ -286,25 +281,14 @@ class XlaFullySharded(XlaReplicas):
                 return norm
         return super().clip_grad_norm(listed, max_norm, norm_type)
 
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Refuse: each process has shards only."""
-        raise _cannot_save()
+    def _refuse_to_save(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            "With fsdp_version=1 on XLA devices each process has parts of the model only, which this version "
+            "neither saves nor loads. Set fsdp_version=2, whose states are whole; or save each process's "
+            "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
+        )
 
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Refuse: each process has shards only."""
-        raise _cannot_save()
-
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Refuse: each process has shards only."""
-        raise _cannot_save()
-
-
-def _cannot_save() -> ConfigurationError:
-    return ConfigurationError(
-        "With fsdp_version=1 on XLA devices each process has parts of the model only, which this version "
-        "neither saves nor loads. Set fsdp_version=2, whose states are whole; or save each process's "
-        "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
-    )
+    state_dict = load_weights = optimizer_owners = _refuse_to_save
 
 
 def _shards_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Parameter]]:

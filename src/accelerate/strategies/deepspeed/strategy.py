@@ -123,7 +123,6 @@ class DeepSpeed(Strategy):
             self.check_model(model)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse models that a device map has split."""
         refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
 
     def prepare(self, bundle: Bundle) -> Bundle:
@@ -159,17 +158,12 @@ class DeepSpeed(Strategy):
         plugin = self.plugin
         if self.build.optimizer is None and not plugin.hf_ds_config.is_zero3():
             return self.compile(building.run_only(model, self.context.device, place, plugin.deepspeed_config))
-        self._adopt_accumulation()
-        config = building.complete(plugin, self._given(model))
-        return self._build(model, config)
-
-    def _adopt_accumulation(self) -> None:
-        """Accumulate as the configuration says where the user does not: a client may fill it in late."""
-        plugin, gradients = self.plugin, self.context.gradients
+        # Accumulate as the configuration says where the user does not: a client may fill it in late.
         plugin.filled.undo(plugin.deepspeed_config)
-        steps = str(plugin.get_value(STEPS))
+        steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
+        return self._build(model, building.complete(plugin, self._given(model)))
 
     def _given(self, model: nn.Module) -> Given:
         request = self.context.request
@@ -257,14 +251,12 @@ class DeepSpeed(Strategy):
         return super().clip_grad_norm((), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
-        """Refuse: the engine keeps gradients where only it reaches them."""
         raise ConfigurationError(
             "clip_grad_value_ does not work with DeepSpeed, whose engine holds the gradients. Call "
             "clip_grad_norm_, or set gradient_clipping in its configuration."
         )
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Refuse: every step of an engine needs all ranks."""
         raise ConfigurationError(
             "join_uneven_inputs does not work with DeepSpeed: its engine steps on all processes together. "
             "Leave even_batches on, or use windows()."
@@ -279,7 +271,6 @@ class DeepSpeed(Strategy):
             yield
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        """Return what saves and loads an engine; None for a model without one."""
         if not self._has_engine(model):
             return None
         return EnginePart(index, model, self.context.topology, folder)
@@ -288,7 +279,6 @@ class DeepSpeed(Strategy):
         return any(model is wrapper.engine for wrapper in self.engines)
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Load whole weights into a model without an engine."""
         if not self._has_engine(model):
             super().load_weights(model, state, fill)
             return
@@ -305,6 +295,5 @@ class DeepSpeed(Strategy):
         return whole_state(model)
 
     def release(self) -> None:
-        """Forget all engines."""
         self.engines.clear()
         self.known_sizes.clear()

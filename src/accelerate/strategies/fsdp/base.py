@@ -61,7 +61,6 @@ class Sharded(Strategy, ABC):
         return self.plugin is not None and saves_shards(self.plugin)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse models that a device map has split."""
         refuse_split_model(model, "and only whole models are shared between processes")
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
@@ -101,7 +100,6 @@ class Sharded(Strategy, ABC):
         return sharded
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Refuse: every forward needs the shards of all ranks."""
         raise ConfigurationError(
             "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank that has run "
             "out of batches would keep its part of the parameters from the others. Leave even_batches on, or "
@@ -120,7 +118,6 @@ class Sharded(Strategy, ABC):
         return groups_of(parameter)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
-        """Clip each gradient element of the local shards."""
         clip_values(parameters, clip_value)
 
 

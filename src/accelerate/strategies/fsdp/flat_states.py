@@ -34,6 +34,7 @@ from accelerate.checkpointing import (
     Change,
     Load,
     LocalShards,
+    ModuleShards,
     Place,
     Shape,
     ShardIndex,
@@ -43,7 +44,6 @@ from accelerate.checkpointing import (
     group_places,
     loaded_groups,
     memory_for,
-    model_targets,
     optimizer_change,
     refuse_other_optimizer,
     rejoin,
@@ -178,7 +178,7 @@ class LocalRange:
         return flat.view(-1).narrow(0, self.at, self.values.numel())
 
 
-def local_ranges(root: FSDP) -> list[LocalRange]:
+def local_ranges(root: nn.Module) -> list[LocalRange]:
     """Return the local range of all parameters in units, also of those without an element here."""
     ranges: list[LocalRange] = []
     for prefix, unit in torch_private.flat_units(root):
@@ -218,7 +218,7 @@ def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]
     return [tuple(group) for group in names.values()]
 
 
-def _outside_units(root: FSDP, known: set[str]) -> Iterator[tuple[str, Any]]:
+def _outside_units(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Any]]:
     """Iterate over what a model saves and no unit holds: buffers, ignored parameters, extra state."""
     for prefix, module in root.named_modules():
 
@@ -244,12 +244,8 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
     return {**shapes, **dict(_outside_units(root, set(shapes)))}
 
 
-@dataclass(frozen=True)
-class FlatModuleShards:
-    """The weights of a model under FSDP 1."""
-
-    module: FSDP
-    root: str = MODEL
+class FlatModuleShards(ModuleShards):
+    """The weights of a model under FSDP 1, whose outermost unit is `module`."""
 
     def state(self) -> dict[Place, Any]:
         state: dict[str, Any] = {}
@@ -258,14 +254,11 @@ class FlatModuleShards:
         state.update(_outside_units(self.module, set(state)))
         return {(MODEL, name): value for name, value in state.items()}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
-        return model_targets(self.module, self.state(), index, options)
-
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
-        return Change(partial(self._apply, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
+        return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
 
     @torch.no_grad()
-    def _apply(self, values: Mapping[Place, Any]) -> None:
+    def _load(self, values: Mapping[Place, Any]) -> None:
         current = self.state()
         for key, value in values.items():
             if is_extra(key[1]):

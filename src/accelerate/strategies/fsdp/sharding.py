@@ -311,15 +311,14 @@ def holdings(
     model: nn.Module, units: Iterable[nn.Module], ignored: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Holding]]:
     """Iterate over what each unit holds itself, the model being the last one."""
-    names = {id(module): name for name, module in model.named_modules()}
-    borders = {id(unit) for unit in units} | {id(model)}
-    left_out = {id(parameter) for parameter in ignored}
+    prefixes, ignored = {module: name for name, module in model.named_modules()}, set(ignored)
     for unit in [*units, model]:
+        inside = unit.named_modules(memo={*units, model} - {unit})  # which leaves out those of other units
         yield [
-            Holding(module, f"{names[id(module)]}.{name}".lstrip("."), parameter)
-            for module in _inside(unit, borders)
+            Holding(module, f"{prefixes[module]}.{name}".lstrip("."), parameter)
+            for _, module in inside
             for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) not in left_out
+            if parameter not in ignored
         ]
 
 
@@ -355,19 +354,6 @@ def _odd_modules(model: nn.Module, trained: list[Holding], usual: torch.dtype) -
             "those of the other, or train with mixed_precision, which keeps all in float32."
         )
     return list(wanted.values())
-
-
-def _inside(unit: nn.Module, borders: set[int]) -> Iterator[nn.Module]:
-    """Iterate over a unit's modules, without those of units inside it; each once."""
-    seen: set[int] = set()
-    waiting = [unit]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield module
-        waiting += [child for child in module.children() if id(child) not in borders]
 
 
 def _owners_of_tied(model: nn.Module) -> dict[int, set[int]]:

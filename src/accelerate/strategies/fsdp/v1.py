@@ -112,7 +112,7 @@ class FullySharded(Sharded):
         if on_host and arguments.pop("sync_module_states"):
             send_from_main(model, device)  # torch itself sends between accelerators only
         elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
-            initialize = plugin.param_init_fn or partial(_to_empty, device=device)
+            initialize = plugin.param_init_fn or (lambda m: m.to_empty(device=device, recurse=False))
             arguments["param_init_fn"] = ensure_weights_retied(initialize, model, device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         return FSDP(
@@ -148,26 +148,24 @@ class FullySharded(Sharded):
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return torch's `no_sync` of the outermost unit."""
         root = root_of(model)
         return nullcontext() if root is None else root.no_sync()
 
     def groups_of(self, parameter: torch.Tensor) -> Groups:
-        """Return the group of ranks that share a flat parameter."""
         groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Return what saves and loads the optimizers with whole tensors, each of one model."""
-        return [self._owner(optimizer, gather) for optimizer in optimizers]
-
-    def _owner(self, optimizer: Any, gather: bool) -> Any:
-        stepped = self._find_root(optimizer)
-        if stepped is None:
-            return optimizer
-        arguments = (optimizer, *stepped, self._offloads)
-        state = gather_flat_state(*arguments, self.keeps_whole_states) if gather else None
-        return WholeFlatOptimizer(*arguments, state)
+        owners: list[Any] = []
+        for optimizer in optimizers:
+            stepped = self._find_root(optimizer)
+            if stepped is None:
+                owners.append(optimizer)
+                continue
+            arguments = (optimizer, *stepped, self._offloads)
+            state = gather_flat_state(*arguments, self.keeps_whole_states) if gather else None
+            owners.append(WholeFlatOptimizer(*arguments, state))
+        return owners
 
     def _find_root(self, optimizer: Any) -> tuple[FSDP, Names] | None:
         """Return the model that an optimizer steps, with the names of the parameters; None without units."""
@@ -188,17 +186,14 @@ class FullySharded(Sharded):
         return bool(not of_device(self.context.device).is_host)
 
     def model_shards(self, model: nn.Module) -> ShardOwner:
-        """Return what saves and loads this process's part of a model."""
         root = root_of(model)
         return super().model_shards(model) if root is None else FlatModuleShards(root)
 
     def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return what whole weights of a model have, without values."""
         root = root_of(model)
         return super().live_weights(model) if root is None else whole_shapes(root)
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
-        """Return what saves and loads this process's part of an optimizer's state."""
         stepped = self._find_root(optimizer)
         if stepped is None:
             return super().optimizer_shards(optimizer, models)
@@ -212,7 +207,6 @@ class FullySharded(Sharded):
         return [[[name] for name in group] for group in stepped[1]]
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Load whole weights; torch takes this rank's shards."""
         root = root_of(model)
         if root is None:
             super().load_weights(model, state, fill)
@@ -282,7 +276,3 @@ def _in_float32(policy: Any) -> Any:
 def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
     """Give what computed in float32 back in the number format of what follows."""
     return recursively_apply(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, output)
-
-
-def _to_empty(module: nn.Module, device: torch.device) -> None:
-    module.to_empty(device=device, recurse=False)

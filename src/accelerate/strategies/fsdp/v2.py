@@ -28,14 +28,12 @@ class DistributedTensors(Sharded):
     """What does not depend on the dimensions of the mesh over which tensors are distributed."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Return what saves and loads the optimizers with whole tensors."""
         return [
             WholeOptimizer(optimizer, gather_state(optimizer, self.keeps_whole_states) if gather else None)
             for optimizer in optimizers
         ]
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Load this rank's shards of whole weights."""
         inner = self.unwrap(model, keep_compiled=False)
         targets = inner.state_dict(keep_vars=True)
         fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
@@ -96,7 +94,6 @@ class FullyShard(DistributedTensors):
                 unit.reshard()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which units keep whole gradients instead of exchanging them."""
         return _keeping_gradients(model)
 
 
@@ -106,7 +103,6 @@ class TensorParallel(DistributedTensors):
     distributed_type = None  # the label is that of the hardware
 
     def split(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with parameters of the layers in its plan sharded over the axis."""
         model = model.to(self.context.device)
         return self.follow(model, lambda: self._share(model), named_parameters)
 
@@ -119,7 +115,6 @@ class CopiedTensorParallel(TensorParallel):
     """Groups of processes share each layer; the backward pass averages gradients over the groups."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass averages nothing."""
         return _keeping_gradients(model)
 
     def _share(self, model: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
 from accelerate.strategies.megatron.data import (
+    BatchShape as BatchShape,
     MegatronBatches as MegatronBatches,
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     RankGrid as RankGrid,
-    Shape as Shape,
     iterators as iterators,
     prepare_data_loader as prepare_data_loader,
     refuse_batch_sampler as refuse_batch_sampler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 Batch = dict[str, torch.Tensor]
 
 
-class Shape:
+@dataclass(frozen=True)
+class BatchShape:
     """Rows and columns of the batches of a run.
 
     Args:
@@ -180,16 +182,13 @@ class Shape:
         lengths: columns by name of the tensor; others have those of "input_ids".
     """
 
-    def __init__(
-        self, micro_batch_size: int, num_micro_batches: int, is_fixed: bool, lengths: Mapping[str, int | None]
-    ) -> None:
-        self.micro_batch_size = micro_batch_size
-        self.rows = micro_batch_size * num_micro_batches
-        self.is_fixed = is_fixed
-        self.lengths = lengths
+    micro_batch_size: int
+    rows: int
+    is_fixed: bool
+    lengths: Mapping[str, int | None]
 
     @classmethod
-    def of(cls, args: Any) -> Shape:
+    def of(cls, args: Any) -> BatchShape:
         """Return what Megatron-LM's arguments say."""
         shares = args.sequence_parallel or args.context_parallel_size > 1
         encoder = getattr(args, "encoder_seq_length", None) or args.seq_length
@@ -197,7 +196,8 @@ class Shape:
         if args.model_type_name == "t5":
             lengths.update(dict.fromkeys(_DECODER, getattr(args, "decoder_seq_length", None)))
         is_fixed = bool(shares or args.pipeline_model_parallel_size > 1)
-        return cls(args.micro_batch_size, args.num_micro_batches, is_fixed, lengths)
+        rows = args.micro_batch_size * args.num_micro_batches
+        return cls(args.micro_batch_size, rows, is_fixed, lengths)
 
     def fill(self, batch: Batch) -> Batch:
         """Return a batch padded to its shape, where the shape is fixed."""
@@ -265,5 +265,5 @@ def _broadcast(batch: Batch, group: Any, device: torch.device) -> Batch:
 
 
 def iterators(batches: list[Batch], parts: int) -> Iterator[Batch] | list[Iterator[Batch]]:
-    """Return what the schedules of Megatron-LM read: one iterator for each part of the model here."""
+    """Return what the schedules of Megatron-LM read: one iterator for each part of the model on this rank."""
     return iter(batches) if parts == 1 else [iter(batches) for _ in range(parts)]

@@ -21,7 +21,7 @@ from accelerate.state import Topology
 from accelerate.strategies.base import payloads_of_engine
 from accelerate.strategies.bundle import Kind
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.data import Batch, Shape, iterators, share
+from accelerate.strategies.megatron.data import Batch, BatchShape, iterators, share
 from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 
@@ -60,7 +60,7 @@ class MegatronEngine(nn.Module):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.device: torch.device = accelerator.device
-        self.shape = Shape.of(self.args)
+        self.shape = BatchShape.of(self.args)
         self.train_step_handler = _build_step(accelerator, self.args)
         self.optimizer.skipped_iter = False
         # Steps and operations of a checkpoint that Megatron-LM has loaded by its own arguments.

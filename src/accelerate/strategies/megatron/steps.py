@@ -153,7 +153,6 @@ class _FamilyTrainStep(AbstractTrainStep):
     def _read_megatron(self, batch: Batch) -> tuple[Any, ...]: ...
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that takes a micro-batch from an iterator, as the model wants it."""
         custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
         if custom is not None:
             return custom
@@ -181,7 +180,6 @@ class _TokenTrainStep(_FamilyTrainStep):
         return custom or partial(sum_over_tokens, name="lm loss")
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the function that runs the model."""
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
             inputs, labels, loss_mask = self._arrange(self.get_batch(data_iterator))

@@ -239,7 +239,6 @@ class MegatronLM(Strategy):
         self.backward: Callable[..., None] = _done_by_engine
 
     def choose_precision(self) -> Precision:
-        """Return the null format: Megatron-LM has its own."""
         return Precision(self.context.mixed_precision)
 
     @property
@@ -301,7 +300,6 @@ class MegatronLM(Strategy):
         return with_batches_of(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that comes without its optimizer."""
         self._engine()
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
@@ -313,7 +311,6 @@ class MegatronLM(Strategy):
         return self._engine()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
-        """Return Megatron-LM's optimizer."""
         return MegatronLMOptimizerWrapper(self._engine().optimizer)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
@@ -321,7 +318,6 @@ class MegatronLM(Strategy):
         return model
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Refuse: all ranks take part in each step."""
         raise ConfigurationError(
             "join_uneven_inputs does not work with Megatron-LM: all processes take part in each step. Leave "
             "even_batches on."
@@ -339,20 +335,16 @@ class MegatronLM(Strategy):
         return torch.tensor(math.nan) if norm is None else torch.as_tensor(norm)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
-        """Refuse: gradients are gone when a step is done."""
         reason = "Megatron-LM clips the norm of gradients, not their values"
         raise wrong_value("clip_value", clip_value, reason, "Set gradient_clipping of MegatronLMPlugin")
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        """Return what lets Megatron-LM save and load."""
         return MegatronPart(self._engine(), self.context.topology, folder)
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Refuse: the model is sharded in Megatron-LM's own form."""
         raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
 
     def release(self) -> None:
