@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate.base import listed
@@ -115,9 +115,9 @@ class Bundle:
         return self.objects[0] if len(self.objects) == 1 else tuple(self.objects)
 
 
-def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return one parameter or many as a list."""
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def parameter_ids(optimizers: Iterable[Any]) -> set[int]:

@@ -79,20 +79,18 @@ class XlaOptimizer(AcceleratedOptimizer):
             self.average(self.parameters())
             result = super().step()
         else:
-            result = super().step(self._averaging(closure))
+
+            def averaging() -> Any:
+                loss = closure()
+                self.average.forget(self.parameters())
+                self.average(self.parameters())
+                return loss
+
+            result = super().step(averaging)
         self.average.forget(self.parameters())
         if not self.gradient_state.in_dataloader:  # a loader of torch_xla marks each batch
             mark_step()
         return result
-
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def averaged() -> Any:
-            loss = closure()
-            self.average.forget(self.parameters())
-            self.average(self.parameters())
-            return loss
-
-        return averaged
 
 
 class XlaReplicas(Strategy):
@@ -220,7 +218,9 @@ class XlaFullyShard(XlaReplicas):
                 import_module("torch_xla.distributed.fsdp").checkpoint_module(unit)
         for parameter in model.parameters():
             if parameter.ndim:
-                sharding.mark_sharding(parameter, self.mesh, _along_longest(parameter))
+                longest = max(range(parameter.ndim), key=lambda dim: parameter.shape[dim])
+                spec = tuple(row_axes if dim == longest else None for dim in range(parameter.ndim))
+                sharding.mark_sharding(parameter, self.mesh, spec)
         for unit in units:
             sharding.apply_backward_optimization_barrier(unit)
             unit.register_forward_hook(self._share_output)
@@ -231,11 +231,6 @@ class XlaFullyShard(XlaReplicas):
         for tensor in iterate_tensors(output):
             if of_device(tensor.device).own_runtime:
                 share_rows(tensor, self.mesh)
-
-
-def _along_longest(parameter: Tensor) -> tuple[str | None, ...]:
-    longest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis])
-    return tuple(row_axes if axis == longest else None for axis in range(parameter.ndim))
 
 
 class XlaFullySharded(XlaReplicas):

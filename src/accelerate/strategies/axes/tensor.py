@@ -106,24 +106,20 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     tied = _tied_outside(model, matched)
     if tied:
         logger.info(f"{listed(tied)} share parameters with modules outside of the tp_plan and stay whole.")
-    return {name: _style(kind, name, style) for name, style in matched.items() if name not in tied}
+    shared = {name: style for name, style in matched.items() if name not in tied}
+    styles = _styles()
+    for name, style in shared.items():
+        if isinstance(style, str) and style not in styles:
+            raise PreparationError(
+                f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are {', '.join(styles)}. "
+                "Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
+            )
+    return {name: styles[style]() if isinstance(style, str) else style for name, style in shared.items()}
 
 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _style(kind: str, name: str, style: Any) -> Any:
-    if not isinstance(style, str):
-        return style
-    styles = _styles()
-    if style not in styles:
-        raise PreparationError(
-            f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are {', '.join(styles)}. "
-            "Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
-        )
-    return styles[style]()
 
 
 def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import PreparationError, environ, packages
 from accelerate.compilation import compile_regions_deepspeed
@@ -152,7 +152,7 @@ def _in_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     """Cast float32 inputs to the format of the weights, as DeepSpeed itself does for float16 only."""
 
     def is_float32(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return isinstance(value, Tensor) and value.dtype == torch.float32
 
     inputs: tuple[Any, dict[str, Any]] = recursively_apply(
         lambda tensor: tensor.to(torch.bfloat16), (args, kwargs), test_type=is_float32

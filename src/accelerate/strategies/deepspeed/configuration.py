@@ -120,21 +120,16 @@ def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
 
 def _sizes_of_buckets(model: Any) -> dict[str, Any]:
     """Return sizes of ZeRO's buckets by the width of a model; None, for DeepSpeed's own, without a width."""
-    width = _width_of(getattr(model, "config", None))
+    config, width = getattr(model, "config", None), None
+    for part in (getattr(config, "text_config", None), config):  # the last one counts
+        size = getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or [0])
+        width = int(size) or width
     sizes: dict[str, Any] = {
         "reduce_bucket_size": width and width * width,
         "stage3_prefetch_bucket_size": width and int(0.9 * width * width),
         "stage3_param_persistence_threshold": width and 10 * width,
     }
     return {f"zero_optimization.{name}": size for name, size in sizes.items()}
-
-
-def _width_of(config: Any) -> int | None:
-    for part in (config, getattr(config, "text_config", None)):
-        size = getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or [0])
-        if size:
-            return int(size)
-    return None
 
 
 def batch_sizes_of(loaders: Iterable[Any]) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError, wrong_value
 from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
@@ -25,6 +25,10 @@ from accelerate.strategies.bundle import Kind
 logger = get_logger(__name__)
 
 _DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
+
+
+def no_step() -> None:
+    """The step of an optimizer whose engine steps by itself."""
 
 
 class DeepSpeedEngineWrapper:
@@ -44,7 +48,7 @@ class DeepSpeedEngineWrapper:
         self.engine = engine
         self.owes_step = False
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients, and step when they are complete.
 
         Args:
@@ -55,7 +59,7 @@ class DeepSpeedEngineWrapper:
         self.compute_gradients(loss, sync_gradients, **kwargs)
         self.finish_step()
 
-    def compute_gradients(self, loss: torch.Tensor, sync_gradients: bool, **kwargs: Any) -> None:
+    def compute_gradients(self, loss: Tensor, sync_gradients: bool, **kwargs: Any) -> None:
         """Compute gradients; the step comes later.
 
         Args:
@@ -79,7 +83,7 @@ class DeepSpeedEngineWrapper:
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Take the step that is owed with gradients whose norm is at most `max_norm`.
 
         DeepSpeed clips while it steps. A norm in its configuration counts instead of `max_norm`.
@@ -112,10 +116,10 @@ class DeepSpeedEngineWrapper:
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = self._limit
 
-    def _clip_gradients(self) -> torch.Tensor:
+    def _clip_gradients(self) -> Tensor:
         """Clip the gradients of an engine whose parameters have them, whole, until the step."""
         parameters = list(self.engine.module.parameters())
-        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(parameters, self._limit or math.inf)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, self._limit or math.inf)
         config = self.engine._config
         usual = config.gradient_clipping
         config.gradient_clipping = 0.0  # DeepSpeed's own limit is 1 where none is configured
@@ -139,7 +143,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self.take_step: Callable[[], None] = lambda: None
+        self.take_step: Callable[[], None] = no_step
         self.__has_overflow__ = hasattr(self.optimizer, "overflow")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -363,10 +367,10 @@ def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
 
     An engine lays parameters side by side in one buffer, of which each would otherwise take the whole.
     """
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy_of(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             return tensor
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if memory not in copies or not tensor.numel():

@@ -203,20 +203,16 @@ def measure(
     is_max = norm_type == float("inf")
     powers = [torch.zeros((), device=device)]
     for groups, members in by_groups.values():
-        power = _power(local_parts(members), norm_type, device)
+        shards = [shard for shard in local_parts(members) if shard.numel()]
+        power = torch.zeros((), device=device)
+        if shards:
+            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=torch.float32)
+            power = norm if is_max else norm**norm_type
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         powers.append(power)
     stacked = torch.stack(powers)
     return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
-
-
-def _power(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
-        return torch.zeros((), device=device)
-    norm = torch.nn.utils.get_total_norm(filled, norm_type).to(device=device, dtype=torch.float32)
-    return norm if norm_type == float("inf") else norm**norm_type
 
 
 @torch.no_grad()

@@ -195,14 +195,14 @@ def _ranges_of(unit: torch_private.FlatUnit, prefix: str) -> Iterator[LocalRange
                 f"{names[0]} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
                 "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
             )
-        start, at, count = unit.local_range(index)
+        start, at, size = unit.local_range(index)
         yield LocalRange(
             names,
             tuple(shape),
             start,
-            shard.narrow(0, at, count),
+            shard.narrow(0, at, size),
             unit.flat if own is None else own[index],
-            shard.numel() if own is None else count,
+            shard.numel() if own is None else size,
             at if own is None else 0,
             unit.replicas,
         )
@@ -264,8 +264,8 @@ class FlatModuleShards(ModuleShards):
             if is_extra(key[1]):
                 _owner_of(self.module, key[1]).set_extra_state(rejoin(value))
                 continue
-            target = current[key]
-            shards = target.shards if isinstance(target, LocalShards) else whole(target).shards
+            own = current[key]
+            shards = own.shards if isinstance(own, LocalShards) else whole(own).shards
             for target, read in zip(shards, value.shards, strict=True):
                 target.tensor.copy_(read.tensor.view_as(target.tensor))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import PreparationError, as_builtin, environ, listed
 from accelerate.ops import current_transport
@@ -36,7 +36,7 @@ class MainWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         is_main = current_transport().rank == MAIN
-        self.state: dict[str, torch.Tensor] = dict(model.state_dict()) if is_main else {}
+        self.state: dict[str, Tensor] = dict(model.state_dict()) if is_main else {}
         persistent = set(model.state_dict(keep_vars=True))
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
         empty_model(model)
@@ -55,9 +55,9 @@ def empty_model(model: nn.Module) -> None:
     _replace_tensors(model, lambda value: _like(value, torch.empty_like(value, device="meta")))
 
 
-def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer by what `change` returns for it, tied ones by the same tensor."""
-    changed: dict[torch.Tensor, Any] = {}
+    changed: dict[Tensor, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, value in tensors.items():
@@ -67,13 +67,13 @@ def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Te
                     tensors[name] = changed[value]
 
 
-def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _like(value: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor as a parameter if another one is."""
     return nn.Parameter(tensor, value.requires_grad) if isinstance(value, nn.Parameter) else tensor
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Tensor], cpu_offload: bool = False
 ) -> None:
     """Fill a sharded model from the whole weights of rank 0, one tensor at a time; called on all ranks.
 
@@ -92,8 +92,8 @@ def fsdp2_load_full_state_dict(
     specs = transport.broadcast_object(specs, MAIN)
     targets = model.state_dict(keep_vars=True)
     _check_whole(targets, specs)
-    filled: dict[int, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
+    filled: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, target in targets.items():
         if id(target) not in filled:
             shape, dtype = specs[name]
@@ -107,7 +107,7 @@ def fsdp2_load_full_state_dict(
     model.load_state_dict(state, assign=True)
 
 
-def _check_whole(targets: Mapping[str, torch.Tensor], specs: Mapping[str, Any]) -> None:
+def _check_whole(targets: Mapping[str, Tensor], specs: Mapping[str, Any]) -> None:
     missing = [name for name in targets if name not in specs]
     differing = [name for name in targets if name in specs and specs[name][0] != tuple(targets[name].shape)]
     if missing or differing:
@@ -119,7 +119,7 @@ def _check_whole(targets: Mapping[str, torch.Tensor], specs: Mapping[str, Any]) 
         raise as_builtin(error, KeyError) if missing else error
 
 
-def _distribute(whole: torch.Tensor, target: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
+def _distribute(whole: Tensor, target: Tensor, cpu_offload: bool) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     part = whole
@@ -137,7 +137,7 @@ def send_from_main(model: nn.Module, device: torch.device) -> None:
     transport = current_transport()
 
     @torch.no_grad()
-    def receive(value: torch.Tensor) -> torch.Tensor:
+    def receive(value: Tensor) -> Tensor:
         if value.device.type == "meta":
             value = _like(value, torch.empty_like(value, device=device))
         value.data = transport.broadcast(value.detach().to(device).contiguous(), MAIN).to(value.device)

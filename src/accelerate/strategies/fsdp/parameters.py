@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
@@ -60,7 +60,7 @@ def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[lis
 
 
 def fsdp2_switch_optimizer_parameters(
-    optimizer: torch.optim.Optimizer, mapping: Mapping[torch.Tensor, torch.Tensor]
+    optimizer: torch.optim.Optimizer, mapping: Mapping[Tensor, Tensor]
 ) -> None:
     """Let an optimizer step other parameters in the places of its own.
 

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
@@ -151,7 +151,7 @@ class FullySharded(Sharded):
         root = root_of(model)
         return nullcontext() if root is None else root.no_sync()
 
-    def groups_of(self, parameter: torch.Tensor) -> Groups:
+    def groups_of(self, parameter: Tensor) -> Groups:
         groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
 

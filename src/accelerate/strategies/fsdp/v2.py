@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -43,7 +43,7 @@ class DistributedTensors(Sharded):
         """Return the whole state, gathered tensor by tensor, on the CPU of each machine's first process."""
         source = self.unwrap(model, keep_compiled=False) if unwrap else model
         state: dict[str, Any] = {}
-        gathered: dict[int, torch.Tensor] = {}  # tied tensors stay one
+        gathered: dict[int, Tensor] = {}  # tied tensors stay one
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -169,13 +169,13 @@ def _gathered(value: Any, keep: bool) -> Any:
     return value
 
 
-def distribute_like(value: Any, like: torch.Tensor) -> Any:
+def distribute_like(value: Any, like: Tensor) -> Any:
     """Return the shard of a whole tensor that is distributed like another; anything else as it is.
 
     Args:
         like: a tensor of the same shape, or one of another shape that the value has nothing to do with.
     """
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -86,14 +87,14 @@ class MegatronBatches:
         self.source = source
         self.num_micro_batches = num_micro_batches
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return self
 
-    def __next__(self) -> dict[str, torch.Tensor]:
+    def __next__(self) -> dict[str, Tensor]:
         if self.source is None:
             return {}
         batches = [next(self.source) for _ in range(self.num_micro_batches)]
-        names = [name for name, value in batches[0].items() if isinstance(value, torch.Tensor)]
+        names = [name for name, value in batches[0].items() if isinstance(value, Tensor)]
         return {name: torch.cat([batch[name] for batch in batches]) for name in names}
 
 
@@ -169,7 +170,7 @@ _PADDING = {"labels": -100}
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Tensors as long as the decoder's sequences, in models that have an encoder too."""
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class BatchShape:
         return [{k: v[start : start + self.micro_batch_size] for k, v in batch.items()} for start in starts]
 
 
-def _padded(name: str, tensor: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
+def _padded(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
     if size is None or tensor.shape[dim] == size:
         return tensor
     if tensor.shape[dim] > size:

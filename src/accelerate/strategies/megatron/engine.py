@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, wrong_value
 from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
@@ -134,7 +134,7 @@ class MegatronEngine(nn.Module):
         batches = self.shape.cut(self.shape.fill(shared))
         return iterators(batches, len(self.module)), len(batches)
 
-    def train_step(self, **batch_data: torch.Tensor) -> tuple[dict[str, Any], bool, float | None, Any]:
+    def train_step(self, **batch_data: Tensor) -> tuple[dict[str, Any], bool, float | None, Any]:
         """Run all micro-batches of a batch and step optimizer and scheduler.
 
         Args:
@@ -156,7 +156,7 @@ class MegatronEngine(nn.Module):
             self.scheduler.step(increment=number * self.args.micro_batch_size * self.args.data_parallel_size)
         return combine(reports, self._groups), not successful, norm, zeros
 
-    def eval_step(self, **batch_data: torch.Tensor) -> dict[str, Any]:
+    def eval_step(self, **batch_data: Tensor) -> dict[str, Any]:
         """Run all micro-batches of a batch forward.
 
         Args:
@@ -170,10 +170,8 @@ class MegatronEngine(nn.Module):
             reports = self._forward_backward(data, number, forward_only=True)
         return combine(reports, self._groups)
 
-    def _forward_backward(
-        self, data: Any, number: int, *, forward_only: bool
-    ) -> list[dict[str, torch.Tensor]]:
-        reports: list[dict[str, torch.Tensor]] = self._run(
+    def _forward_backward(self, data: Any, number: int, *, forward_only: bool) -> list[dict[str, Tensor]]:
+        reports: list[dict[str, Tensor]] = self._run(
             forward_step_func=self.train_step_handler.forward_step,
             data_iterator=data,
             model=self.module if len(self.module) > 1 else self.module[0],
@@ -185,7 +183,7 @@ class MegatronEngine(nn.Module):
         )
         return reports
 
-    def forward(self, **batch_data: torch.Tensor) -> Any:
+    def forward(self, **batch_data: Tensor) -> Any:
         """Take one step of training, or evaluate one batch; called on all ranks.
 
         Args:
@@ -199,7 +197,10 @@ class MegatronEngine(nn.Module):
         if self.training:
             report, skipped, self.grad_norm, zeros = self.train_step(**batch_data)
             self.optimizer.skipped_iter = skipped
-            self._count()
+            self.iteration += 1
+            self.args.iteration = self.iteration
+            self.args.consumed_train_samples += self.args.global_batch_size
+            self.num_floating_point_operations_so_far += self._operations
             self.total_loss_dict = self._losses.log_step(self, report, zeros)
         else:
             report = self.eval_step(**batch_data)
@@ -208,12 +209,6 @@ class MegatronEngine(nn.Module):
         if not self.args.model_return_dict:
             return loss if logits is None else (loss, logits)
         return self.train_step_handler.model_output_class(loss=loss, logits=logits)
-
-    def _count(self) -> None:
-        self.iteration += 1
-        self.args.iteration = self.iteration
-        self.args.consumed_train_samples += self.args.global_batch_size
-        self.num_floating_point_operations_so_far += self._operations
 
     def log_eval_results(self) -> None:
         """Log the mean of all losses evaluated since the last call, and their perplexity; called on all
@@ -252,18 +247,15 @@ class MegatronEngine(nn.Module):
                 "save_state of a run with Megatron-LM has written."
             )
         self.args.load = str(input_dir)
-        self._forget_counts()
+        # Megatron-LM loads only where no samples were read, and adds up the steps of schedules.
+        for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
+            setattr(self.args, name, 0)
+        self.scheduler.num_steps = 0
         iteration, operations = checkpointing.load_checkpoint(self.module, self.optimizer, self.scheduler)
         self.iteration = self.args.iteration = iteration
         self.num_floating_point_operations_so_far = operations
         if self.args.fp16 and iteration == 0:
             self.optimizer.reload_model_params()
-
-    def _forget_counts(self) -> None:
-        """Count from 0: Megatron-LM loads only where no samples were read, and adds up steps of schedules."""
-        for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
-            setattr(self.args, name, 0)
-        self.scheduler.num_steps = 0
 
 
 def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -130,10 +129,6 @@ def finish_mpu_init() -> None:
         if getattr(args, "use_tp_pp_dp_mapping", False):
             given["order"] = "tp-cp-ep-pp-dp"
         groups.initialize_model_parallel(**given)
-    _seed(args, groups)
-
-
-def _seed(args: Any, groups: Any) -> None:
     seed = args.seed + _SEEDS_BETWEEN_STAGES * groups.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:
         seed += _SEEDS_BETWEEN_COPIES * groups.get_data_parallel_rank()
@@ -372,14 +367,13 @@ def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None =
         raise wrong_value("model_type_name", args.model_type_name, reason, fix)
     kind, config = describe(args)
     builder = library.core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-    return builder(kind, train_val_test_num_samples, partial(_reads, vp_stage), config).build()
-
-
-def _reads(vp_stage: int | None) -> bool:
-    """Whether this process reads data: one of those that share layers, on the ends of the pipeline."""
     groups = library.core("parallel_state")
-    is_end = groups.is_pipeline_first_stage() or groups.is_pipeline_last_stage()
-    return bool(is_end and groups.get_tensor_model_parallel_rank() == 0)
+
+    def reads() -> bool:
+        is_end = groups.is_pipeline_first_stage() or groups.is_pipeline_last_stage()
+        return bool(is_end and groups.get_tensor_model_parallel_rank() == 0)
+
+    return builder(kind, train_val_test_num_samples, reads, config).build()
 
 
 def _common(args: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
@@ -19,7 +20,7 @@ LOGITS = "logits"
 _NUMBER = " (batches)"
 _SUM_AND_NUMBER = 2
 
-Report = dict[str, torch.Tensor]
+Report = dict[str, Tensor]
 
 
 def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
     return {name: _combine(name, [report[name] for report in reports], groups) for name in reports[0]}
 
 
-def _combine(name: str, values: list[torch.Tensor], groups: Any) -> torch.Tensor:
+def _combine(name: str, values: list[Tensor], groups: Any) -> Tensor:
     if name == LOGITS:
         return torch.cat(values)
     stacked = torch.stack([value.reshape(-1).float() for value in values])
@@ -49,7 +50,7 @@ def _combine(name: str, values: list[torch.Tensor], groups: Any) -> torch.Tensor
 
 def share_outputs(
     report: dict[str, Any], groups: Any, device: torch.device, with_logits: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return loss and logits on all stages of a pipeline; called on all ranks.
 
     Args:
@@ -146,7 +147,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Return the means of losses over all copies of the model; called on all ranks of a stage.
 
     Args:
@@ -171,7 +172,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     """
     group = library.core("parallel_state").get_data_parallel_group()
 
-    def gather(leaf: torch.Tensor) -> torch.Tensor:
+    def gather(leaf: Tensor) -> Tensor:
         rows = leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach().contiguous()
         gathered = [torch.empty_like(rows) for _ in range(torch.distributed.get_world_size(group))]
         torch.distributed.all_gather(gathered, rows, group=group)
