@@ -107,7 +107,13 @@ class Strategy:
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
-        refuse_stand_ins(bundle.objects)
+        if stand_ins := [type(obj) for obj in bundle.objects if stands_for(obj) is not None]:
+            builder, plugin = stand_ins[0].built_by
+            raise PreparationError(
+                f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
+                f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or "
+                "prepare an optimizer and a scheduler of torch."
+            )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
         self.session.remap(new_optimizers)
@@ -164,11 +170,8 @@ class Strategy:
         return loader
 
     def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
-        """Return `model` placed, converted to the number format, wrapped and compiled.
-
-        Args:
-            evaluation: `True` leaves out what only training needs.
-        """
+        """Return `model` placed, converted to the number format, wrapped and compiled; for evaluation only
+        compiled."""
         if place:
             model = model.to(self.context.device)
         model = self.convert(model)
@@ -197,11 +200,7 @@ class Strategy:
         return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
-        """Return the user's module out of `model`; the very object when nothing wraps it.
-
-        Args:
-            keep_fp32: keep the forward that runs under autocast.
-        """
+        """Return the user's module out of `model`; `keep_fp32` keeps its forward under autocast."""
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
@@ -246,11 +245,7 @@ class Strategy:
         """Round summed gradients as a run did that was interrupted; called on all ranks."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Return what saves and loads each optimizer as one process would; called on all ranks.
-
-        Args:
-            gather: whether they are about to be saved, so that states come together.
-        """
+        """Return what saves each optimizer as one process would, once gathered, and loads it; on all ranks."""
         return list(optimizers)
 
     def model_shards(self, model: nn.Module) -> ShardOwner:
@@ -294,18 +289,6 @@ def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload
 
 def keep_file(content: Any, path: Path) -> None:
     """Write nothing: the file exists already."""
-
-
-def refuse_stand_ins(objects: Iterable[Any]) -> None:
-    """Raise for stand-ins of objects that only an engine builds."""
-    stand_ins = [type(obj) for obj in objects if stands_for(obj) is not None]
-    if stand_ins:
-        builder, plugin = stand_ins[0].built_by
-        raise PreparationError(
-            f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
-            f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or prepare "
-            "an optimizer and a scheduler of torch."
-        )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

@@ -35,12 +35,8 @@ class _AdoptedOrders(WeakKeyDictionary[DistributedDataParallel, list[int]]):
 
 
 def order_of(replica: DistributedDataParallel) -> list[int]:
-    """Return the order of parameters in the buckets, as it is or will be in the next pass.
-
-    Returns:
-        Indices of parameters that are trained; empty before the first backward pass, and where buckets do not
-        change.
-    """
+    """Return the numbers of trained parameters in the order of their buckets in the next pass; none before
+    the first backward pass, and where buckets do not change."""
     if not _changes(replica):
         return []
     statistics: Any = replica.logger
@@ -53,15 +49,9 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
 
 
 def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
-    """Let the next pass have buckets in an order that `order_of` returned; called on all ranks.
-
-    Each gradient arrives once, as zero, in that order: this is what DistributedDataParallel learns it from.
-    Gradients that are there stay.
-
-    Args:
-        replica: one that has trained already keeps its own.
-        order: of a replica of the same model; any other is left alone.
-    """
+    """Let the next pass have buckets in an order that `order_of` returned for a replica of the same model; on
+    all ranks. Each gradient arrives once, as zero, in that order: DistributedDataParallel learns it from
+    that. Gradients stay as they are, and so does a replica that has trained already."""
     parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
     fits = order and sorted(order) == list(range(len(parameters)))
     if not fits or not _changes(replica) or order_of(replica):

@@ -12,11 +12,7 @@ from accelerate.strategies.session import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
-    """Return the strategy for a run.
-
-    Args:
-        hardware: name of the row of the hardware table.
-    """
+    """Return the strategy for a run on a row of the hardware table."""
     if request.megatron is not None:
         _check_megatron(request, hardware)
         from accelerate.strategies.megatron import MegatronLM

@@ -12,25 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate import plugins
 from accelerate.base import PrecisionName, PrecisionType, RNGName, RNGType
 from accelerate.devices import DeviceBackend
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MegatronLMPlugin,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
+from accelerate.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from accelerate.scheduler import StepPolicy
 from accelerate.state import GradientState, Topology
 from accelerate.strategies.fsdp import fsdp2_switch_optimizer_parameters
@@ -60,19 +47,19 @@ class RunRequest:
     rng_types: Sequence[RNGName | RNGType] | None = None
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
-    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
-    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
-    ddp: DistributedDataParallelKwargs | None = None
-    scaler: GradScalerKwargs | None = None
-    autocast: AutocastKwargs | None = None
-    process_group: InitProcessGroupKwargs | None = None
-    profile: ProfileKwargs | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
-    megatron: MegatronLMPlugin | None = None
+    project: plugins.ProjectConfiguration = field(default_factory=plugins.ProjectConfiguration)
+    dynamo: plugins.TorchDynamoPlugin = field(default_factory=plugins.TorchDynamoPlugin)
+    ddp: plugins.DistributedDataParallelKwargs | None = None
+    scaler: plugins.GradScalerKwargs | None = None
+    autocast: plugins.AutocastKwargs | None = None
+    process_group: plugins.InitProcessGroupKwargs | None = None
+    profile: plugins.ProfileKwargs | None = None
+    fsdp: plugins.FullyShardedDataParallelPlugin | None = None
+    deepspeed: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None
+    megatron: plugins.MegatronLMPlugin | None = None
     parallelism: ParallelismConfig | None = None
     fp8_library: str | None = None
-    handlers: tuple[KwargsHandler, ...] = ()
+    handlers: tuple[plugins.KwargsHandler, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -154,12 +141,7 @@ class PrepareSession:
 
 @dataclass(frozen=True)
 class Context:
-    """All that a strategy is given; complete when the strategy is built.
-
-    Args:
-        request: what the run asks for; its number format is resolved.
-        mesh: the device mesh, `None` for plain data parallelism.
-    """
+    """All that a strategy is given; without a mesh, training is plain data parallelism."""
 
     topology: Topology
     backend: DeviceBackend

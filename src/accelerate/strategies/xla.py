@@ -27,11 +27,7 @@ from accelerate.weights import addressable, find_tied_parameters, retie_paramete
 
 
 class GradientAverage:
-    """Averages gradients over all replicas, and records which of this step are averaged already.
-
-    Args:
-        size: number of replicas whose gradients are averaged; 1 where something else does it.
-    """
+    """Averages gradients over `size` replicas, and records which of this step are averaged already."""
 
     def __init__(self, size: int, gradients: GradientState) -> None:
         self.size = size
@@ -68,11 +64,8 @@ class XlaOptimizer(AcceleratedOptimizer):
         self.average = average
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; does nothing while gradients accumulate.
-
-        Returns:
-            What the inner optimizer returns; `None` when the step was left out.
-        """
+        """Update the parameters, with gradients averaged after each call of a closure; not while they
+        accumulate."""
         if not self.gradient_state.sync_gradients:
             return None
         if closure is None:

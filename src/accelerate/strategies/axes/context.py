@@ -29,11 +29,7 @@ PARTS = 2
 
 
 class ContextAxis(Axis):
-    """Splits sequences over the ranks of an axis, and lets attention reach over all of them.
-
-    Args:
-        handler: says in `cp_comm_strategy` how keys and values travel: "allgather" or "alltoall".
-    """
+    """Splits sequences over the ranks of an axis, and lets attention reach over all of them."""
 
     splits_buffers = True
 

@@ -56,11 +56,8 @@ class SequenceAxis(Axis):
             )
 
     def transform_loader(self, loader: Any, model: Any) -> Any:
-        """Return a loader that gives each rank its part of the sequences of all ranks in its group.
-
-        Args:
-            loader: prepared; gives dictionaries with input_ids, position_ids and labels.
-        """
+        """Return a loader that gives each rank its part of the input_ids, position_ids and labels of its
+        group."""
         if self.groups is None:
             raise PreparationError("Loaders share sequences after the model: prepare the model first.")
         groups = self.groups

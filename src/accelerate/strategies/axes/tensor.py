@@ -27,11 +27,7 @@ SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding
 
 
 class TensorAxis(Axis):
-    """Splits layers over the ranks of an axis.
-
-    Args:
-        mesh: the mesh of the run; None, or one without the axis, leaves models as they are.
-    """
+    """Splits layers over the ranks of an axis; without a mesh, or an axis in it, models stay as they are."""
 
     def __init__(self, mesh: Any) -> None:
         has_axis = mesh is not None and AXIS in mesh.mesh_dim_names
@@ -111,8 +107,8 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     for name, style in shared.items():
         if isinstance(style, str) and style not in styles:
             raise PreparationError(
-                f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are {', '.join(styles)}. "
-                "Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
+                f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are "
+                f"{', '.join(styles)}. Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
             )
     return {name: styles[style]() if isinstance(style, str) else style for name, style in shared.items()}
 

@@ -65,11 +65,7 @@ def _rank_variables(topology: Topology) -> dict[str, str]:
 
 
 def complete(plugin: Any, given: Given) -> dict[str, Any]:
-    """Return a plugin's configuration, filled in from the objects of this `prepare` call.
-
-    Args:
-        plugin: its `deepspeed_config` is changed in place, if the model is trained.
-    """
+    """Return a plugin's configuration, filled in from a `prepare` call; in place if the model is trained."""
     config: dict[str, Any] = plugin.deepspeed_config
     plugin.filled.undo(config)
     straighten(config)
@@ -110,11 +106,7 @@ def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
 def build_engine(
     model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any], mpu: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Return engine, optimizer and scheduler; called on all ranks.
-
-    Args:
-        optimizer: torch's, or what stands for DeepSpeed's; None for a model that is not trained.
-    """
+    """Return engine, optimizer and scheduler; without an optimizer the model is not trained. On all ranks."""
     import deepspeed
 
     arguments: dict[str, Any] = {"model": model, "config": config}

@@ -344,11 +344,8 @@ GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def whole_state(engine: Any) -> dict[str, Any]:
-    """Return the whole state of an engine's model on the CPU; called on all ranks.
-
-    Args:
-        engine: its shards come together on the main process; other processes get nothing then.
-    """
+    """Return the whole state of an engine's model on the CPU: shards are gathered on the main process. On all
+    ranks."""
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(

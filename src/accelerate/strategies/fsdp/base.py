@@ -85,11 +85,7 @@ class Sharded(Strategy, ABC):
         shard: Callable[[], nn.Module],
         list_parameters: Callable[[nn.Module], Mapping[str, Any]],
     ) -> nn.Module:
-        """Return a sharded model whose optimizers step its new parameters.
-
-        Args:
-            list_parameters: returns the new parameters by the names they had.
-        """
+        """Return a sharded model whose optimizers step its new parameters, listed by their old names."""
         remapper = ParameterRemapper(model, self.session.waiting)
         remapper.let_go()
         sharded = shard()
@@ -122,11 +118,7 @@ class Sharded(Strategy, ABC):
 
 
 class GatheredOptimizer:
-    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters.
-
-    Args:
-        state: the whole state, where it is to be saved.
-    """
+    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters."""
 
     def __init__(self, optimizer: Any, state: Mapping[str, Any] | None = None) -> None:
         self.optimizer = optimizer

@@ -114,11 +114,7 @@ class WholeFlatOptimizer(GatheredOptimizer):
 
 
 def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, keep: bool) -> dict[str, Any]:
-    """Return the whole state of an optimizer, by the order of its parameters; called on all ranks.
-
-    Args:
-        keep: whether this rank keeps it; others get an empty state.
-    """
+    """Return the whole state of an optimizer in its order of parameters, empty unless kept; on all ranks."""
     with whole_states(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
     numbers = count()
@@ -160,11 +156,8 @@ class LocalRange:
     copies: tuple[int, int]
 
     def to_shards(self, values: Tensor, turn: int) -> LocalShards:
-        """Return elements as the local shards of a tensor with the shape of the parameter.
-
-        Args:
-            turn: counts the parameters, so that processes with the same elements share the work.
-        """
+        """Return elements as local shards of the parameter; processes with the same elements save them by
+        turns."""
         shards = shards_of_range(values, self.shape, self.start)
         return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
 

@@ -27,11 +27,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 class MainWeights:
-    """The weights that rank 0 has read, taken out of a model that goes to the meta device.
-
-    Args:
-        model: with its weights on rank 0; those of other ranks are dropped. Tied parameters stay tied.
-    """
+    """The weights of rank 0, taken out of a model that goes to the meta device; other ranks drop theirs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -129,11 +125,8 @@ def _distribute(whole: Tensor, target: Tensor, cpu_offload: bool) -> Tensor:
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the weights of rank 0, whole and one tensor at a time; called on all ranks.
-
-    Args:
-        model: tensors on the meta device come to memory; tied parameters stay tied.
-    """
+    """Give all ranks the weights of rank 0, whole and one tensor at a time, also for tensors on the meta
+    device."""
     transport = current_transport()
 
     @torch.no_grad()

@@ -37,12 +37,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-    """Return for each group of an optimizer, for each parameter, all names that it has; the usual one first.
-
-    Args:
-        models: without wrappers around them. Where it steps several, the number of the model is a part of the
-            names.
-    """
+    """Return for each group of an optimizer, for each parameter, all names that it has in some unwrapped
+    models, the usual one first; with the number of the model where it steps several."""
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [named_parameters(model) for model in models]

@@ -73,11 +73,8 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
 def plan_units(
     plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
-    """Return a model's ignored parameters, its units, and the modules in them that compute in float32.
-
-    Args:
-        device: of ignored parameters; None leaves them where they are.
-    """
+    """Return a model's ignored parameters, moved to a device if one is given, its units, and the modules in
+    them that compute in float32."""
     if mixed_precision != "no":
         keep_master_weights(model)
     check_ignored(plugin.ignored_modules, model)
@@ -277,12 +274,8 @@ def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules of a model that compute in float32 whatever the number format of the run.
-
-    Args:
-        model: names them, or parts of their names, in `_keep_in_fp32_modules` or
-            `_keep_in_fp32_modules_strict`, as transformers' models do.
-    """
+    """Return the modules that compute in float32 in all number formats: those that transformers' models name
+    in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict`."""
     wanted = {
         name
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

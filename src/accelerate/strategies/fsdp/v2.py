@@ -149,11 +149,8 @@ class WholeOptimizer(GatheredOptimizer):
 
 @torch.no_grad()
 def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
-    """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; called on all ranks.
-
-    Args:
-        keep: whether this rank keeps it; others get an empty state.
-    """
+    """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; empty unless kept. On all
+    ranks."""
     state: dict[str, Any] = optimizer.state_dict()
     whole = {
         index: {name: _gathered(value, keep) for name, value in values.items()}
@@ -170,11 +167,8 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:
-    """Return the shard of a whole tensor that is distributed like another; anything else as it is.
-
-    Args:
-        like: a tensor of the same shape, or one of another shape that the value has nothing to do with.
-    """
+    """Return the shard of a whole tensor that is distributed like another of its shape; anything else as it
+    is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

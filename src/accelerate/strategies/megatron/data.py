@@ -236,14 +236,9 @@ def _padded(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
 
 
 def share(batch: Batch, device: torch.device) -> Batch:
-    """Return one batch on all ranks that make up a copy of the model: that of their first one.
-
-    Collators that draw random numbers would otherwise give each of them another one, and only some of them
-    read Megatron-LM's own data.
-
-    Args:
-        batch: tensors by name; empty where there is nothing to read.
-    """
+    """Return one batch on all ranks that make up a copy of the model: that of their first one. Collators that
+    draw random numbers would otherwise give each of them another one, and only some read Megatron-LM's own
+    data."""
     groups = library.core("parallel_state")
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     for group in (groups.get_context_parallel_group(), groups.get_model_parallel_group()):

@@ -275,11 +275,8 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
 def build_model(
     args: Any, pre_process: bool, post_process: bool, add_encoder: bool, add_decoder: bool, **options: Any
 ) -> nn.Module:
-    """Build the part of a model that this process holds.
-
-    Args:
-        **options: `config`, `vp_stage` and `pg_collection`, where the version of Megatron-LM passes them.
-    """
+    """Build the part of a model that this process holds; `options` are those that versions of Megatron-LM
+    add."""
     builder = _BUILDERS.get(args.model_type_name)
     if builder is None:
         reason = f"there are models for {', '.join(_BUILDERS)}"

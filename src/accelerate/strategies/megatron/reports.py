@@ -51,11 +51,7 @@ def _combine(name: str, values: list[Tensor], groups: Any) -> Tensor:
 def share_outputs(
     report: dict[str, Any], groups: Any, device: torch.device, with_logits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return loss and logits on all stages of a pipeline; called on all ranks.
-
-    Args:
-        report: of the last stage; empty on the others.
-    """
+    """Return loss and logits of the last stage of a pipeline on all stages; called on all ranks."""
     losses = [value for name, value in report.items() if name != LOGITS]
     loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
     logits = report.get(LOGITS)

@@ -94,14 +94,8 @@ def output_class(name: str) -> Callable[..., Any]:
 
 
 def sum_over_tokens(loss_mask: Tensor, losses: Tensor, name: str) -> Loss:
-    """Return the loss of a micro-batch as Megatron-LM takes it.
-
-    Args:
-        loss_mask: 1 where a token counts, of the shape of `losses`.
-
-    Returns:
-        The sum, the number of tokens, and both to report.
-    """
+    """Return the loss of a micro-batch as Megatron-LM takes it: the sum over tokens whose mask is 1, their
+    number, and both to report."""
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
     number = mask.sum().detach().to(torch.int)

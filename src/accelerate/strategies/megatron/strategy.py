@@ -56,11 +56,7 @@ BLACKWELL = 10
 def plan(
     plugin: MegatronLMPlugin, bundle: Bundle, processes: int, mixed_precision: str, steps: int
 ) -> list[str]:
-    """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each.
-
-    Args:
-        steps: backward passes for each step of the optimizer.
-    """
+    """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each."""
     problems = [*find_missing(plugin), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]
     if steps > 1:
         problems.append(
