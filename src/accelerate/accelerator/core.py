@@ -272,7 +272,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         place = self.device_placement if device_placement is None else device_placement
         prepared = strategies.mark_prepared(
             self._runtime.strategy.prepare_model(
-                model, place=place and not _has_device_map(model), evaluation=evaluation_mode
+                model, to_device=place and not _has_device_map(model), evaluation=evaluation_mode
             )
         )
         self._models.append(prepared)
@@ -331,7 +331,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             self._remember(self._optimizers, optimizer)
             return optimizer
         place = self.device_placement if device_placement is None else device_placement
-        prepared = self._runtime.strategy.prepare_optimizer(optimizer, place=place)
+        prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=place)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.adopt(self._optimizers)
         return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has

@@ -169,10 +169,10 @@ class Strategy:
         """Return a loader with batches as this method takes them, before it is sharded."""
         return loader
 
-    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return `model` placed, converted to the number format, wrapped and compiled; for evaluation only
         compiled."""
-        if place:
+        if to_device:
             model = model.to(self.context.device)
         model = self.convert(model)
         return self.compile(model) if evaluation else self.wrap(model)
@@ -195,9 +195,9 @@ class Strategy:
         """Return `model` compiled as the run asks; the very object when it does not."""
         return compiler_for(self.context.request.dynamo)(model)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in our wrapper, with the scaler of the number format."""
-        return AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.precision.scaler)
+        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
         """Return the user's module out of `model`; `keep_fp32` keeps its forward under autocast."""
@@ -232,7 +232,7 @@ class Strategy:
         saved by itself.
 
         Args:
-            index: its place among the models of which this is true.
+            index: number of the model among those of which this is true.
             folder: the checkpoint, where it is to be saved.
         """
         return None
@@ -245,7 +245,7 @@ class Strategy:
         """Round summed gradients as a run did that was interrupted; called on all ranks."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Return what saves each optimizer as one process would, once gathered, and loads it; on all ranks."""
+        """Return what saves each optimizer as one process would, if gathered, and loads it; on all ranks."""
         return list(optimizers)
 
     def model_shards(self, model: nn.Module) -> ShardOwner:

@@ -1,4 +1,4 @@
-"""The one place that chooses the way of training."""
+"""Choose the strategy of a run."""
 
 from __future__ import annotations
 

@@ -107,12 +107,12 @@ class XlaReplicas(Strategy):
         super().check_model(model)
         refuse_split_model(model, "and XLA devices take whole models")
 
-    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
-        if place:
-            self.place(model)
-        return super().prepare_model(model, place=False, evaluation=evaluation)
+    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+        if to_device:
+            self.move(model)
+        return super().prepare_model(model, to_device=False, evaluation=evaluation)
 
-    def place(self, model: nn.Module) -> None:
+    def move(self, model: nn.Module) -> None:
         """Bring a module to the device in place, and let optimizers follow."""
         tied = find_tied_parameters(model)
         before = dict(model.named_parameters())
@@ -125,10 +125,10 @@ class XlaReplicas(Strategy):
         self.session.replace(parameters)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in a wrapper that averages gradients before it steps."""
         self.session.remap([optimizer])
-        return XlaOptimizer(optimizer, self.average, place, self.precision.scaler)
+        return XlaOptimizer(optimizer, self.average, to_device, self.precision.scaler)
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return super().clip_grad_norm(self._averaged(parameters), max_norm, norm_type)

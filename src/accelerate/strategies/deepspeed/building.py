@@ -152,9 +152,9 @@ def _in_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     return inputs
 
 
-def run_only(model: nn.Module, device: torch.device, place: bool, config: dict[str, Any]) -> nn.Module:
+def run_only(model: nn.Module, device: torch.device | None, config: dict[str, Any]) -> nn.Module:
     """Return a model as an engine would compute it, without an engine: it is not trained."""
-    if place:
+    if device is not None:
         model = model.to(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if config.get(name, {}).get("enabled") is True:

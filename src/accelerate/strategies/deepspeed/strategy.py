@@ -148,16 +148,17 @@ class DeepSpeed(Strategy):
             bundle.replace(Kind.LOADER, lambda loader, _: self.sequences.transform_loader(loader, model))
         return bundle
 
-    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return an engine for a model that comes with its optimizer, or whose weights are shared.
 
         Others are placed and cast, as an engine would: they are not trained.
         """
         if evaluation:
-            return super().prepare_model(model, place=place, evaluation=True)
+            return super().prepare_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin
         if self.build.optimizer is None and not plugin.hf_ds_config.is_zero3():
-            return self.compile(building.run_only(model, self.context.device, place, plugin.deepspeed_config))
+            device = self.context.device if to_device else None
+            return self.compile(building.run_only(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
         plugin.filled.undo(plugin.deepspeed_config)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
@@ -201,7 +202,7 @@ class DeepSpeed(Strategy):
             self.engines.append(wrapped)
         return engine  # type: ignore[no-any-return]
 
-    def prepare_optimizer(self, optimizer: Any, *, place: bool) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
         """Return the optimizer of the engine that was just built from `optimizer`."""
         if self.build.built_optimizer is None:
             raise PreparationError(

@@ -63,10 +63,10 @@ class Sharded(Strategy, ABC):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and only whole models are shared between processes")
 
-    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
         if evaluation:
-            return super().prepare_model(model, place=place, evaluation=True)
+            return super().prepare_model(model, to_device=to_device, evaluation=True)
         return self.wrap(self.convert(model))
 
     def wrap(self, model: nn.Module) -> nn.Module:

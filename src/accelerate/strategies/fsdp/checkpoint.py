@@ -72,7 +72,7 @@ def save_fsdp_model(
     strategy, folder = _strategy(accelerator), Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.model_shards(model).state()
-        chosen = chosen_names(model, [place[1] for place in state], adapter_only)
+        chosen = chosen_names(model, [key[1] for key in state], adapter_only)
         content = {(MODEL, name): state[MODEL, own] for name, own in chosen.items()}
         _write_shards(folder / folder_of(MODEL, model_index), content)
         return
@@ -111,14 +111,14 @@ def load_fsdp_model(
     """
     strategy = _strategy(accelerator)
     owner = strategy.model_shards(model)
-    own = {str(place[1]) for place in owner.state()}
+    own = {str(key[1]) for key in owner.state()}
     names = chosen_names(model, list(own), adapter_only)
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), MODEL, model_index)
     if path.is_dir():
         index = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
         _load_shards(index, owner, options)
-        stored = {str(place[1]) for place in index.places}
+        stored = {str(key[1]) for key in index.places}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
         apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
@@ -211,9 +211,8 @@ def _strategy(accelerator: Any) -> Strategy:
 
 
 def _renamed(index: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
-    return replace(
-        index, places={(MODEL, names.get(place[1], place[1])): key for place, key in index.places.items()}
-    )
+    places = {(MODEL, names.get(key[1], key[1])): stored for key, stored in index.places.items()}
+    return replace(index, places=places)
 
 
 def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:

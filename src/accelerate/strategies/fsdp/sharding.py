@@ -201,7 +201,7 @@ def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = Fals
     for module in list(model.modules()):
         if isinstance(module, torch_wrappers.ActivationWrapper):
             continue
-        for name, child in list(module._modules.items()):  # named_children() leaves out second places
+        for name, child in list(module._modules.items()):  # named_children() leaves out second names
             if child in wrapped:
                 setattr(module, name, wrapped[child])
 

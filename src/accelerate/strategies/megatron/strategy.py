@@ -92,9 +92,7 @@ def find_missing(plugin: MegatronLMPlugin) -> list[str]:
         )
     if plugin.use_custom_fsdp and not library.exists("einops"):
         problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
-    if not problems:
-        problems += _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
-    return problems
+    return problems or _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
 
 
 def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
@@ -298,7 +296,7 @@ class MegatronLM(Strategy):
     def check_model(self, model: nn.Module) -> None:
         self._engine()
 
-    def prepare_model(self, model: nn.Module, *, place: bool, evaluation: bool) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return the engine, which has a model like the user's, with weights of its own."""
         logger.warning_once(
             "Megatron-LM builds a model like the one that was passed, and its weights are new: to start from "
@@ -306,7 +304,7 @@ class MegatronLM(Strategy):
         )
         return self._engine()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, place: bool) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         return MegatronLMOptimizerWrapper(self._engine().optimizer)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:

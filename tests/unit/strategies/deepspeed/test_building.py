@@ -121,9 +121,9 @@ def test_the_innermost_optimizer_is_torchs():
 
 
 def test_a_model_that_is_not_trained_computes_in_the_format_of_the_run():
-    model = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), True, {"bf16": {"enabled": True}})
+    model = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), {"bf16": {"enabled": True}})
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
-    plain = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), False, {})
+    plain = building.run_only(torch.nn.Linear(2, 1), None, {})
     assert plain(torch.ones(1, 2)).dtype == torch.float32
 
 

@@ -84,7 +84,7 @@ def wrapped(fake: Any, asking: Any) -> Any:
     sys.modules["torch_xla.distributed.fsdp"].XlaFullyShardedDataParallel = Wrapped  # type: ignore[attr-defined]
     strategy = XlaFullySharded(asking(1, sharding_strategy="SHARD_GRAD_OP", **UNITS))
     model = nn.Sequential(nn.Linear(2, 4))
-    optimizer = strategy.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), place=False)
+    optimizer = strategy.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), to_device=False)
     strategy.session.prepared.optimizers.append(optimizer)
     return strategy, strategy.wrap(model), optimizer
 
