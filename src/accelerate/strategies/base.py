@@ -103,8 +103,6 @@ class Strategy:
         """The mesh by which loaders deal batches; `None` deals them to all processes."""
         return self.context.mesh
 
-    # Prepare
-
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
         if stand_ins := [type(obj) for obj in bundle.objects if stands_for(obj) is not None]:
@@ -207,8 +205,6 @@ class Strategy:
         """Return a context in which each rank has whole parameters, and forwards need no other rank."""
         return nullcontext()
 
-    # Step
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass of `model` exchanges no gradients."""
         return nullcontext()
@@ -224,8 +220,6 @@ class Strategy:
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
-
-    # Save and end
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         """Return what saves and loads a model together with its optimizer and scheduler; None where each is

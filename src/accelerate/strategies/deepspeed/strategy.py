@@ -77,7 +77,6 @@ class DeepSpeed(Strategy):
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
-
     holds_gradients = False
     holds_whole_models = False
 

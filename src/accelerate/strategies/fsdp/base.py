@@ -34,7 +34,6 @@ class Sharded(Strategy, ABC):
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
-
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
@@ -87,7 +86,7 @@ class Sharded(Strategy, ABC):
     ) -> nn.Module:
         """Return a sharded model whose optimizers step its new parameters, listed by their old names."""
         remapper = ParameterRemapper(model, self.session.waiting)
-        remapper.let_go()
+        remapper.release()
         sharded = shard()
         parameters = list_parameters(sharded)
         remapper.rejoin(parameters)

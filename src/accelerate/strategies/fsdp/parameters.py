@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -117,9 +116,8 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
     try:
         pattern = re.compile(expression)
     except re.error as error:
-        raise wrong_value(
-            "ignored_modules", expression, f"no regular expression ({error})", "Fix it"
-        ) from error
+        reason = f"no regular expression ({error})"
+        raise wrong_value("ignored_modules", expression, reason, "Fix it") from error
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
@@ -138,49 +136,46 @@ class ParameterRemapper:
         for name, parameter in named_parameters(model).items():
             names.setdefault(id(parameter), name)
             self._old[parameter] = names[id(parameter)]
-        self._groups: list[tuple[Any, dict[str, Any], list[Any]]] = []
-        for optimizer in optimizers:
-            self._record(getattr(optimizer, "optimizer", optimizer), names)
+        # Optimizer -> for each group its members: names of this model's parameters, or other parameters.
+        self._members: dict[Any, list[list[Any]]] = {}
+        for optimizer in (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers):
+            groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+            if not any(isinstance(member, str) for group in groups for member in group):
+                continue
+            if optimizer.state:
+                raise PreparationError(
+                    f"{type(optimizer).__name__} holds the state of {len(optimizer.state)} parameters, which "
+                    "cannot be sharded with them. Prepare model and optimizer before the first step, and "
+                    "load an optimizer's state afterwards."
+                )
+            self._members[optimizer] = groups
 
-    def _record(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        """Record the members of an optimizer's groups: the names of this model's parameters, or others."""
-        groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
-        if not any(isinstance(member, str) for group in groups for member in group):
-            return
-        if optimizer.state:
-            raise PreparationError(
-                f"{type(optimizer).__name__} holds the state of {len(optimizer.state)} parameters, which "
-                "cannot be sharded with them. Prepare model and optimizer before the first step, and load an "
-                "optimizer's state afterwards."
-            )
-        self._groups += [(optimizer, *pair) for pair in zip(optimizer.param_groups, groups, strict=True)]
-
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take all parameters out of the optimizers."""
-        for _, group, _ in self._groups:
-            group["params"] = []
+        for optimizer in self._members:
+            for group in optimizer.param_groups:
+                group["params"] = []
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the optimizers the new parameters."""
-        seen: defaultdict[int, set[int]] = defaultdict(set)
-        for optimizer, group, members in self._groups:
-            lost = [member for member in members if isinstance(member, str) and member not in parameters]
-            if lost:
-                raise PreparationError(
-                    f"{len(lost)} parameters that {type(optimizer).__name__} steps are gone after sharding: "
-                    f"{listed(lost)}. Build the optimizer after `prepare` has returned the model."
-                )
-            new = [parameters[member] if isinstance(member, str) else member for member in members]
-            _put(optimizer, group, new, seen[id(optimizer)])
+        for optimizer, groups in self._members.items():
+            seen: set[int] = set()
+            for group, members in zip(optimizer.param_groups, groups, strict=True):
+                lost = [member for member in members if isinstance(member, str) and member not in parameters]
+                if lost:
+                    raise PreparationError(
+                        f"{len(lost)} parameters that {type(optimizer).__name__} steps are gone after "
+                        f"sharding: {listed(lost)}. Build the optimizer after `prepare` has returned the "
+                        "model."
+                    )
+                new = [parameters[member] if isinstance(member, str) else member for member in members]
+                _put(optimizer, group, new, seen)
 
     def names_by_group(self) -> dict[Any, list[list[str]]]:
         """Return for each optimizer of this model alone the names that each group had, in order."""
-        names: dict[Any, list[list[Any]]] = {}
-        for optimizer, _, members in self._groups:
-            names.setdefault(optimizer, []).append(members)
         return {
             optimizer: groups
-            for optimizer, groups in names.items()
+            for optimizer, groups in self._members.items()
             if all(isinstance(member, str) for group in groups for member in group)
         }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -119,19 +119,14 @@ class CopiedTensorParallel(TensorParallel):
 
     def _share(self, model: nn.Module) -> nn.Module:
         """Let FSDP 2 average: to shard over one process is to hold a copy."""
-        mesh = _copying_mesh(self.context.mesh)
+        mesh, shared = self.context.mesh, self.context.mesh["tp"].size()
+        shape = (mesh.size() // shared, 1, shared)
+        mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
         units = split_by_dtype(model, [], set())
         TensorAxis(mesh).transform([model])
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
         return model
-
-
-def _copying_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with a dimension of all copies, one of one process, and the one that shares layers."""
-    shared = mesh["tp"].size()
-    shape = (mesh.size() // shared, 1, shared)
-    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
 
 
 class WholeOptimizer(GatheredOptimizer):

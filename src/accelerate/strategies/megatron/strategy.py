@@ -223,7 +223,6 @@ class MegatronLM(Strategy):
     """Megatron-LM builds a model like the user's, with an optimizer like the user's, and trains it."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
-
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:

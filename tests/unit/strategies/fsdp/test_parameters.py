@@ -46,12 +46,12 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
     groups = [{"params": [model.bias, other.weight]}, {"params": [model.weight], "lr": 2.0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     stranger = torch.optim.SGD(other.parameters(), lr=1.0)
-    trail = ParameterRemapper(model, [optimizer, stranger])
-    trail.let_go()
+    remapper = ParameterRemapper(model, [optimizer, stranger])
+    remapper.release()
     assert held(optimizer) == [[], []]
     assert held(stranger) == [[id(other.weight), id(other.bias)]]
     parameters = renew(model)
-    trail.rejoin(parameters)
+    remapper.rejoin(parameters)
     assert held(optimizer) == [[id(model.bias), id(other.weight)], [id(model.weight)]]
     assert optimizer.param_groups[1]["lr"] == 2.0
 
@@ -59,16 +59,18 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
 def test_old_parameters_in_use_have_their_new_ones() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
-    trail = ParameterRemapper(model, [])
+    remapper = ParameterRemapper(model, [])
     parameters = renew(model)
-    assert [(old is weight, new is model.weight) for old, new in trail.replaced(parameters)] == [(True, True)]
+    assert [(old is weight, new is model.weight) for old, new in remapper.replaced(parameters)] == [
+        (True, True)
+    ]
 
 
 def test_joined_parameters_are_stepped_once() -> None:
     model, flat = nn.Linear(2, 2), nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.SGD([("weight", model.weight), ("bias", model.bias)], lr=1.0)
-    trail = ParameterRemapper(model, [optimizer])
-    trail.rejoin({"weight": flat, "bias": flat})
+    remapper = ParameterRemapper(model, [optimizer])
+    remapper.rejoin({"weight": flat, "bias": flat})
     assert held(optimizer) == [[id(flat)]]
     assert "param_names" not in optimizer.param_groups[0]
 
@@ -85,9 +87,9 @@ def test_groups_that_sharding_has_joined_are_refused() -> None:
 
 def test_a_lost_parameter_is_named() -> None:
     model = nn.Linear(2, 2)
-    trail = ParameterRemapper(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    remapper = ParameterRemapper(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
     with pytest.raises(PreparationError, match="1 parameters that SGD steps are gone after sharding: bias"):
-        trail.rejoin({"weight": model.weight})
+        remapper.rejoin({"weight": model.weight})
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
