@@ -25,7 +25,7 @@ from accelerate.strategies.bundle import (
     Kind,
     find_unrelated_optimizers,
     find_unstepped_models,
-    stands_for,
+    placeholder_kind,
 )
 from accelerate.strategies.fsdp import names_by_group
 from accelerate.strategies.session import Context
@@ -100,17 +100,17 @@ class Strategy:
 
     @property
     def loader_mesh(self) -> Any:
-        """The mesh by which loaders deal batches; `None` deals them to all processes."""
+        """The mesh over which loaders shard batches; `None` shards them over all processes."""
         return self.context.mesh
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
-        if stand_ins := [type(obj) for obj in bundle.objects if stands_for(obj) is not None]:
-            builder, plugin = stand_ins[0].built_by
+        if placeholders := [type(obj) for obj in bundle.objects if placeholder_kind(obj) is not None]:
+            builder, plugin = placeholders[0].built_by
             raise PreparationError(
-                f"{', '.join(kind.__name__ for kind in stand_ins)} stands for what {builder} builds from its "
-                f"configuration, and this run does not use {builder}. Pass {plugin} to Accelerator, or "
-                "prepare an optimizer and a scheduler of torch."
+                f"{', '.join(kind.__name__ for kind in placeholders)} is a placeholder for what {builder} "
+                f"builds from its configuration, and this run does not use {builder}. Pass {plugin} to "
+                "Accelerator, or prepare an optimizer and a scheduler of torch."
             )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared

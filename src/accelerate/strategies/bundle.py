@@ -51,15 +51,15 @@ KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
 """Each kind with its condition; the first that holds counts."""
 
 
-def stands_for(obj: Any) -> Kind | None:
+def placeholder_kind(obj: Any) -> Kind | None:
     """Return what `obj` takes the place of until an engine has built it; None for most objects."""
-    kind = getattr(type(obj), "stands_for", None)
+    kind = getattr(type(obj), "placeholder_for", None)
     return kind if isinstance(kind, Kind) else None
 
 
 def kind_of(obj: Any) -> Kind:
     """Return what `obj` is to `prepare`; `Kind.OTHER` is handed back untouched."""
-    return stands_for(obj) or next((kind for kind, holds in KINDS if holds(obj)), Kind.OTHER)
+    return placeholder_kind(obj) or next((kind for kind, holds in KINDS if holds(obj)), Kind.OTHER)
 
 
 def is_prepared(obj: Any) -> bool:

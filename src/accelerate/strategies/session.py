@@ -74,7 +74,7 @@ class Prepared:
     custom: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forget all objects; the lists stay the same objects."""
+        """Remove all objects; the lists stay the same objects."""
         for objects in vars(self).values():
             objects.clear()
 
@@ -134,7 +134,7 @@ class PrepareSession:
             fsdp2_switch_optimizer_parameters(inner, mapping)
 
     def clear(self) -> None:
-        """Forget all objects and parameters."""
+        """Remove all objects and parameters."""
         self.prepared.clear()
         self.replaced.clear()
 

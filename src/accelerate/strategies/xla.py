@@ -45,7 +45,7 @@ class GradientAverage:
             self._averaged.update(map(id, new))
         self.gradients.is_xla_gradients_synced = True
 
-    def forget(self, parameters: Parameters) -> None:
+    def clear(self, parameters: Parameters) -> None:
         """Expect new gradients of these parameters."""
         self._averaged.difference_update(map(id, parameters))
 
@@ -75,12 +75,12 @@ class XlaOptimizer(AcceleratedOptimizer):
 
             def averaging() -> Any:
                 loss = closure()
-                self.average.forget(self.parameters())
+                self.average.clear(self.parameters())
                 self.average(self.parameters())
                 return loss
 
             result = super().step(averaging)
-        self.average.forget(self.parameters())
+        self.average.clear(self.parameters())
         if not self.gradient_state.in_dataloader:  # a loader of torch_xla marks each batch
             mark_step()
         return result

@@ -69,7 +69,7 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
     """Return which modules of a model are shared, and how.
 
     Args:
-        model: has a `tp_plan`: patterns of module names, in which `*` stands for one part, and for each a
+        model: has a `tp_plan`: patterns of module names, in which `*` matches one part, and for each a
             style: "colwise", "rowwise" or a variant of them, or one of torch's.
 
     Returns:

@@ -33,7 +33,7 @@ class Given:
     """What a configuration is filled from.
 
     Attributes:
-        optimizer: torch's, or what stands for DeepSpeed's; None to run a model without training it.
+        optimizer: torch's, or a placeholder for DeepSpeed's; None to run a model without training it.
         smallest: whether the smallest counts, and not the largest.
         accumulation: batches for each step.
         replicas: number of processes that see different data.
@@ -184,13 +184,13 @@ def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[st
         ),
         (
             is_dummy and "optimizer" not in config,
-            f"{name} stands for the optimizer of DeepSpeed's configuration, which has none. Add an "
+            f"{name} is a placeholder for the optimizer of DeepSpeed's configuration, which has none. Add an "
             "`optimizer` there, or build one of torch's",
         ),
         (
             not is_dummy and "optimizer" in config,
             f"{name}, and DeepSpeed's configuration has the optimizer {_type_of('optimizer', config)}. Take "
-            "one of them away: DummyOptim(parameters) stands for that of the configuration",
+            "one of them away: DummyOptim(parameters) is a placeholder for that of the configuration",
         ),
     )
 
@@ -232,7 +232,7 @@ def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Ma
         (
             not is_dummy and is_configured,
             f"{name}, and DeepSpeed's configuration has the scheduler {_type_of('scheduler', config)}. Take "
-            "one of them away: DummyScheduler(optimizer) stands for that of the configuration",
+            "one of them away: DummyScheduler(optimizer) is a placeholder for that of the configuration",
         ),
         (
             is_dummy and not optimizers,
@@ -240,7 +240,7 @@ def _problems_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Ma
         ),
         (
             is_dummy and not is_configured and scheduler.lr_scheduler_callable is None,
-            f"{name} stands for the scheduler of DeepSpeed's configuration, which has none. Add a "
+            f"{name} is a placeholder for the scheduler of DeepSpeed's configuration, which has none. Add a "
             "`scheduler` there, or pass lr_scheduler_callable, which builds one for an optimizer",
         ),
     )

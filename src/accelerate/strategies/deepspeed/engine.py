@@ -187,7 +187,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
 
 class DummyOptim:
-    """Stands for the optimizer of DeepSpeed's configuration in `prepare`.
+    """A placeholder for the optimizer of DeepSpeed's configuration in `prepare`.
 
     Args:
         params: parameters, or groups of them, that are trained.
@@ -196,7 +196,7 @@ class DummyOptim:
         **kwargs: further parameters of the optimizer, likewise, such as `betas`.
     """
 
-    stands_for: ClassVar[Kind] = Kind.OPTIMIZER
+    placeholder_for: ClassVar[Kind] = Kind.OPTIMIZER
     built_by: ClassVar[tuple[str, str]] = _DEEPSPEED
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -214,7 +214,7 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the scheduler of DeepSpeed's configuration in `prepare`.
+    """A placeholder for the scheduler of DeepSpeed's configuration in `prepare`.
 
     Args:
         optimizer: the optimizer whose learning rate it sets.
@@ -225,7 +225,7 @@ class DummyScheduler:
         **kwargs: further parameters of the scheduler, such as `warmup_min_lr`.
     """
 
-    stands_for: ClassVar[Kind] = Kind.SCHEDULER
+    placeholder_for: ClassVar[Kind] = Kind.SCHEDULER
     built_by: ClassVar[tuple[str, str]] = _DEEPSPEED
 
     def __init__(

@@ -103,7 +103,7 @@ class DeepSpeed(Strategy):
 
     @property
     def loader_mesh(self) -> Any:
-        """No mesh: DeepSpeed's adapter deals the samples of processes that share sequences."""
+        """No mesh: DeepSpeed's adapter divides samples between processes that share sequences."""
         return None
 
     @property
@@ -288,7 +288,7 @@ class DeepSpeed(Strategy):
         )
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state on the CPU; shards come together on the main process only."""
+        """Return the whole state on the CPU; shards are gathered on the main process only."""
         inner = self.unwrap(model, keep_compiled=False)
         if inner is model:
             return super().state_dict(model, unwrap=unwrap)

@@ -38,7 +38,7 @@ class MainWeights:
         empty_model(model)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Bring back those buffers that no state dict holds, as rank 0 has them."""
+        """Restore the buffers that no state dict holds from rank 0."""
         for name, buffer in self._buffers.items():
             value = buffer if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
             owner, _, attribute = name.rpartition(".")

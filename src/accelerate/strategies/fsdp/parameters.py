@@ -65,7 +65,7 @@ def fsdp2_switch_optimizer_parameters(
             replaced by the same one, it is stepped once.
 
     Raises:
-        PreparationError: one parameter would stand in two groups.
+        PreparationError: one parameter would be in two groups.
     """
     seen: set[int] = set()
     for group in optimizer.param_groups:

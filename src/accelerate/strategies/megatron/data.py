@@ -24,7 +24,7 @@ _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for data that Megatron-LM reads itself: passed three times, for training, validation and test.
+    """A placeholder for data that Megatron-LM reads itself: pass three, for training, validation and test.
 
     Args:
         **dataset_kwargs: arguments of Megatron-LM about data: `data_path`, `splits_string`, `seq_length`,
@@ -128,11 +128,11 @@ def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
 
     Args:
         accelerator: has `state.megatron_lm_plugin`.
-        dataloader: torch's, or one that stands for Megatron-LM's data.
+        dataloader: torch's, or a placeholder for Megatron-LM's data.
 
     Returns:
-        A prepared loader; three of them, for training, validation and test, for one that stands for
-        Megatron-LM's data.
+        A prepared loader; three of them, for training, validation and test, for a
+        placeholder.
     """
     if not isinstance(dataloader, MegatronLMDummyDataLoader):
         return accelerator.prepare_data_loader(dataloader)

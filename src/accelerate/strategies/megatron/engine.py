@@ -303,7 +303,7 @@ class MegatronPart:
 
 
 class MegatronLMDummyScheduler:
-    """Stands for a scheduler that Megatron-LM builds, and says how long it runs.
+    """A placeholder for a scheduler that Megatron-LM builds, and says how long it runs.
 
     Args:
         optimizer: the one it is for.
@@ -312,7 +312,7 @@ class MegatronLMDummyScheduler:
         **kwargs: kept, for scripts that look them up.
     """
 
-    stands_for: ClassVar[Kind] = Kind.SCHEDULER
+    placeholder_for: ClassVar[Kind] = Kind.SCHEDULER
     built_by: ClassVar[tuple[str, str]] = ("Megatron-LM", "megatron_lm_plugin=MegatronLMPlugin(...)")
 
     def __init__(

@@ -114,14 +114,14 @@ def dummies(bundle: Bundle, kind: type) -> list[Any]:
 
 
 def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list[str]:
-    stand_ins, problems = dummies(bundle, MegatronLMDummyDataLoader), []
-    for stand_in in stand_ins:
-        stand_in.set_megatron_data_args()
+    placeholders, problems = dummies(bundle, MegatronLMDummyDataLoader), []
+    for placeholder in placeholders:
+        placeholder.set_megatron_data_args()
         plugin.megatron_dataset_flag = True
     sizes = [loader.batch_size for loader in bundle.of(Kind.LOADER) if loader.batch_size is not None]
     for loader in bundle.of(Kind.LOADER):
         problems += _message_of(partial(refuse_batch_sampler, loader))
-    micro_batch_size = plugin.dataset_args.get("micro_batch_size") if stand_ins else None
+    micro_batch_size = plugin.dataset_args.get("micro_batch_size") if placeholders else None
     if micro_batch_size is None and not sizes and not problems:
         problems.append(
             "micro_batch_size: nothing says how many samples a micro-batch has. Prepare the loaders together "
@@ -179,16 +179,16 @@ def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
 
 def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     schedulers = bundle.of(Kind.SCHEDULER)
-    stand_ins = dummies(bundle, MegatronLMDummyScheduler)
+    placeholders = dummies(bundle, MegatronLMDummyScheduler)
     problems = [
         f"{type(scheduler).__name__}: Megatron-LM steps schedulers of its own only. Pass "
         "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and lr_decay_style "
         "to MegatronLMPlugin"
         for scheduler in schedulers
-        if scheduler not in stand_ins
+        if scheduler not in placeholders
     ]
-    if stand_ins:
-        plugin.set_scheduler_args(stand_ins[0])
+    if placeholders:
+        plugin.set_scheduler_args(placeholders[0])
         problems += [line for line in find_wrong_values(plugin) if "different units" in line]
     else:
         plugin.set_schedule_args()
@@ -272,7 +272,7 @@ class MegatronLM(Strategy):
             self.grid = RankGrid()
             self.engine = MegatronEngine(preparer, *starting.prepare_model_optimizer_scheduler(preparer))
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        _replace_stand_ins(bundle, preparer)
+        _replace_placeholders(bundle, preparer)
         bundle.replace(Kind.MODEL, preparer.prepare_model)
         bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
         scheduler = MegatronLMSchedulerWrapper(self.engine.scheduler, bundle.optimizers)
@@ -345,8 +345,8 @@ class MegatronLM(Strategy):
         self.engine = None
 
 
-def _replace_stand_ins(bundle: Bundle, preparer: Any) -> None:
-    """Replace the stand-ins of loaders by Megatron-LM's loaders: training, validation, test."""
+def _replace_placeholders(bundle: Bundle, preparer: Any) -> None:
+    """Replace the placeholders of loaders by Megatron-LM's loaders: training, validation, test."""
     numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
     if numbers:
         loaders = prepare_data_loader(preparer, bundle.objects[numbers[0]])

@@ -42,7 +42,7 @@ def test_patterns_and_styles() -> None:
     }
 
 
-def test_a_star_stands_for_one_part() -> None:
+def test_a_star_matches_one_part() -> None:
     with pytest.raises(PreparationError, match="tp_plan of Module fits none of its modules: \\*.up"):
         plan_of(model({"*.up": "colwise"}))
 

@@ -56,7 +56,7 @@ def test_without_deepspeed_there_is_no_engine(states):
 
 def test_stand_ins_need_deepspeed(states, parts):
     given = parts()
-    with pytest.raises(PreparationError, match="DummyOptim stands for what DeepSpeed builds"):
+    with pytest.raises(PreparationError, match="DummyOptim is a placeholder for what DeepSpeed builds"):
         Accelerator(cpu=True).prepare(given.model, DummyOptim(given.model.parameters()))
 
 
@@ -230,8 +230,9 @@ def test_what_makes_no_engine_is_refused_with_all_reasons(start, parts):
     with pytest.raises(PreparationError) as caught:
         accelerator.prepare(given.model, parts().model, DummyOptim(given.model.parameters()))
     assert "2 models (Linear, Linear)" in str(caught.value)
-    assert "DummyOptim stands for the optimizer of DeepSpeed's configuration, which has none" in str(
-        caught.value
+    assert (
+        "DummyOptim is a placeholder for the optimizer of DeepSpeed's configuration, which has none"
+        in str(caught.value)
     )
     with pytest.raises(PreparationError, match="built from both"):
         accelerator.prepare_optimizer(given.optimizer)

@@ -28,7 +28,7 @@ def test_gradients_are_averaged_once(fake: Any, context: Context) -> None:
     assert second.grad.tolist() == [2.0, 2.0]
     assert fake.calls == [("sum", 1, 0.25), ("sum", 1, 0.25)]
     assert GradientState().is_xla_gradients_synced
-    exchange.forget([first])
+    exchange.clear([first])
     exchange([first, second])
     assert len(fake.calls) == 3
 
