@@ -1,12 +1,19 @@
 from accelerate.strategies.megatron.data import (
     BatchShape as BatchShape,
+    Losses as Losses,
     MegatronBatches as MegatronBatches,
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     RankGrid as RankGrid,
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    combine as combine,
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     iterators as iterators,
+    means as means,
+    perplexity as perplexity,
     prepare_data_loader as prepare_data_loader,
     refuse_batch_sampler as refuse_batch_sampler,
     share as share,
+    share_outputs as share_outputs,
     with_batches_of as with_batches_of,
 )
 from accelerate.strategies.megatron.engine import (
@@ -22,15 +29,6 @@ from accelerate.strategies.megatron.initialize import (
     prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
     prepare_optimizer as prepare_optimizer,
     prepare_scheduler as prepare_scheduler,
-)
-from accelerate.strategies.megatron.reports import (
-    Losses as Losses,
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    combine as combine,
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-    means as means,
-    perplexity as perplexity,
-    share_outputs as share_outputs,
 )
 from accelerate.strategies.megatron.steps import (
     AbstractTrainStep as AbstractTrainStep,

@@ -21,8 +21,15 @@ from accelerate.state import Topology
 from accelerate.strategies.base import payloads_of_engine
 from accelerate.strategies.bundle import Kind
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.data import Batch, BatchShape, iterators, share
-from accelerate.strategies.megatron.reports import Losses, combine, share_outputs
+from accelerate.strategies.megatron.data import (
+    Batch,
+    BatchShape,
+    Losses,
+    combine,
+    iterators,
+    share,
+    share_outputs,
+)
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 
 logger = get_logger(__name__)
