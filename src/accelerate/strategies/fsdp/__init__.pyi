@@ -1,8 +1,8 @@
 from accelerate.strategies.fsdp.base import (
     clip_values as clip_values,
+    gradient_norm as gradient_norm,
     groups_of as groups_of,
     local_parts as local_parts,
-    measure as measure,
     scale_down as scale_down,
 )
 from accelerate.strategies.fsdp.checkpoint import (

@@ -104,7 +104,7 @@ class Sharded(Strategy, ABC):
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients by their norm over all ranks; return it as a plain tensor."""
         parameters = as_list(parameters)
-        norm = measure(parameters, norm_type, self.context.device, self.groups_of)
+        norm = gradient_norm(parameters, norm_type, self.context.device, self.groups_of)
         scale_down(parameters, norm, max_norm)
         return norm
 
@@ -165,7 +165,7 @@ def groups_of(parameter: Tensor) -> Groups:
 
 
 @torch.no_grad()
-def measure(
+def gradient_norm(
     parameters: Sequence[Tensor],
     norm_type: float,
     device: torch.device,

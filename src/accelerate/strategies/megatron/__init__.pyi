@@ -5,14 +5,14 @@ from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     RankGrid as RankGrid,
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    combine as combine,
+    combine_reports as combine_reports,
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     iterators as iterators,
     means as means,
     perplexity as perplexity,
     prepare_data_loader as prepare_data_loader,
     refuse_batch_sampler as refuse_batch_sampler,
-    share as share,
+    share_batch as share_batch,
     share_outputs as share_outputs,
     with_batches_of as with_batches_of,
 )
@@ -41,4 +41,4 @@ from accelerate.strategies.megatron.steps import (
     output_class as output_class,
     sum_over_tokens as sum_over_tokens,
 )
-from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM, plan as plan
+from accelerate.strategies.megatron.strategy import MegatronLM as MegatronLM, plan_run as plan_run

@@ -240,7 +240,7 @@ def _padded(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
     return F.pad(tensor, pads, value=_PADDING.get(name, 0))
 
 
-def share(batch: Batch, device: torch.device) -> Batch:
+def share_batch(batch: Batch, device: torch.device) -> Batch:
     """Return one batch on all ranks that make up a copy of the model: that of their first one. Collators that
     draw random numbers would otherwise give each of them another one, and only some read Megatron-LM's own
     data."""
@@ -279,7 +279,7 @@ _SUM_AND_NUMBER = 2
 Report = dict[str, Tensor]
 
 
-def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
+def combine_reports(reports: list[Report], groups: Any) -> dict[str, Any]:
     """Return the report of a step from those of its micro-batches.
 
     Pairs of sum and number become the mean over all copies of the model, single values the mean over
@@ -290,10 +290,10 @@ def combine(reports: list[Report], groups: Any) -> dict[str, Any]:
     """
     if not reports:
         return {}
-    return {name: _combine(name, [report[name] for report in reports], groups) for name in reports[0]}
+    return {name: _combine_values(name, [report[name] for report in reports], groups) for name in reports[0]}
 
 
-def _combine(name: str, values: list[Tensor], groups: Any) -> Tensor:
+def _combine_values(name: str, values: list[Tensor], groups: Any) -> Tensor:
     if name == LOGITS:
         return torch.cat(values)
     stacked = torch.stack([value.reshape(-1).float() for value in values])

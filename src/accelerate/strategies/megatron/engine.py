@@ -25,9 +25,9 @@ from accelerate.strategies.megatron.data import (
     Batch,
     BatchShape,
     Losses,
-    combine,
+    combine_reports,
     iterators,
-    share,
+    share_batch,
     share_outputs,
 )
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
@@ -134,7 +134,7 @@ class MegatronEngine(nn.Module):
         Raises:
             ConfigurationError: there is nothing in it.
         """
-        shared = share(batch_data, self.device)
+        shared = share_batch(batch_data, self.device)
         if not shared:
             fix = "Call it with those of a batch by name: model(**batch)"
             raise wrong_value("batch", batch_data, "the model was called without tensors", fix)
@@ -161,7 +161,7 @@ class MegatronEngine(nn.Module):
         norm = self._utils.reduce_max_stat_across_model_parallel_group(norm)
         if successful:
             self.scheduler.step(increment=number * self.args.micro_batch_size * self.args.data_parallel_size)
-        return combine(reports, self._groups), not successful, norm, zeros
+        return combine_reports(reports, self._groups), not successful, norm, zeros
 
     def eval_step(self, **batch_data: Tensor) -> dict[str, Any]:
         """Run all micro-batches of a batch forward.
@@ -175,7 +175,7 @@ class MegatronEngine(nn.Module):
         data, number = self.get_batch_data_iterator(batch_data)
         with torch.no_grad():
             reports = self._forward_backward(data, number, forward_only=True)
-        return combine(reports, self._groups)
+        return combine_reports(reports, self._groups)
 
     def _forward_backward(self, data: Any, number: int, *, forward_only: bool) -> list[dict[str, Tensor]]:
         reports: list[dict[str, Tensor]] = self._run(

@@ -53,7 +53,7 @@ BLACKWELL = 10
 """The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
 
 
-def plan(
+def plan_run(
     plugin: MegatronLMPlugin, bundle: Bundle, processes: int, mixed_precision: str, steps: int
 ) -> list[str]:
     """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each."""
@@ -253,7 +253,7 @@ class MegatronLM(Strategy):
                     "Prepare everything in one call."
                 )
             return
-        problems = plan(
+        problems = plan_run(
             self.plugin,
             bundle,
             self.context.topology.size,

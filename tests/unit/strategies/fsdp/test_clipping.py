@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies import as_list
-from accelerate.strategies.fsdp import clip_values, groups_of, local_parts, measure, scale_down
+from accelerate.strategies.fsdp import clip_values, gradient_norm, groups_of, local_parts, scale_down
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def parameters() -> list[nn.Parameter]:
 def test_the_norm_is_torch_s(norm_type: float) -> None:
     ours, theirs = parameters(), [p for p in parameters() if p.numel()]
     expected = nn.utils.clip_grad_norm_(theirs, 1.5, norm_type)
-    norm = measure(ours, norm_type, CPU)
+    norm = gradient_norm(ours, norm_type, CPU)
     torch.testing.assert_close(norm, expected)
     scale_down(ours, norm, 1.5)
     torch.testing.assert_close(local_parts(ours)[:2], local_parts(theirs))
@@ -32,18 +32,18 @@ def test_the_norm_is_torch_s(norm_type: float) -> None:
 
 def test_measuring_changes_nothing() -> None:
     ours = parameters()
-    scale_down(ours, measure(ours, 2.0, CPU), float("inf"))
+    scale_down(ours, gradient_norm(ours, 2.0, CPU), float("inf"))
     assert torch.equal(ours[0].grad, parameters()[0].grad)  # type: ignore[arg-type]
 
 
 def test_nothing_has_no_norm() -> None:
-    assert measure([], 2.0, CPU).item() == 0.0
-    assert measure([nn.Parameter(torch.ones(2))], 2.0, CPU).item() == 0.0
+    assert gradient_norm([], 2.0, CPU).item() == 0.0
+    assert gradient_norm([nn.Parameter(torch.ones(2))], 2.0, CPU).item() == 0.0
 
 
 def test_no_norm_of_type_zero() -> None:
     with pytest.raises(ConfigurationError, match="norm_type=0: it is no p of a p-norm"):
-        measure(parameters(), 0, CPU)
+        gradient_norm(parameters(), 0, CPU)
 
 
 def test_values() -> None:

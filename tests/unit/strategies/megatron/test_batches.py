@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.megatron import BatchShape, iterators, share
+from accelerate.strategies.megatron import BatchShape, iterators, share_batch
 
 from .conftest import Fake
 
@@ -92,4 +92,4 @@ def test_one_iterator_for_each_part() -> None:
 def test_one_rank_shares_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     given = batch(2)
-    assert share(given, torch.device("cpu")).keys() == given.keys()
+    assert share_batch(given, torch.device("cpu")).keys() == given.keys()

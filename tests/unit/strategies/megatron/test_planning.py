@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.strategies import Bundle
-from accelerate.strategies.megatron import library, plan
+from accelerate.strategies.megatron import library, plan_run
 from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
 
 from .conftest import LENGTH, Fake, Model, samples
@@ -27,7 +27,7 @@ def loader(size: int) -> DataLoader[Any]:
 
 def test_what_the_objects_say(fake: Fake) -> None:
     plugin = MegatronLMPlugin(tp_degree=2, num_micro_batches=2)
-    assert plan(plugin, objects(loader(2)), 4, "bf16", 1) == []
+    assert plan_run(plugin, objects(loader(2)), 4, "bf16", 1) == []
     arguments = plugin.megatron_lm_default_args
     expected = {
         "bf16": True,
@@ -47,7 +47,7 @@ def test_what_the_objects_say(fake: Fake) -> None:
 @pytest.mark.parametrize(("smallest", "size"), [(True, 2), (False, 4)])
 def test_batches_of_several_loaders(fake: Fake, smallest: bool, size: int) -> None:
     plugin = MegatronLMPlugin(is_train_batch_min=smallest)
-    assert plan(plugin, objects(loader(4), loader(2)), 1, "no", 1) == []
+    assert plan_run(plugin, objects(loader(4), loader(2)), 1, "no", 1) == []
     assert plugin.micro_batch_size == size
 
 
@@ -58,17 +58,17 @@ def test_samples_are_not_read_where_the_length_is_known(fake: Fake) -> None:
 
     plugin = MegatronLMPlugin(seq_length=8)
     unreadable: DataLoader[Any] = DataLoader(Unreadable([1, 2]), batch_size=1)  # type: ignore[arg-type]
-    assert plan(plugin, objects(unreadable), 1, "no", 1) == []
+    assert plan_run(plugin, objects(unreadable), 1, "no", 1) == []
 
 
 def test_random_numbers_are_left_alone(fake: Fake) -> None:
     before = torch.get_rng_state()
-    plan(MegatronLMPlugin(), objects(DataLoader(samples(), batch_size=2, shuffle=True)), 1, "no", 1)
+    plan_run(MegatronLMPlugin(), objects(DataLoader(samples(), batch_size=2, shuffle=True)), 1, "no", 1)
     assert before.equal(torch.get_rng_state())
 
 
 def test_several_models(fake: Fake) -> None:
-    problems = plan(MegatronLMPlugin(), objects(Model(), loader(2)), 1, "no", 1)
+    problems = plan_run(MegatronLMPlugin(), objects(Model(), loader(2)), 1, "no", 1)
     assert len(problems) == 1
     assert problems[0].startswith("2 models")
 
@@ -83,28 +83,28 @@ def test_heads_that_megatron_has_not(fake: Fake) -> None:
         "max_position_embeddings": 32,
     }
     model = type("BertForSequenceClassification", (Model,), {})(**config)
-    (problem,) = plan(MegatronLMPlugin(), objects(loader(2), model=model), 1, "no", 1)
+    (problem,) = plan_run(MegatronLMPlugin(), objects(loader(2), model=model), 1, "no", 1)
     assert "custom_model_provider_function" in problem
     own = MegatronLMPlugin(custom_model_provider_function=print)
-    assert plan(own, objects(loader(2), model=model), 1, "no", 1) == []
+    assert plan_run(own, objects(loader(2), model=model), 1, "no", 1) == []
 
 
 def test_lengths_in_different_units(fake: Fake) -> None:
     plugin = MegatronLMPlugin(lr_decay_samples=10)
-    (problem,) = plan(plugin, objects(loader(2)), 1, "no", 1)
+    (problem,) = plan_run(plugin, objects(loader(2)), 1, "no", 1)
     assert "train_iters=100 and lr_decay_samples=10" in problem
 
 
 def test_the_plugin_says_how_long_training_is(fake: Fake) -> None:
     model = Model()
     bundle = Bundle([model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2)])
-    assert plan(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
-    (problem,) = plan(MegatronLMPlugin(), bundle, 1, "no", 1)
+    assert plan_run(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
+    (problem,) = plan_run(MegatronLMPlugin(), bundle, 1, "no", 1)
     assert problem.startswith("train_iters: nothing says how long")
 
 
 def test_rates_that_fall_upwards(fake: Fake) -> None:
-    (problem,) = plan(MegatronLMPlugin(min_lr=0.2), objects(loader(2)), 1, "no", 1)
+    (problem,) = plan_run(MegatronLMPlugin(min_lr=0.2), objects(loader(2)), 1, "no", 1)
     assert problem.startswith("min_lr=0.2: the optimizer's learning rate is lower, 0.1")
 
 
@@ -124,7 +124,7 @@ def test_packages_that_only_some_runs_need(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], told: str
 ) -> None:
     monkeypatch.setattr(library, "exists", lambda name: name.startswith("megatron"))
-    (problem,) = plan(MegatronLMPlugin(seq_length=8, **fields), objects(loader(2)), 2, "no", 1)
+    (problem,) = plan_run(MegatronLMPlugin(seq_length=8, **fields), objects(loader(2)), 2, "no", 1)
     assert problem.startswith(told)
 
 
@@ -153,6 +153,6 @@ def test_kernels_come_in_one_queue(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    problems = plan(MegatronLMPlugin(**fields), objects(loader(2)), 2, "no", 1)
+    problems = plan_run(MegatronLMPlugin(**fields), objects(loader(2)), 2, "no", 1)
     assert len(problems) == number
     assert all(f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: " in problem for problem in problems)

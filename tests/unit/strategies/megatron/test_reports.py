@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import PartialState
-from accelerate.strategies.megatron import Losses, combine, means, perplexity, share_outputs
+from accelerate.strategies.megatron import Losses, combine_reports, means, perplexity, share_outputs
 
 from .conftest import Fake
 
@@ -36,10 +36,10 @@ def test_pairs_are_means_over_tokens_and_values_over_micro_batches(groups: Any) 
         {"lm loss": torch.tensor([6.0, 2.0]), "sop loss": torch.tensor(1.0), "logits": torch.zeros(1, 2)},
         {"lm loss": torch.tensor([2.0, 6.0]), "sop loss": torch.tensor(3.0), "logits": torch.ones(1, 2)},
     ]
-    combined = combine(reports, groups)
+    combined = combine_reports(reports, groups)
     assert (float(combined["lm loss"]), float(combined["sop loss"])) == (1.0, 2.0)
     assert combined["logits"].tolist() == [[0, 0], [1, 1]]
-    assert combine([], groups) == {}
+    assert combine_reports([], groups) == {}
 
 
 def test_outputs_of_one_stage(groups: Any) -> None:

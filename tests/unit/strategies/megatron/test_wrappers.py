@@ -40,5 +40,7 @@ def test_skipped_steps_are_told(start: Start, fake: Fake) -> None:
 
 @pytest.mark.usefixtures("states")
 def test_without_megatron_there_is_nothing_it_could_stand_for() -> None:
-    with pytest.raises(PreparationError, match=r"MegatronLMDummyScheduler is a placeholder .* megatron_lm_plugin"):
+    with pytest.raises(
+        PreparationError, match=r"MegatronLMDummyScheduler is a placeholder .* megatron_lm_plugin"
+    ):
         Accelerator(cpu=True).prepare(MegatronLMDummyScheduler(None))
