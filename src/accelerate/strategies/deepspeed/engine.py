@@ -344,8 +344,7 @@ GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def whole_state(engine: Any) -> dict[str, Any]:
-    """Return the whole state of an engine's model on the CPU: shards are gathered on the main process. On all
-    ranks."""
+    """Return the state of an engine's model on the CPU, with shards gathered on rank 0; on all ranks."""
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(

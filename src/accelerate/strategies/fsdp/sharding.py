@@ -73,8 +73,8 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
 def plan_units(
     plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
-    """Return a model's ignored parameters, moved to a device if one is given, its units, and the modules in
-    them that compute in float32."""
+    """Return a model's ignored parameters, moved to a device if one is given, its units, and those in
+    float32."""
     if mixed_precision != "no":
         keep_master_weights(model)
     check_ignored(plugin.ignored_modules, model)
