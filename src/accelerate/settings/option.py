@@ -18,11 +18,9 @@ from typing import Any, ClassVar
 
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
 
-SAME: Any = object()
-"""Marks what follows from the other arguments, where ``None`` is a value of its own."""
+# How a value is written into an environment variable; ``None`` leaves the variable alone.
 
-
-# How a value is written into an environment variable. ``None`` means: leave the variable alone.
+Spelling = Callable[[Any], str | None]
 
 
 def as_text(value: Any) -> str | None:
@@ -40,6 +38,11 @@ def lower(value: Any) -> str | None:
     return None if value is None else str(value).lower()
 
 
+def lower_bool(value: Any) -> str | None:
+    """``true`` or ``false``; ``str`` of any other value."""
+    return lower(value) if isinstance(value, bool) else as_text(value)
+
+
 def upper(value: Any) -> str | None:
     """Upper-case text."""
     return None if value is None else str(value).upper()
@@ -50,7 +53,7 @@ def as_bit(value: Any) -> str | None:
     return None if value is None else str(int(bool(value)))
 
 
-def only_true(text: str) -> Callable[[Any], str | None]:
+def only_true(text: str) -> Spelling:
     """Write `text` when the value is true, and nothing otherwise."""
     return lambda value: text if value else None
 
@@ -67,56 +70,55 @@ def unless_empty_lower(value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything known about one option.
+    """Everything known about one option; what a declaration leaves out follows from its field and section.
 
     Attributes:
         name: unique over all sections; the attribute that a parsed flag is stored under.
-        kind: ``bool``, ``int``, ``float``, ``str``, ``tuple``
-            or ``dict`` (of the user's own, in files only).
+        kind: ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict`` (of the user's own, in files only).
         default: the built-in value.
         help: one sentence for ``-h`` and the docs.
-        choices: accepted values; empty means any.
-        limits: smallest and largest number that is accepted; ``None``: any that 64 bits hold.
-        offers: values that the questionnaire lists; empty means the choices.
+        spell: value to text of the variable; ``None`` means that the variable is not written.
         flags: spellings on the command line; empty means that there is no flag.
-        negations: flags that say no, where a switch has one of its own.
-        action: what argparse does with the flag.
         flag_default: what an absent flag leaves in the namespace (part of the interface, not a setting).
         flag_type: how argparse converts the text of the flag.
+        action: what argparse does with the flag.
         group: heading of the flag in the help.
         key: name in the configuration file; ``None`` keeps the option out of files.
+        offers: values that the questionnaire lists; empty means the choices.
         variables: environment variables; several when the value is a tuple with a variable for each element.
         aliases: further variables that are read (in this order) where the first is absent, and never written.
-        spell: value to text of the variable; ``None`` means that the variable is not written.
+        choices: accepted values; empty means any.
+        limits: smallest and largest number that is accepted; ``None``: any that 64 bits hold.
+        negations: flags that say no, where a switch has one of its own.
         ask: the question of the questionnaire; ``None`` means that it is not asked.
         when: asked only if this holds for the answers so far (a mapping by option name).
         advanced: asked only when the user wants to see everything.
         secret: never printed.
-        foreign: the variable is somebody else's, and may hold what only they understand: then left alone.
+        foreign: the variable belongs to another program; a value that this package cannot read is ignored.
     """
 
     name: str
     kind: type
     default: Any
     help: str
-    choices: tuple[str, ...]
-    limits: tuple[float, float] | None
-    offers: tuple[str, ...]
+    spell: Spelling
     flags: tuple[str, ...]
-    negations: tuple[str, ...]
-    action: str
     flag_default: Any
     flag_type: Callable[[str], Any]
+    action: str
     group: str
     key: str | None
+    offers: tuple[str, ...]
     variables: tuple[str, ...]
-    aliases: tuple[str, ...]
-    spell: Callable[[Any], str | None]
-    ask: str | None
-    when: Callable[[Mapping[str, Any]], bool] | None
-    advanced: bool
-    secret: bool
-    foreign: bool
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    limits: tuple[float, float] | None = None
+    negations: tuple[str, ...] = ()
+    ask: str | None = None
+    when: Callable[[Mapping[str, Any]], bool] | None = None
+    advanced: bool = False
+    secret: bool = False
+    foreign: bool = False
 
     def read(self, value: object, where: str) -> Any:
         """Turn a value of a file, a flag or a variable into the option's type.
@@ -219,43 +221,20 @@ WANTED = {
 }
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    env: str | tuple[str, ...] = SAME,
-    text_flag: bool = False,
-    choices: tuple[str, ...] = (),
-    limits: tuple[float, float] | None = None,
-    offers: tuple[str, ...] = SAME,
-    flags: tuple[str, ...] = SAME,
-    negations: tuple[str, ...] = (),
-    action: str = SAME,
-    flag_default: Any = SAME,
-    flag_type: Callable[[str], Any] = SAME,
-    group: str = SAME,
-    key: str | None = SAME,
-    aliases: tuple[str, ...] = (),
-    spell: Callable[[Any], str | None] = as_text,
-    ask: str | None = None,
-    when: Callable[[Mapping[str, Any]], bool] | None = None,
-    advanced: bool = False,
-    secret: bool = False,
-    foreign: bool = False,
-) -> Any:
+def option(default: Any, help: str, **attributes: Any) -> Any:
     """Declare one option as a field of a :class:`Section`.
 
-    All arguments but two are attributes of :class:`Option`. What is not given follows from the field: the
-    flag is ``--<name>`` (the parser adds the dash form), the key is the name, the group is the section's
-    title, the offers are the choices, and action, default and type of the flag follow from the field's type.
+    What is not given follows from the field: the flag is ``--<name>`` (the parser adds the dash form), the key
+    is the name, the group is the section's title, the offers are the choices, and action, default and type of
+    the flag follow from the field's type.
 
     Args:
-        env: the variable, or one variable for each element of a tuple; default: the one of the section's
-            `env_prefix`, if it has one.
-        text_flag: a yes/no option whose flag takes the word ``true`` or ``false`` instead of being a switch.
+        default: the built-in value.
+        help: one sentence; its first clause is the question with ``ask=True``.
+        **attributes: attributes of :class:`Option`, and ``env`` for the variable, or for one variable for each
+            element of a tuple; default: the one of the section's `env_prefix`, if it has one.
     """
-    declared = {name: value for name, value in locals().items() if name != "default"}
-    return dataclasses.field(default=default, kw_only=True, metadata={"option": declared})
+    return dataclasses.field(default=default, kw_only=True, metadata={"help": help, **attributes})
 
 
 class Section:
@@ -267,12 +246,20 @@ class Section:
         switch: the flag that makes the section active, as a user writes it; empty: it always is.
         env_prefix: beginning of the variables whose ends are the options' names in upper case; ``None``: an
             option has only the variables that it declares.
+        makes_flags: whether options have a flag unless they say otherwise.
+        takes_words: whether the flags of yes/no options take ``true`` or ``false`` instead of being switches.
+        spell: how options are written into variables unless they say otherwise.
+        spell_optional: the same for options whose default is ``None``.
     """
 
     title: ClassVar[str]
     file_key: ClassVar[str | None] = None
     switch: ClassVar[str] = ""
     env_prefix: ClassVar[str | None] = None
+    makes_flags: ClassVar[bool] = True
+    takes_words: ClassVar[bool] = False
+    spell: ClassVar[Spelling] = as_text
+    spell_optional: ClassVar[Spelling] = as_text
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
@@ -301,24 +288,31 @@ def _kind_of(hint: Any) -> type:
 
 
 def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> Option:
-    declared = dict(field.metadata["option"])
-    env, text_flag = declared.pop("env"), declared.pop("text_flag")
-    is_switch = kind is bool and not text_flag and declared["flag_type"] is SAME
-    is_word = text_flag and field.default is not None
+    declared = dict(field.metadata)
+    is_word = kind is bool and section.takes_words and "flag_type" not in declared
+    is_switch = kind is bool and not is_word and "flag_type" not in declared
+    env = () if section.env_prefix is None else f"{section.env_prefix}{field.name.upper()}"
+    env = declared.pop("env", env)
+    if declared.get("ask") is True:
+        declared["ask"] = _question_of(declared["help"])
     follows = {
-        "offers": declared["choices"],
-        "flags": (f"--{field.name}",),
-        "action": "store_true" if is_switch else "store",
-        "flag_default": str(field.default).lower() if is_word else field.default,
+        "flags": (f"--{field.name}",) if section.makes_flags else (),
+        "flag_default": str(field.default).lower() if is_word and field.default is not None else field.default,
         "flag_type": str if kind in (bool, tuple) else kind,
+        "action": "store_true" if is_switch else "store",
         "group": section.title,
         "key": field.name,
+        "offers": declared.get("choices", ()),
+        "variables": (env,) if isinstance(env, str) else env,
+        "spell": section.spell_optional if field.default is None else section.spell,
     }
-    attributes = {name: follows[name] if value is SAME else value for name, value in declared.items()}
-    if env is SAME:
-        env = () if section.env_prefix is None else f"{section.env_prefix}{field.name.upper()}"
-    variables = (env,) if isinstance(env, str) else env
-    return Option(name=field.name, kind=kind, default=field.default, variables=variables, **attributes)
+    return Option(name=field.name, kind=kind, default=field.default, **{**follows, **declared})
+
+
+def _question_of(help: str) -> str:
+    """"torchao: pad matrices (true or false)." -> "Pad matrices?"."""
+    clause = help.removesuffix(".").removesuffix(" (true or false)").rpartition(": ")[2]
+    return f"{clause[0].upper()}{clause[1:]}?"
 
 
 def true_or_false(text: str) -> bool:

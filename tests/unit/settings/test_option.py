@@ -11,6 +11,7 @@ from accelerate.settings.option import (
     as_text,
     as_text_or_none,
     lower,
+    lower_bool,
     only_true,
     option,
     unless_empty,
@@ -24,7 +25,6 @@ class Sample(Section):
     title = "Sample"
 
     flag: bool = option(False, "A switch.")
-    words: bool = option(True, "A word.", text_flag=True)
     count: int | None = option(None, "A number.")
     share: float = option(0.5, "A fraction.")
     room: int = option(1, "A number within limits.", limits=(0, 1))
@@ -38,8 +38,6 @@ ROWS = {row.name: row for row in Sample.options()}
 
 def test_the_row_follows_from_the_declaration() -> None:
     assert ROWS["flag"].action == "store_true"
-    assert ROWS["words"].action == "store"
-    assert ROWS["words"].flag_default == "true"
     assert ROWS["count"].kind is int
     assert ROWS["count"].flags == ("--count",)
     assert ROWS["name"].variables == ("NAME",)
@@ -104,7 +102,6 @@ def test_what_is_not_declared_follows_from_the_type() -> None:
         title = "Declared"
 
         on: bool = option(False, "A switch.")
-        word: bool | None = option(None, "A word.", text_flag=True)
         read: bool = option(False, "A flag that is read.", flag_type=str)
         other: int = option(3, "With its own.", key="its_key", flag_default=7, action="append", limits=(1, 9))
         text: str = option(
@@ -112,15 +109,62 @@ def test_what_is_not_declared_follows_from_the_type() -> None:
         )
 
     rows = {row.name: row for row in Declared.options()}
-    assert [row.action for row in rows.values()] == ["store_true", "store", "store", "append", "store"]
-    assert [row.flag_type for row in rows.values()] == [str, str, str, int, str]
-    assert [row.flag_default for row in rows.values()] == [False, None, False, 7, "a"]
-    assert [row.key for row in rows.values()] == ["on", "word", "read", "its_key", "text"]
-    assert [row.limits for row in rows.values()] == [None, None, None, (1, 9), None]
-    assert [row.group for row in rows.values()] == [*["Declared"] * 4, "Group"]
+    assert [row.action for row in rows.values()] == ["store_true", "store", "append", "store"]
+    assert [row.flag_type for row in rows.values()] == [str, str, int, str]
+    assert [row.flag_default for row in rows.values()] == [False, False, 7, "a"]
+    assert [row.key for row in rows.values()] == ["on", "read", "its_key", "text"]
+    assert [row.limits for row in rows.values()] == [None, None, (1, 9), None]
+    assert [row.group for row in rows.values()] == [*["Declared"] * 3, "Group"]
     assert (rows["text"].variables, rows["text"].offers) == (("A", "B"), ("a", "b"))
     assert rows["text"].spell is str.upper
     assert rows["other"].default == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(Section):
+    title = "Words"
+    takes_words = True
+    spell = lower_bool
+    spell_optional = unless_empty
+    env_prefix = ""
+
+    on: bool = option(True, "library: use it (true or false).", ask=True)
+    optional: bool | None = option(None, "A word.")
+    read: bool = option(False, "A word that is read.", flag_type=str)
+    kind: str | None = option(None, "A text.", spell=upper)
+
+
+def test_a_section_decides_for_options_that_declare_nothing() -> None:
+    rows = {row.name: row for row in Words.options()}
+    assert [row.action for row in rows.values()] == ["store"] * 4
+    assert [row.flag_default for row in rows.values()] == ["true", None, False, None]
+    assert [row.flag_type for row in rows.values()] == [str, str, str, str]
+    assert [row.spell for row in rows.values()] == [lower_bool, unless_empty, lower_bool, upper]
+    assert rows["on"].ask == "Use it?"
+    assert rows["optional"].ask is None
+
+
+def test_a_section_without_flags_has_those_that_are_declared() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Silent(Section):
+        title = "Silent"
+        makes_flags = False
+
+        name: str = option("", "A text.")
+        shown: str = option("", "A text with a flag.", flags=("--shown",))
+
+    assert [row.flags for row in Silent.options()] == [(), ("--shown",)]
+
+
+def test_an_unknown_attribute_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Section):
+        title = "Wrong"
+
+        name: str = option("", "A text.", choises=("a",))
+
+    with pytest.raises(TypeError, match="choises"):
+        Wrong.options()
 
 
 def test_a_number_too_large_for_a_float_is_refused() -> None:
@@ -142,6 +186,9 @@ def test_each_spelling_writes_its_form() -> None:
     assert as_text_or_none(None) == "None"
     assert lower(True) == "true"
     assert lower(None) is None
+    assert lower_bool(True) == "true"
+    assert lower_bool("A") == "A"
+    assert lower_bool(None) is None
     assert upper("no") == "NO"
     assert upper(None) is None
     assert as_bit(True) == "1"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base import DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.settings.option import Section, option, unless_empty, unless_empty_lower
+from accelerate.settings.option import Section, as_text, option, unless_empty, unless_empty_lower
 
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 DEVICES = get_args(OffloadDevice)
@@ -41,6 +41,8 @@ class DeepSpeedSection(Section):
     file_key = "deepspeed_config"
     switch = "--use_deepspeed"
     env_prefix = "ACCELERATE_DEEPSPEED_"
+    takes_words = True
+    spell_optional = unless_empty_lower
 
     deepspeed_config_file: str | None = option(
         None,
@@ -52,6 +54,7 @@ class DeepSpeedSection(Section):
     zero_stage: int | None = option(
         None,
         "ZeRO stage: 0, 1, 2 or 3.",
+        spell=as_text,
         limits=(0, 3),
         ask="Which ZeRO stage?",
         offers=("0", "1", "2", "3"),
@@ -60,7 +63,6 @@ class DeepSpeedSection(Section):
     offload_optimizer_device: str | None = option(
         None,
         "Where optimizer states are kept: none, cpu or nvme.",
-        spell=unless_empty_lower,
         ask="Where are optimizer states kept?",
         offers=DEVICES,
         when=_shards_gradients,
@@ -68,7 +70,6 @@ class DeepSpeedSection(Section):
     offload_param_device: str | None = option(
         None,
         "Where parameters are kept: none, cpu or nvme.",
-        spell=unless_empty_lower,
         ask="Where are parameters kept?",
         offers=DEVICES,
         when=_shards_parameters,
@@ -91,7 +92,6 @@ class DeepSpeedSection(Section):
         None,
         "Batches per optimizer step, with DeepSpeed; elsewhere Accelerator(gradient_accumulation_steps=...).",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        spell=unless_empty,
         ask="How many batches per optimizer step?",
         when=_without_own_file,
     )
@@ -99,26 +99,18 @@ class DeepSpeedSection(Section):
         None,
         "Largest norm of the gradients.",
         env="ACCELERATE_GRADIENT_CLIPPING",
-        spell=unless_empty_lower,
         ask="What is the largest norm of the gradients (empty for no limit)?",
         when=_without_own_file,
     )
     zero3_init_flag: bool | None = option(
         None,
         "ZeRO-3: build models sharded from the start (true or false).",
-        text_flag=True,
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        spell=unless_empty_lower,
-        ask="Build models sharded from the start?",
+        ask=True,
         when=_shards_parameters,
     )
     zero3_save_16bit_model: bool | None = option(
-        None,
-        "ZeRO-3: gather 16-bit weights when saving (true or false).",
-        text_flag=True,
-        spell=unless_empty_lower,
-        ask="Gather 16-bit weights when saving?",
-        when=_shards_parameters,
+        None, "ZeRO-3: gather 16-bit weights when saving (true or false).", ask=True, when=_shards_parameters
     )
     deepspeed_multinode_launcher: str | None = option(
         None,

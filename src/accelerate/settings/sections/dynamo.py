@@ -46,23 +46,15 @@ class DynamoSection(Section):
         when=_compiles,
     )
     dynamo_use_fullgraph: bool = option(
-        False,
-        "Refuse models that do not compile to one graph.",
-        advanced=True,
-        ask="Refuse models that do not compile to one graph?",
-        when=_compiles,
+        False, "Refuse models that do not compile to one graph.", advanced=True, ask=True, when=_compiles
     )
     dynamo_use_dynamic: bool = option(
-        False,
-        "Compile for changing shapes.",
-        advanced=True,
-        ask="Compile for changing shapes?",
-        when=_compiles,
+        False, "Compile for changing shapes.", advanced=True, ask=True, when=_compiles
     )
     dynamo_use_regional_compilation: bool = option(
         False,
         "Compile each repeated block once instead of the whole model.",
         advanced=True,
-        ask="Compile each repeated block once instead of the whole model?",
+        ask=True,
         when=_compiles,
     )

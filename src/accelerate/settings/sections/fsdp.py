@@ -10,7 +10,7 @@ from accelerate.base import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
-from accelerate.settings.option import Section, lower, option, unless_empty
+from accelerate.settings.option import Section, lower, lower_bool, option, unless_empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class FsdpSection(Section):
     file_key = "fsdp_config"
     switch = "--use_fsdp"
     env_prefix = ""
+    takes_words = True
+    spell = lower_bool
+    spell_optional = unless_empty
 
     fsdp_version: int = option(
         1,
@@ -31,11 +34,7 @@ class FsdpSection(Section):
         ask="Which version of FSDP?",
     )
     fsdp_offload_params: bool = option(
-        False,
-        "Keep parameters and gradients on the CPU (true or false).",
-        text_flag=True,
-        spell=lower,
-        ask="Keep parameters and gradients on the CPU?",
+        False, "Keep parameters and gradients on the CPU (true or false).", ask=True
     )
     fsdp_min_num_params: int = option(
         100_000_000,
@@ -63,7 +62,6 @@ class FsdpSection(Section):
     fsdp_auto_wrap_policy: str | None = option(
         None,
         "How the model is cut into units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        spell=unless_empty,
         ask="How is the model cut into units?",
         offers=tuple(FSDP_AUTO_WRAP_POLICY),
     )
@@ -71,14 +69,12 @@ class FsdpSection(Section):
         None,
         "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        spell=unless_empty,
         ask="Which layer classes become units (separated by commas, empty: what the model says)?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
     fsdp_backward_prefetch: str | None = option(
         None,
         "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
-        spell=unless_empty,
         ask="When is the next unit fetched in backward?",
         offers=tuple(FSDP_BACKWARD_PREFETCH),
         when=lambda answers: answers["fsdp_version"] == 1,
@@ -86,54 +82,40 @@ class FsdpSection(Section):
     fsdp_state_dict_type: str | None = option(
         None,
         "How checkpoints are written: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
-        spell=unless_empty,
         ask="How are checkpoints written?",
         offers=tuple(FSDP_STATE_DICT_TYPE),
     )
     fsdp_forward_prefetch: bool = option(
         False,
         "FSDP 1: fetch the next unit during forward (true or false).",
-        text_flag=True,
-        spell=lower,
-        ask="Fetch the next unit during forward?",
+        ask=True,
         when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_use_orig_params: bool = option(
         True,
         "FSDP 1: keep the model's own parameters, so that some can be frozen (true or false).",
-        text_flag=True,
-        spell=lower,
-        ask="Keep the model's own parameters, so that some can be frozen?",
+        ask=True,
         when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_cpu_ram_efficient_loading: bool = option(
         True,
         "Only the first process reads pretrained weights (true or false).",
-        text_flag=True,
-        spell=lower,
         ask="Let only the first process read pretrained weights?",
     )
     fsdp_sync_module_states: bool = option(
         True,
         "FSDP 1: every unit starts from the weights of rank 0 (true or false).",
-        text_flag=True,
-        spell=lower,
         ask="Start every unit from the weights of rank 0?",
         when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_activation_checkpointing: bool = option(
         False,
         "Recompute activations in backward instead of keeping them (true or false).",
-        text_flag=True,
-        spell=lower,
         ask="Recompute activations in backward to save memory?",
     )
     fsdp_activation_checkpointing_offload: bool = option(
-        False, "Keep checkpointed activations on the CPU (true or false).", text_flag=True, spell=lower
+        False, "Keep checkpointed activations on the CPU (true or false)."
     )
     fsdp_ignored_modules: str | None = option(
-        None,
-        "Modules that are not sharded: a regular expression over their names.",
-        flags=(),
-        spell=unless_empty,
+        None, "Modules that are not sharded: a regular expression over their names.", flags=()
     )

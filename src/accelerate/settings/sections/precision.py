@@ -60,7 +60,7 @@ class Fp8Section(Section):
         False,
         "Transformer Engine: compute in FP8 during evaluation too.",
         key="use_autocast_during_eval",
-        ask="Compute in FP8 during evaluation too?",
+        ask=True,
         when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_margin: int = option(
@@ -98,7 +98,7 @@ class Fp8Section(Section):
         "Transformer Engine: scaling from the largest or the most recent maximum.",
         choices=("max", "most_recent"),
         key="amax_compute_algorithm",
-        ask="Scaling from the largest or the most recent maximum?",
+        ask=True,
         when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_override_linear_precision: tuple[bool, bool, bool] = option(
@@ -127,7 +127,7 @@ class Fp8Section(Section):
         flag_default="true",
         flag_type=true_or_false,
         spell=as_bit,
-        ask="Gather FSDP2 parameters in FP8?",
+        ask=True,
         when=lambda answers: answers["fp8_backend"] == "ao",
     )
     fp8_pad_inner_dim: bool = option(
@@ -137,7 +137,7 @@ class Fp8Section(Section):
         flag_default="true",
         flag_type=true_or_false,
         spell=as_bit,
-        ask="Pad matrices whose inner size is not a multiple of 16?",
+        ask=True,
         when=lambda answers: answers["fp8_backend"] == "ao",
     )
 

@@ -19,58 +19,56 @@ class SageMakerSection(Section):
     """A training job on Amazon SageMaker."""
 
     title = "AWS Arguments"
+    makes_flags = False
 
-    aws_access_key_id: str | None = option(None, "Access key for AWS.", key=None, secret=True)
-    aws_secret_access_key: str | None = option(None, "Secret key for AWS.", key=None, secret=True)
-    ec2_instance_type: str | None = option(None, "Instance type.", flags=(), ask="Which instance type?")
+    aws_access_key_id: str | None = option(
+        None, "Access key for AWS.", flags=("--aws_access_key_id",), key=None, secret=True
+    )
+    aws_secret_access_key: str | None = option(
+        None, "Secret key for AWS.", flags=("--aws_secret_access_key",), key=None, secret=True
+    )
+    ec2_instance_type: str | None = option(None, "Instance type.", ask="Which instance type?")
     iam_role_name: str | None = option(
-        None, "Role that the job runs as.", flags=(), ask="Which IAM role does the job run as?"
+        None, "Role that the job runs as.", ask="Which IAM role does the job run as?"
     )
     image_uri: str | None = option(
-        None, "Container image of your own.", flags=(), ask="Container image of your own (empty for none)?"
+        None, "Container image of your own.", ask="Container image of your own (empty for none)?"
     )
     profile: str | None = option(
         None,
         "Profile of the AWS configuration.",
-        flags=(),
         ask="Which profile of the AWS configuration (empty for the default one)?",
     )
-    region: str = option("us-east-1", "AWS region.", flags=(), ask="Which AWS region?")
+    region: str = option("us-east-1", "AWS region.", ask="Which AWS region?")
     base_job_name: str = option(
-        "accelerate-sagemaker-1",
-        "Beginning of the job's name.",
-        flags=(),
-        ask="How does the job's name begin?",
+        "accelerate-sagemaker-1", "Beginning of the job's name.", ask="How does the job's name begin?"
     )
     pytorch_version: str = option(
         SAGEMAKER_PYTORCH_VERSION,
         "PyTorch version of the image.",
-        flags=(),
         ask="Which PyTorch version of the image?",
         advanced=True,
     )
     transformers_version: str = option(
         SAGEMAKER_TRANSFORMERS_VERSION,
         "Transformers version of the image.",
-        flags=(),
         ask="Which Transformers version of the image?",
         advanced=True,
     )
     py_version: str = option(
         SAGEMAKER_PYTHON_VERSION,
         "Python version of the image.",
-        flags=(),
         ask="Which Python version of the image?",
         advanced=True,
     )
     sagemaker_inputs_file: str | None = option(
-        None, "Table of input channels.", flags=(), ask="Table of input channels (empty for none)?"
+        None, "Table of input channels.", ask="Table of input channels (empty for none)?"
     )
     sagemaker_metrics_file: str | None = option(
-        None, "Table of metric definitions.", flags=(), ask="Table of metric definitions (empty for none)?"
+        None, "Table of metric definitions.", ask="Table of metric definitions (empty for none)?"
     )
     additional_args: dict[str, Any] | None = option(
-        None, "Further arguments for the estimator of SageMaker, as they are.", flags=()
+        None, "Further arguments for the estimator of SageMaker, as they are."
     )
 
     @classmethod

@@ -26,7 +26,7 @@ class TpuSection(Section):
     tpu_use_sudo: bool = option(
         False,
         "Run as root on the hosts of the pod.",
-        ask="Run as root on the hosts of the pod?",
+        ask=True,
         when=lambda answers: answers["tpu_use_cluster"],
     )
     vm: tuple[str, ...] | None = option(
