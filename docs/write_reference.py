@@ -5,12 +5,25 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings import reference, schema
+from accelerate.settings import (
+    SCHEMA_FILE,
+    SECTIONS,
+    WANTED,
+    OneSpellingFormatter,
+    Option,
+    Section,
+    as_text,
+    pet,
+    subcommands,
+)
 
 FOLDER = Path(__file__).parent / "reference"
 ARCHITECTURE = Path(__file__).parent / "architecture.md"
@@ -18,14 +31,30 @@ SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
 BEGIN, END = "<!-- files: begin -->", "<!-- files: end -->"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
+RANK_VARIABLES = (
+    ("RANK", "Index of this process among all, from 0."),
+    ("WORLD_SIZE", "Number of processes on all machines."),
+    (
+        "LOCAL_RANK",
+        "Index of this process on its machine, which chooses its device. Where LOCAL_WORLD_SIZE is absent "
+        "too, as with one process for each pod, the processes exchange host names and count.",
+    ),
+    ("LOCAL_WORLD_SIZE", "Number of processes on this machine."),
+    ("MASTER_ADDR", "Address of the machine of rank 0; absent, all processes are on this machine."),
+    ("MASTER_PORT", "Port of that machine where the processes meet (29500)."),
+)
+"""Variables of `torch.distributed` that say which process this is, and what they mean."""
+
+WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
+
 
 def make_files() -> dict[Path, str]:
     """Give the content of each file that is written."""
     return {
-        FOLDER / "cli.md": reference.commands_page(make_cli_parser([])),
-        FOLDER / "config.md": reference.config_page(),
-        FOLDER / "environment.md": reference.variables_page(),
-        schema.SCHEMA_FILE: schema.as_text(),
+        FOLDER / "cli.md": commands_page(make_cli_parser([])),
+        FOLDER / "config.md": config_page(),
+        FOLDER / "environment.md": variables_page(),
+        SCHEMA_FILE: as_text(),
         ARCHITECTURE: with_files(ARCHITECTURE.read_text(encoding="utf-8")),
     }
 
@@ -49,6 +78,126 @@ def purpose_of(path: Path) -> str:
     """Give the first paragraph of a file's docstring, without its full stop."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(docstring.split("\n\n")[0].split()).removesuffix(".").replace("|", "\\|")
+
+
+def commands_page(parser: argparse.ArgumentParser) -> str:
+    """Every command with its flags, as Markdown.
+
+    Args:
+        parser: of `accelerate`, with all subcommands.
+    """
+    intro = (
+        "Flags can be written with dashes or underscores: `--num-processes` is `--num_processes`. "
+        "`accelerate COMMAND --help` shows the same on the terminal."
+    )
+    parts = ["# Command line", WRITTEN, intro]
+    parts += [part for child in _children(parser) for part in _command(child)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _children(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """All commands below a parser, each before its subcommands."""
+    return [command for child in subcommands(parser).values() for command in (child, *_children(child))]
+
+
+def _command(parser: argparse.ArgumentParser) -> list[str]:
+    parts = [f"## {parser.prog.removesuffix(' <command> [<args>]')}", str(parser.description)]
+    for group in parser._action_groups:
+        rows = [_flag(action) for action in group._group_actions if _is_shown(action)]
+        if rows:
+            parts += [f"**{group.title}**", _table(("option", "meaning"), rows)]
+    return parts
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    hidden = isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+    return not hidden and action.help is not argparse.SUPPRESS
+
+
+def _flag(action: argparse.Action) -> tuple[str, str]:
+    formatter = OneSpellingFormatter("")
+    spelled = formatter._format_action_invocation(action) if action.option_strings else action.dest
+    return f"`{spelled}`", formatter._expand_help(action)
+
+
+def config_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
+    """Every key of the configuration file, as Markdown."""
+    intro = (
+        "The file is YAML or JSON. Keys that are absent have their default. `accelerate config` writes it; "
+        "`accelerate config schema` prints the path of the JSON Schema that editors complete it with."
+    )
+    parts = ["# Configuration file", WRITTEN, intro]
+    for group, members in _by_group(sections).items():
+        rows = [_key(row) for section in members for row in section.options() if row.key]
+        if rows:
+            parts += [f"## `{group}`" if group else "## Top level", _described(members)]
+            parts += [_table(("key", "value", "default", "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_group(sections: Iterable[type[Section]]) -> dict[str, list[type[Section]]]:
+    groups: dict[str, list[type[Section]]] = {}
+    for section in sections:
+        groups.setdefault(section.file_key or "", []).append(section)
+    return groups
+
+
+def _described(members: Sequence[type[Section]]) -> str:
+    return "\n".join(f"- {str(section.__doc__).splitlines()[0]}" for section in members)
+
+
+def _key(row: Option) -> tuple[str, str, str, str]:
+    values = ", ".join(f"`{choice}`" for choice in row.choices) or WANTED[row.kind]
+    return f"`{row.key}`", values, _default(row.default), row.help
+
+
+def _default(value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    spelled = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{spelled}`"
+
+
+def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
+    """Every environment variable between launcher and script, as Markdown."""
+    intro = (
+        "The launcher writes these variables, and a script that runs without the launcher can be given them. "
+        "On the launcher's own command line, a flag wins over a variable, and a variable over the file."
+    )
+    parts = ["# Environment variables", WRITTEN, intro]
+    for section in sections:
+        rows = [_variable(name, row) for row in section.options() for name in (*row.variables, *row.aliases)]
+        if rows:
+            heading = str(section.__doc__).splitlines()[0].removesuffix(".")
+            parts += [f"## {heading}", _table(("variable", "flag", "meaning"), rows)]
+    ranks = [(f"`{name}`", meaning) for name, meaning in RANK_VARIABLES]
+    launchers = (
+        "A launcher sets these for each process: `accelerate launch`, torchrun, Kubernetes operators. The "
+        "variables of Open MPI, Intel MPI, MPICH, MVAPICH, SLURM and SageMaker are understood too."
+    )
+    parts += ["## Which process this is", launchers, _table(("variable", "meaning"), ranks)]
+    torchrun = (
+        "`accelerate launch` reads these variables of torchrun. They are weaker than flags, and stronger "
+        "than other variables and files. `--num_machines 1` leaves out what says where machines meet."
+    )
+    parts += ["## Variables of torchrun", torchrun, _table(("variable", "flag"), _pet())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _pet() -> list[tuple[str, str]]:
+    rows = [(f"`{variable}`", f"`--{name}`") for variable, name in pet.VARIABLES.items()]
+    rows.append((f"`{pet.ENDPOINT}`", "`--main_process_ip` and `--main_process_port`"))
+    rows.append((f"`{pet.PROCESSES}`", "`--num_processes`, divided by the number of machines"))
+    return rows
+
+
+def _variable(name: str, row: Option) -> tuple[str, str, str]:
+    return f"`{name}`", f"`{row.flags[0]}`" if row.flags else "", row.help
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def main() -> None:

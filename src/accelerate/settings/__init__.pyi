@@ -61,6 +61,7 @@ from accelerate.settings.migrations import (
 )
 from accelerate.settings.option import (
     Option as Option,
+    WANTED as WANTED,
     Section as Section,
     refuse_all as refuse_all,
 )
