@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate.base import ConfigurationError, shown, wrong_value
 from accelerate.settings import parsing
@@ -72,18 +72,6 @@ _READ_HERE = (*COUNTS, "gradient_clipping", *(name for name in SHAPES if "." not
 _WHAT_IT_IS = "Give the path of a JSON file, a dictionary, or JSON in base64"
 
 
-class Fields(Protocol):
-    """The fields that are checked together."""
-
-    zero_stage: Any
-    offload_optimizer_device: Any
-    offload_param_device: Any
-    offload_optimizer_nvme_path: Any
-    offload_param_nvme_path: Any
-    gradient_accumulation_steps: Any
-    gradient_clipping: Any
-
-
 def refuse_config(problems: list[str], fix: str) -> None:
     """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
 
@@ -102,25 +90,12 @@ def refuse_config(problems: list[str], fix: str) -> None:
 # Read
 
 
-def read_text(path: str) -> str | None:
-    """Return the text of a file; None where there is none.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is too large, or not UTF-8.
-    """
-    return parsing.read_text(Path(path)) if os.path.isfile(path) else None
-
-
-def read_config(
-    source: Any, name: str = "hf_ds_config", text_of: Callable[[str], str | None] = read_text
-) -> dict[str, Any]:
+def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
     """Return a configuration from a dictionary, a JSON file, or JSON in base64.
 
     Args:
         source: one of them.
-        name: what the user gave it by.
-        text_of: reads a file.
+        name: the argument or flag that it is given by.
 
     Raises:
         ConfigurationError: It is neither, or not JSON.
@@ -129,90 +104,78 @@ def read_config(
         return deepcopy(source)
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
         raise wrong_value(name, source, f"it is a {type(source).__name__}", _WHAT_IT_IS)
+    path = str(source)
     try:
-        text = text_of(str(source))
+        text = parsing.read_text(Path(path)) if os.path.isfile(path) else _decoded(path)
     except (OSError, ValueError) as error:
-        raise wrong_value(name, str(source), f"it cannot be read ({error})", "Correct the file") from error
-    text = _decoded(str(source), name) if text is None else text
+        raise wrong_value(name, path, f"it cannot be read ({error})", "Correct the file") from error
+    if text is None:
+        raise wrong_value(name, path, "there is no such file, and it is not base64", _WHAT_IT_IS)
     try:
         config = parsing.parse_json(text)
     except ValueError as error:
-        raise wrong_value(name, str(source), f"it is not JSON ({error})", "Correct the file") from error
+        raise wrong_value(name, path, f"it is not JSON ({error})", "Correct the file") from error
     if not isinstance(config, dict):
-        raise wrong_value(
-            name, str(source), "it is JSON, but no object", "Write {...} with DeepSpeed's settings"
-        )
+        fix = "Write {...} with DeepSpeed's settings"
+        raise wrong_value(name, path, "it is JSON, but no object", fix)
     return config
 
 
-def _decoded(source: str, name: str) -> str:
+def _decoded(source: str) -> str | None:
     try:
         return base64.urlsafe_b64decode(source).decode("utf-8")
     except (binascii.Error, ValueError):
-        reason = "there is no such file, and it is not base64"
-        raise wrong_value(name, source, reason, _WHAT_IT_IS) from None
+        return None
 
 
 # Normalize
 
 
 def straighten(config: dict[str, Any]) -> None:
-    """Normalize a configuration: numbers are not text, and null is the same as no entry.
+    """Normalize a configuration in place: numbers are not text, and null is the same as no entry.
 
-    Args:
-        config: changed in place; wrong values are left to `problems_of_config`.
+    Wrong values are left to `problems_of_config`.
     """
     for name in SHAPES:
-        part, key = _part_of(config, name)
-        if part.get(key, ...) is None:
-            del part[key]
-    for name, form in _NUMBERS.items():
-        part, key = _part_of(config, name)
-        if key in part:
-            part[key] = AUTO if part[key] is None else _as_number(part[key], form)
+        if look_up(config, name, ...) is None:
+            node, key = find_node(config, name)
+            del node[key]  # type: ignore[union-attr]
+    for name, number in _NUMBERS.items():
+        node, key = find_node(config, name)
+        if node is not None and key in node:
+            node[key] = AUTO if node[key] is None else _as_number(node[key], number)
 
 
-def _part_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The object that holds a value, empty where there is none, and the last part of the value's name."""
-    *nodes, key = name.split(".")
-    part: Any = config
-    for node in nodes:
-        part = part.get(node) if isinstance(part, dict) else None
-    return (part if isinstance(part, dict) else {}), key
-
-
-def _as_number(value: Any, form: Callable[[str], int | float]) -> Any:
-    if isinstance(value, float) and value.is_integer() and form is int:
+def _as_number(value: Any, number: Callable[[str], int | float]) -> Any:
+    if isinstance(value, float) and value.is_integer() and number is int:
         return int(value)
     if not isinstance(value, str):
         return value
     try:
-        return form(value)
+        return number(value)
     except ValueError:
         return value
 
 
-def look_up(config: dict[str, Any], name: str, otherwise: Any = None) -> Any:
-    """Return a value of a configuration by its dotted name.
+def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the dictionary that holds a value, None where there is none, and the last part of its name."""
+    *nodes, key = name.split(".")
+    for node in nodes:
+        config = config.get(node) if isinstance(config, dict) else None
+    return (config if isinstance(config, dict) else None), key
 
-    Args:
-        config: a whole configuration.
-        name: of the value.
-        otherwise: returned where there is none.
-    """
-    part, key = _part_of(config, name)
-    return part.get(key, otherwise)
+
+def look_up(config: Any, name: str, otherwise: Any = None) -> Any:
+    """Return a value of a configuration by its dotted name, `otherwise` where there is none."""
+    node, key = find_node(config, name)
+    return otherwise if node is None else node.get(key, otherwise)
 
 
 # Check
 
 
 def problems_of_config(config: dict[str, Any]) -> list[str]:
-    """Return one line for each part of a configuration that has a wrong form.
-
-    Args:
-        config: straightened.
-    """
+    """Return one line for each part of a configuration, after `straighten`, that has a wrong form."""
     problems = []
     if "zero_optimization" not in config:
         near = difflib.get_close_matches("zero_optimization", map(str, config), 1, 0.8)
@@ -248,8 +211,8 @@ def likely_typos(config: Mapping[str, Any]) -> dict[str, str]:
     return {str(key): names[0] for key, names in near.items() if names}
 
 
-def problems_of_fields(fields: Fields) -> list[str]:
-    """Return one line for each value that is wrong, or does not go with another."""
+def problems_of_fields(fields: Any) -> list[str]:
+    """Return one line for each value of the fields in `KEYS` that is wrong, or does not go with another."""
     problems = []
     stage = fields.zero_stage
     if str(stage) not in map(str, STAGES):
@@ -261,12 +224,14 @@ def problems_of_fields(fields: Fields) -> list[str]:
         if str(stage) in "012" and str(device).lower() in devices:
             only = f"this is supported with ZeRO stage 3 only, and zero_stage is {stage}"
             problems.append(f"{name}={device!r}: {only}")
-    problems += _problem_of_number("gradient_accumulation_steps", fields.gradient_accumulation_steps, 1)
-    problems += _problem_of_number("gradient_clipping", fields.gradient_clipping, 0)
+    for name, least in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0)):
+        value = getattr(fields, name)
+        if value not in (AUTO, None) and not _is_at_least(value, least):
+            problems.append(f"{name}={shown(value)}: it is no number of at least {least}")
     return problems
 
 
-def _problems_of_offload(fields: Fields, name: str) -> list[str]:
+def _problems_of_offload(fields: Any, name: str) -> list[str]:
     device = getattr(fields, f"offload_{name}_device")
     path = getattr(fields, f"offload_{name}_nvme_path")
     if device is None or str(device).lower() in (*DEVICES[:2], AUTO):
@@ -278,12 +243,8 @@ def _problems_of_offload(fields: Fields, name: str) -> list[str]:
     return []
 
 
-def _problem_of_number(name: str, value: Any, least: int) -> list[str]:
-    if value in (AUTO, None):
-        return []
+def _is_at_least(value: Any, least: int) -> bool:
     try:
-        if not isinstance(value, bool) and float(value) >= least:
-            return []
+        return not isinstance(value, bool) and float(value) >= least
     except (TypeError, ValueError, OverflowError):
-        pass
-    return [f"{name}={shown(value)}: it is no number of at least {least}"]
+        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -11,8 +10,6 @@ from accelerate.base import FSDP_SHARDING_STRATEGY, ConfigurationError, shortene
 from accelerate.settings.parsing import check_values
 
 Mapping = dict[str, Any]
-Environment = abc.Mapping[str, str]
-Step = Callable[[Mapping], list[str]]
 
 RETIRED = {
     "ipex_config": "Intel Extension for PyTorch is no longer used",
@@ -29,29 +26,21 @@ TOP_LEVEL_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dy
 
 
 def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
-    """Bring a file's mapping to today's form.
-
-    Args:
-        mapping: as read from the file; not changed.
-
-    Returns:
-        The mapping in today's form, and notes about what was left out.
+    """Return a file's mapping in today's form, and notes about what was left out.
 
     Raises:
         ConfigurationError: a key is no text, or values are nested too deeply.
     """
     check_values(mapping)
     current = dict(mapping)
-    notes = [note for step in STEPS for note in step(current)]
-    return current, tuple(notes)
+    _update_values(current)
+    _update_groups(current)
+    notes = (f"{name} has no effect: {why}" for name, why in RETIRED.items() if name in current)
+    return {name: value for name, value in current.items() if name not in RETIRED}, tuple(notes)
 
 
-def retired_variables(environ: Environment) -> list[str]:
-    """Return notes about variables of older versions that are set to something else than no.
-
-    Args:
-        environ: the process's variables.
-    """
+def retired_variables(environ: abc.Mapping[str, str]) -> list[str]:
+    """Return notes about variables of older versions that are set to something else than no."""
     return [
         f"{name}={shortened(environ[name])} has no effect: {why}."
         for name, why in RETIRED_VARIABLES.items()
@@ -59,71 +48,29 @@ def retired_variables(environ: Environment) -> list[str]:
     ]
 
 
-def _fp16_flag(mapping: Mapping) -> list[str]:
-    old = mapping.pop("fp16", None)
-    if old is not None:
-        mapping.setdefault("mixed_precision", "fp16" if old in (True, "true", "yes") else "no")
-    return []
-
-
-def _tpu_name(mapping: Mapping) -> list[str]:
+def _update_values(mapping: Mapping) -> None:
+    fp16 = mapping.pop("fp16", None)
+    if fp16 is not None:
+        mapping.setdefault("mixed_precision", "fp16" if fp16 in (True, "true", "yes") else "no")
     if str(mapping.get("distributed_type", "")).upper() == "TPU":
         mapping["distributed_type"] = "XLA"
-    return []
 
 
-def _flat_dynamo(mapping: Mapping) -> list[str]:
-    nested = mapping.get("dynamo_config") or {}
-    if not isinstance(nested, dict):
-        return []
-    flat = {name: mapping.pop(name) for name in TOP_LEVEL_DYNAMO if name in mapping}
-    if flat:
-        mapping["dynamo_config"] = {**flat, **nested}
-    return []
-
-
-def _dynamo_without_prefix(mapping: Mapping) -> list[str]:
-    nested = mapping.get("dynamo_config")
-    if isinstance(nested, dict):
+def _update_groups(mapping: Mapping) -> None:
+    dynamo = mapping.get("dynamo_config") or {}
+    if isinstance(dynamo, dict):
+        dynamo = {**{name: mapping.pop(name) for name in TOP_LEVEL_DYNAMO if name in mapping}, **dynamo}
+    if dynamo and isinstance(dynamo, dict):
         mapping["dynamo_config"] = {
-            name if name.startswith("dynamo_") else f"dynamo_{name}": value for name, value in nested.items()
+            name if name.startswith("dynamo_") else f"dynamo_{name}": value for name, value in dynamo.items()
         }
-    return []
-
-
-def _fsdp_layer_key(mapping: Mapping) -> list[str]:
-    nested = mapping.get("fsdp_config")
-    if isinstance(nested, dict) and "fsdp_backward_prefetch_policy" in nested:
-        nested = dict(nested)
-        nested.setdefault("fsdp_backward_prefetch", nested.pop("fsdp_backward_prefetch_policy"))
-        mapping["fsdp_config"] = nested
-    return []
-
-
-def _fp8_uppercase(mapping: Mapping) -> list[str]:
-    nested = mapping.get("fp8_config")
-    if isinstance(nested, dict):
-        mapping["fp8_config"] = {
-            name: value.lower() if name == "backend" and isinstance(value, str) else value
-            for name, value in nested.items()
-        }
-    return []
-
-
-def _retired(mapping: Mapping) -> list[str]:
-    gone = [name for name in RETIRED if name in mapping]
-    return [f"{name} has no effect: {RETIRED[name]}" for name in gone if mapping.pop(name) or True]
-
-
-STEPS: tuple[Step, ...] = (
-    _fp16_flag,
-    _tpu_name,
-    _flat_dynamo,
-    _dynamo_without_prefix,
-    _fsdp_layer_key,
-    _fp8_uppercase,
-    _retired,
-)
+    fsdp = mapping.get("fsdp_config")
+    if isinstance(fsdp, dict) and "fsdp_backward_prefetch_policy" in fsdp:
+        mapping["fsdp_config"] = fsdp = dict(fsdp)
+        fsdp.setdefault("fsdp_backward_prefetch", fsdp.pop("fsdp_backward_prefetch_policy"))
+    fp8 = mapping.get("fp8_config")
+    if isinstance(fp8, dict) and isinstance(fp8.get("backend"), str):
+        mapping["fp8_config"] = {**fp8, "backend": fp8["backend"].lower()}
 
 
 class ConversionStatus(Enum):
@@ -192,8 +139,13 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
         target = ARGUMENT_KEY_MAPPING.get(key)
         if target is None:
             new[key] = value
-        if isinstance(target, str):
-            _set(new, target, _value_of_fsdp2(key, value), key)
+        if not isinstance(target, str):
+            continue
+        value = _value_of_fsdp2(key, value)
+        if new.get(target, value) != value:
+            reason = f"another setting gives {target}={new[target]}"
+            raise wrong_value(f"fsdp_config.{key}", value, reason, "Keep one")
+        new[target] = value
     return {**config, "fsdp_config": {**new, "fsdp_version": 2}}
 
 
@@ -202,27 +154,14 @@ def _value_of_fsdp2(key: str, value: Any) -> Any:
     if values is None or isinstance(value, bool) or str(value).lower() in ("true", "false"):
         return value
     word = _NUMBERED_STRATEGIES.get(str(value), str(value).upper())
-    if word not in values:
-        raise wrong_value(
-            f"fsdp_config.{key}", value, "there is no such strategy", f"Use one of {', '.join(values)}"
-        )
-    return values[word]
-
-
-def _set(new: Mapping, key: str, value: Any, source: str) -> None:
-    if new.get(key, value) != value:
-        raise wrong_value(
-            f"fsdp_config.{source}", value, f"another setting gives {key}={new[key]}", "Keep one"
-        )
-    new[key] = value
+    if word in values:
+        return values[word]
+    fix = f"Use one of {', '.join(values)}"
+    raise wrong_value(f"fsdp_config.{key}", value, "there is no such strategy", fix)
 
 
 def fsdp2_notes(config: Mapping) -> list[str]:
-    """What a user should know about the conversion of a mapping.
-
-    Args:
-        config: as given to `convert_config_to_fsdp2`.
-    """
+    """Return what a user should know about what `convert_config_to_fsdp2` does to a mapping."""
     old = config.get("fsdp_config") or {}
     if str(old.get("fsdp_version", 1)) == "2":
         return ["it is for FSDP 2 already"]
