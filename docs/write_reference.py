@@ -21,7 +21,7 @@ from accelerate.settings import (
     Option,
     Section,
     as_text,
-    pet,
+    env,
     subcommands,
 )
 
@@ -180,14 +180,14 @@ def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
         "`accelerate launch` reads these variables of torchrun. They are weaker than flags, and stronger "
         "than other variables and files. `--num_machines 1` leaves out what says where machines meet."
     )
-    parts += ["## Variables of torchrun", torchrun, _table(("variable", "flag"), _pet())]
+    parts += ["## Variables of torchrun", torchrun, _table(("variable", "flag"), _torchrun())]
     return "\n\n".join(parts) + "\n"
 
 
-def _pet() -> list[tuple[str, str]]:
-    rows = [(f"`{variable}`", f"`--{name}`") for variable, name in pet.VARIABLES.items()]
-    rows.append((f"`{pet.ENDPOINT}`", "`--main_process_ip` and `--main_process_port`"))
-    rows.append((f"`{pet.PROCESSES}`", "`--num_processes`, divided by the number of machines"))
+def _torchrun() -> list[tuple[str, str]]:
+    rows = [(f"`{variable}`", f"`--{name}`") for variable, name in env.PET_VARIABLES.items()]
+    rows.append((f"`{env.PET_ENDPOINT}`", "`--main_process_ip` and `--main_process_port`"))
+    rows.append((f"`{env.PET_PROCESSES}`", "`--num_processes`, divided by the number of machines"))
     return rows
 
 

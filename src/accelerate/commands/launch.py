@@ -36,7 +36,6 @@ from accelerate.settings import (
     flags,
     merge_layers,
     options_to_group as options_to_group,
-    pet,
     read_layer,
 )
 
@@ -172,7 +171,6 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
     )
     flags.add_sections(parser)
-    flags.add_retired(parser)
     parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
     return parser
@@ -190,7 +188,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
     if path is not None:
         layers.append(read_layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
     present = environ.current()
-    return pet.apply(merge_layers(*layers, env.layer(present), flags.layer(args)), present)
+    return env.apply_torchrun_variables(merge_layers(*layers, env.layer(present), flags.layer(args)), present)
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:

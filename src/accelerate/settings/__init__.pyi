@@ -24,6 +24,7 @@ from accelerate.settings.deepspeed_checks import (
     KEYS as KEYS,
     STAGE as STAGE,
     USUAL as USUAL,
+    find_node as find_node,
     likely_typos as likely_typos,
     look_up as look_up,
     problems_of_counts as problems_of_counts,
@@ -60,8 +61,8 @@ from accelerate.settings.migrations import (
     retired_variables as retired_variables,
 )
 from accelerate.settings.option import (
-    Option as Option,
     WANTED as WANTED,
+    Option as Option,
     Section as Section,
     refuse_all as refuse_all,
 )

@@ -7,10 +7,11 @@ the launcher needs is imported in its functions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accelerate.base import read_flag
+from accelerate.base import read_flag, wrong_value
 from accelerate.settings.option import Option, Section, refuse_all
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ S = TypeVar("S", bound=Section)
 
 
 def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) -> dict[str, str]:
-    """Write the variables that the workers read.
+    """Return the variables that the workers read; sections that are not active have none.
 
     Args:
-        settings: what was decided.
-        sections: only these; default: all. A section that is not active writes nothing.
+        settings: all of them.
+        sections: only these; default: all.
     """
     from accelerate.settings.layers import SECTIONS
 
@@ -53,10 +54,6 @@ def layer(environ: Mapping[str, str]) -> Layer:
 def decode(section: type[S], environ: Mapping[str, str]) -> S:
     """Read a section from the environment; what is not set has its built-in value.
 
-    Args:
-        section: a class of `settings.sections`.
-        environ: this process's variables.
-
     Raises:
         ConfigurationError: variables hold values that cannot be; all of them are named.
     """
@@ -64,14 +61,7 @@ def decode(section: type[S], environ: Mapping[str, str]) -> S:
 
 
 def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[str, Any]:
-    """Read only those options that the environment sets.
-
-    Args:
-        environ: variables of this process.
-        sections: which ones.
-
-    Returns:
-        Option name -> value.
+    """Return the values of those options that the environment sets, by option name.
 
     Raises:
         ConfigurationError: variables hold values that cannot be; all of them are named.
@@ -84,15 +74,7 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
 def read_with_problems(
     environ: Mapping[str, str], sections: Iterable[type[Section]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read as `read` does, and return what is wrong instead of raising it.
-
-    Args:
-        environ: variables of this process.
-        sections: which ones.
-
-    Returns:
-        Option name -> value, and a line for each variable whose value cannot be.
-    """
+    """Read as `read` does, and return a line for each wrong variable instead of raising an error."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for section in sections:
@@ -105,8 +87,11 @@ def read_with_problems(
 
 
 def _value_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
-    if len(row.variables) > 1:
-        return _tuple_of(row, environ)
+    if len(row.variables) > 1:  # one for each element
+        if not any(environ.get(variable) for variable in row.variables):
+            return {}
+        defaults = zip(row.variables, row.default, strict=True)
+        return {row.name: tuple(read_flag(environ, variable, default) for variable, default in defaults)}
     for variable in (*row.variables, *row.aliases):
         text = environ.get(variable, "")
         if text and not (text == "None" and row.default is None):
@@ -114,9 +99,70 @@ def _value_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
     return {}
 
 
-def _tuple_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
-    present = [variable for variable in row.variables if environ.get(variable)]
-    if not present:
-        return {}
-    defaults = dict(zip(row.variables, row.default, strict=True))
-    return {row.name: tuple(read_flag(environ, variable, defaults[variable]) for variable in row.variables)}
+PET_VARIABLES = {
+    "PET_NNODES": "num_machines",
+    "PET_NODE_RANK": "machine_rank",
+    "PET_MASTER_ADDR": "main_process_ip",
+    "PET_MASTER_PORT": "main_process_port",
+    "PET_RDZV_BACKEND": "rdzv_backend",
+    "PET_RDZV_CONF": "rdzv_conf",
+    "PET_MAX_RESTARTS": "max_restarts",
+    "PET_MONITOR_INTERVAL": "monitor_interval",
+    "PET_ROLE": "role",
+    "PET_LOG_DIR": "log_dir",
+    "PET_TEE": "tee",
+}
+"""Variables that torchrun reads and operators of Kubernetes set -> the option of the same meaning. Others
+that begin with PET_ are read by torch itself."""
+
+_RENDEZVOUS = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
+"""Options without meaning in a run that a flag keeps on one machine."""
+
+PET_ENDPOINT = "PET_RDZV_ENDPOINT"
+PET_PROCESSES = "PET_NPROC_PER_NODE"
+_ON_EACH_DEVICE = ("auto", "gpu", "xpu", "hpu", "npu", "mps")
+"""Values of `PET_NPROC_PER_NODE` that mean one process on each device of the machine."""
+
+
+def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """Return settings in which variables of torchrun, as sources, replace what no flag gives.
+
+    Raises:
+        ConfigurationError: a value has the wrong type, or the number of machines is a range.
+    """
+    from accelerate.settings.layers import FLAG, all_options
+
+    given = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
+    is_alone = settings.source("num_machines") == FLAG and settings.values["num_machines"] == 1
+    # The endpoint first: the variables for its two parts are more exact.
+    for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *given):
+        if text and settings.source(name) != FLAG and not (is_alone and name in _RENDEZVOUS):
+            settings = settings.replaced(
+                variable, **{name: _read_torchrun(variable, all_options()[name], text)}
+            )
+    text = environ.get(PET_PROCESSES)
+    if not text or FLAG in (settings.source("num_processes"), settings.source("processes_per_machine")):
+        return settings
+    if text in _ON_EACH_DEVICE:
+        return settings.replaced(PET_PROCESSES, num_processes=None)
+    count = os.cpu_count() or 1 if text == "cpu" else all_options()["num_processes"].read(text, PET_PROCESSES)
+    if count < 1:
+        raise wrong_value(PET_PROCESSES, text, "at least one process is needed", "Use 1 or more")
+    return settings.replaced(PET_PROCESSES, num_processes=count * settings.values["num_machines"])
+
+
+def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:
+    host, _, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", "")
+    return (PET_ENDPOINT, "main_process_ip", host.strip("[]")), (
+        PET_ENDPOINT,
+        "main_process_port",
+        port,
+    )
+
+
+def _read_torchrun(variable: str, row: Option, text: str) -> Any:
+    least, _, most = text.partition(":") if variable == "PET_NNODES" else (text, "", "")
+    if most and least != most:
+        reason = "a number of machines that changes while the run goes on is not supported"
+        raise wrong_value(variable, text, reason, f"Set {variable}={most}, or pass --num_machines")
+    return row.read(least, variable)

@@ -7,20 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from accelerate.settings.layers import FLAG, SECTIONS, Layer, Settings, all_options
-from accelerate.settings.option import Option, Section, refuse_all
+from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.parser import CustomArgumentParser
 from accelerate.settings.sections import GENERAL
 
+RETIRED = {
+    "ipex": "Intel Extension for PyTorch is no longer used",
+    "use_xpu": "an XPU is used when there is one",
+}
+"""Flags of older versions that are accepted and mean nothing now -> why."""
 
-def add_sections(parser: CustomArgumentParser, sections: Iterable[type[Section]] = SECTIONS) -> None:
-    """Add a flag for each option that has one, under its heading.
+METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
-    Args:
-        parser: gets the flags.
-        sections: in the order of the help.
-    """
+
+def add_sections(parser: CustomArgumentParser) -> None:
+    """Add a flag for each option that has one, under its heading, and the flags of older versions."""
+    for name in RETIRED:
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
     groups: dict[str, Any] = {GENERAL: parser}
-    for section in sections:
+    for section in SECTIONS:
         for row in section.options():
             if not row.flags:
                 continue
@@ -28,14 +33,8 @@ def add_sections(parser: CustomArgumentParser, sections: Iterable[type[Section]]
                 groups[row.group] = parser.add_argument_group(row.group)
             groups[row.group].add_argument(*row.flags, **_arguments(row))
             for flag in row.negations:
-                groups[row.group].add_argument(
-                    flag,
-                    action="store_const",
-                    const=False,
-                    default=True,
-                    dest=row.name,
-                    help=f"Not {row.flags[0]}.",
-                )
+                no = {"action": "store_const", "const": False, "default": True}
+                groups[row.group].add_argument(flag, **no, dest=row.name, help=f"Not {row.flags[0]}.")
 
 
 def _arguments(row: Option) -> dict[str, Any]:
@@ -47,29 +46,6 @@ def _arguments(row: Option) -> dict[str, Any]:
     return {**arguments, "type": row.flag_type, "metavar": METAVARS[row.kind]}
 
 
-RETIRED = {
-    "ipex": "Intel Extension for PyTorch is no longer used",
-    "use_xpu": "an XPU is used when there is one",
-}
-"""Flags of older versions that are accepted and mean nothing now -> why."""
-
-
-def add_retired(parser: CustomArgumentParser) -> None:
-    """Add the flags of older versions, which the help does not show."""
-    for name in RETIRED:
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
-
-
-def retired_notes(namespace: argparse.Namespace) -> tuple[str, ...]:
-    """What to tell a user who gave a flag of an older version."""
-    return tuple(
-        f"--{name} has no effect: {why}" for name, why in RETIRED.items() if getattr(namespace, name, None)
-    )
-
-
-METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
-
-
 def _help(row: Option) -> str:
     text = row.help.replace("%", "%%")
     spelled = all(choice in text for choice in row.choices)
@@ -77,15 +53,11 @@ def _help(row: Option) -> str:
 
 
 def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, args: Iterable[str]) -> None:
-    """Note on a parsed namespace which flags were on the command line.
+    """Set ``namespace.given``, a frozenset of the names of options whose flags are among the words `args`.
 
     A flag's default is part of the public interface, so a value alone does not say whether the user chose it.
-    The same words are therefore parsed once more, onto a namespace where every flag is unset.
-
-    Args:
-        parser: parsed `args` without an error before.
-        namespace: gets the attribute ``given``, a frozenset of option names.
-        args: the words of the command line.
+    The words, which `parser` has parsed without an error, are therefore parsed once more, onto a namespace
+    where every flag is unset.
     """
     unset = object()
     append = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
@@ -99,47 +71,35 @@ def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, a
 
 
 def layer(namespace: argparse.Namespace) -> Layer:
-    """The given flags as a layer of settings.
-
-    Args:
-        namespace: result of parsing; of one built by hand, values that differ from the default count.
+    """Return the given flags as a layer of settings; of a namespace built by hand, what is not the default.
 
     Raises:
         ConfigurationError: values have the wrong type; all of them are named.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for name in given_names(namespace):
-        row = all_options()[name]
-        value = getattr(namespace, name)
+    for name, row in all_options().items():
+        if not _is_given(row, namespace):
+            continue
         try:
-            values[name] = row.read(value, row.flags[0] if row.flags else name)
+            values[name] = row.read(getattr(namespace, name), row.flags[0] if row.flags else name)
         except ValueError as error:
             problems.append(str(error))
     refuse_all(problems)
-    return Layer(FLAG, values, retired_notes(namespace))
+    retired = (name for name in RETIRED if getattr(namespace, name, None))
+    return Layer(FLAG, values, tuple(f"--{name} has no effect: {RETIRED[name]}" for name in retired))
 
 
-def given_names(namespace: argparse.Namespace) -> list[str]:
-    """Names of the options that a namespace sets."""
-    marked = getattr(namespace, "given", None)
-    if marked is not None:
-        return [name for name in all_options() if name in marked]
-    held = vars(namespace)
-    return [
-        name
-        for name, row in all_options().items()
-        if name in held and held[name] is not None and held[name] != row.flag_default
-    ]
+def _is_given(row: Option, namespace: argparse.Namespace) -> bool:
+    if (marked := getattr(namespace, "given", None)) is not None:
+        return row.name in marked
+    return getattr(namespace, row.name, None) not in (None, row.flag_default)
 
 
 def words(settings: Settings, *left_out: str) -> list[str]:
-    """Write settings as the flags of a command line; parsing them gives the same settings.
+    """Return settings as the flags of a command line; parsing them gives the same settings.
 
-    Args:
-        settings: what was decided. Values that nobody gave, secrets, and options without a flag are not
-            written.
-        left_out: names of further options that are not written.
+    Built-in values, secrets, options without a flag and the options `left_out` are not written.
     """
     return [
         word

@@ -79,10 +79,10 @@ def all_options() -> Mapping[str, Option]:
 
 
 class Settings:
-    """The value of every option, and where it came from.
+    """The value of every option, and its source.
 
-    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` says who
-    set it.
+    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` returns
+    what set it.
     """
 
     def __init__(
@@ -121,25 +121,17 @@ class Settings:
 
 
 def merge_layers(*layers: Layer) -> Settings:
-    """Lay layers over the built-in values.
+    """Return all settings: the built-in values, and the layers over them, of which a later one wins.
 
-    Args:
-        layers: the weakest first; a later one wins.
-
-    Returns:
-        All settings. A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those
-        named by weaker layers, so that a flag can leave what a file chose.
+    A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those named by weaker
+    layers, so that a flag can leave what a file chose.
     """
     values = {name: row.default for name, row in all_options().items()}
     sources: dict[str, str] = {}
     for layer in layers:
-        given = _one_paradigm(layer.values)
+        given = dict(layer.values)
+        if any(given.get(name) for name in EXCLUSIVE):
+            given = {**dict.fromkeys(EXCLUSIVE, False), **given}
         values.update(given)
         sources.update(dict.fromkeys(given, layer.source))
     return Settings(values, sources, tuple(note for layer in layers for note in layer.notes))
-
-
-def _one_paradigm(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not any(given.get(name) for name in EXCLUSIVE):
-        return dict(given)
-    return {**dict.fromkeys(EXCLUSIVE, False), **given}

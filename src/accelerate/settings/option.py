@@ -121,11 +121,11 @@ class Option:
     foreign: bool = False
 
     def read(self, value: object, where: str) -> Any:
-        """Turn a value of a file, a flag or a variable into the option's type.
+        """Turn a value of a file, a flag or a variable into the option's type; any kind may be text.
 
         Args:
-            value: what was written; text is accepted for every kind.
-            where: the place as the user knows it ("--num_processes", "fsdp_config.fsdp_version").
+            value: what was written.
+            where: the flag, key or variable as the user knows it ("--num_processes").
 
         Raises:
             ConfigurationError: the value has the wrong type, is out of range or not among the choices.
@@ -224,14 +224,14 @@ WANTED = {
 def option(default: Any, help: str, **attributes: Any) -> Any:
     """Declare one option as a field of a :class:`Section`.
 
-    What is not given follows from the field: the flag is ``--<name>`` (the parser adds the dash form), the key
-    is the name, the group is the section's title, the offers are the choices, and action, default and type of
-    the flag follow from the field's type.
+    What is not given follows from the field: the flag is ``--<name>`` (the parser adds the dash form), the
+    key is the name, the group is the section's title, the offers are the choices, and action, default and
+    type of the flag follow from the field's type.
 
     Args:
         default: the built-in value.
         help: one sentence; its first clause is the question with ``ask=True``.
-        **attributes: attributes of :class:`Option`, and ``env`` for the variable, or for one variable for each
+        **attributes: attributes of :class:`Option`, and ``env``: the variable, or one variable for each
             element of a tuple; default: the one of the section's `env_prefix`, if it has one.
     """
     return dataclasses.field(default=default, kw_only=True, metadata={"help": help, **attributes})
@@ -288,7 +288,7 @@ def _kind_of(hint: Any) -> type:
 
 
 def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> Option:
-    declared = dict(field.metadata)
+    declared, default = dict(field.metadata), field.default
     is_word = kind is bool and section.takes_words and "flag_type" not in declared
     is_switch = kind is bool and not is_word and "flag_type" not in declared
     env = () if section.env_prefix is None else f"{section.env_prefix}{field.name.upper()}"
@@ -297,20 +297,22 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         declared["ask"] = _question_of(declared["help"])
     follows = {
         "flags": (f"--{field.name}",) if section.makes_flags else (),
-        "flag_default": str(field.default).lower() if is_word and field.default is not None else field.default,
+        "flag_default": str(field.default).lower()
+        if is_word and field.default is not None
+        else field.default,
         "flag_type": str if kind in (bool, tuple) else kind,
         "action": "store_true" if is_switch else "store",
         "group": section.title,
         "key": field.name,
         "offers": declared.get("choices", ()),
         "variables": (env,) if isinstance(env, str) else env,
-        "spell": section.spell_optional if field.default is None else section.spell,
+        "spell": section.spell_optional if default is None else section.spell,
     }
-    return Option(name=field.name, kind=kind, default=field.default, **{**follows, **declared})
+    return Option(name=field.name, kind=kind, default=default, **{**follows, **declared})
 
 
 def _question_of(help: str) -> str:
-    """"torchao: pad matrices (true or false)." -> "Pad matrices?"."""
+    """ "torchao: pad matrices (true or false)." -> "Pad matrices?"."""
     clause = help.removesuffix(".").removesuffix(" (true or false)").rpartition(": ")[2]
     return f"{clause[0].upper()}{clause[1:]}?"
 

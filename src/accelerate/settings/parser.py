@@ -200,23 +200,14 @@ class CustomHelpFormatter(OneSpellingFormatter):
 
 
 def wants_color(stream: Any, environ: Mapping[str, str]) -> bool:
-    """Whether text on a stream may be coloured.
-
-    Args:
-        stream: where the text goes.
-        environ: this process's variables; ``NO_COLOR`` and ``TERM=dumb`` say no.
-    """
+    """Whether text on a stream may be coloured: on a terminal, without ``NO_COLOR`` and ``TERM=dumb``."""
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return False
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
 def colored(text: str) -> str:
-    """Colour a help text: headings bold, flags cyan, and the values that flags take yellow.
-
-    Args:
-        text: as argparse lays it out; no character but the colours is added.
-    """
+    """Colour a help text: headings bold, flags cyan, and the values that flags take yellow."""
     text = INVOCATION.sub(lambda match: VALUE.sub(rf" {YELLOW}\1{PLAIN}", match[0]), text)
     text = FLAG_WORD.sub(lambda match: f"{CYAN}{match[0]}{PLAIN}", text)
     return HEADING.sub(lambda match: f"{BOLD}{match[0]}{PLAIN}", text)
@@ -226,39 +217,22 @@ def colored(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return which known word another one may mean: a synonym, one spelt alike, or one that it abbreviates.
-
-    Args:
-        word: what was written.
-        known: what could have been.
-    """
+    """Return the known word that `word` may mean: a synonym, one spelt alike, or one that it abbreviates."""
     if len(word) > LONGEST_WORD:
         return None
     choices = list(known)
     same = next((row for row in SYNONYMS if word.lower() in row), ())
-    close = [choice for choice in choices if choice in same] or _similar(word, choices, 0.8)
+    close = [choice for choice in choices if choice in same]
+    close = close or difflib.get_close_matches(word.lower(), choices, 1, 0.8)
     if not close and len(word.lstrip("-")) >= 3:  # shorter words are similar to any
-        close = _abbreviated(word, choices) or _similar(word, choices, 0.6)
+        letters = re.compile(".*".join(map(re.escape, word)))  # in their order
+        close = sorted(filter(letters.match, choices), key=len)
+        close = close or difflib.get_close_matches(word.lower(), choices, 1, 0.6)
     return close[0] if close else None
 
 
-def _similar(word: str, choices: list[str], cutoff: float) -> list[str]:
-    return difflib.get_close_matches(word.lower(), choices, 1, cutoff)
-
-
-def _abbreviated(word: str, choices: Iterable[str]) -> list[str]:
-    """The choices that have a word's letters in their order, the shortest first."""
-    letters = re.compile(".*".join(map(re.escape, word)))
-    return sorted(filter(letters.match, choices), key=len)
-
-
 def unknown_command(word: str, known: Iterable[str]) -> str:
-    """Return what is said of a command that does not exist.
-
-    Args:
-        word: the command.
-        known: those that there are.
-    """
+    """Return the message on a command that does not exist."""
     names = list(known)
     close = nearest(word, names)
     fix = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
@@ -266,25 +240,13 @@ def unknown_command(word: str, known: Iterable[str]) -> str:
 
 
 def wrong_choice(problem: str, word: object, known: Iterable[object]) -> str:
-    """Return what is said of a value that is none of those that can be chosen.
-
-    Args:
-        problem: what argparse says.
-        word: the value.
-        known: what can be chosen.
-    """
+    """Return argparse's message on a wrong value, with the known value that it may mean."""
     close = nearest(str(word), map(str, known))
     return f"{problem}. Did you mean {close!r}?" if close else problem
 
 
 def unknown_flag(message: str, known: Iterable[str], prog: str) -> str:
-    """Return what follows a message on unknown flags.
-
-    Args:
-        message: begins like that of argparse.
-        known: the flags of the command.
-        prog: the command.
-    """
+    """Return the hint that follows argparse's message on unknown flags of the command `prog`."""
     word = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
     close = nearest(word, known) if word else None
     return f" (did you mean {close}? See {prog} --help)" if close else f" (see {prog} --help)"

@@ -10,7 +10,7 @@ import pytest
 from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands.launch import launch_command_parser, make_plan, read_settings
 from accelerate.launch import LaunchPlan
-from accelerate.settings import Settings, pet
+from accelerate.settings import Settings, env
 
 KUBEFLOW = {
     "PET_NNODES": "2",
@@ -88,7 +88,7 @@ def test_each_variable(variable: str, text: str, name: str, value: Any) -> None:
 
 
 def test_one_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pet.os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(env.os, "cpu_count", lambda: 5)
     environ = {"PET_NPROC_PER_NODE": "cpu", "PET_NNODES": "2"}
     assert settings(environ).values["num_processes"] == 10
 
