@@ -1,10 +1,7 @@
-from accelerate.settings.config_classes import (
+from accelerate.settings.config_file import (
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,
     SageMakerConfig as SageMakerConfig,
-    load_config_from_file as load_config_from_file,
-)
-from accelerate.settings.config_file import (
     cache_dir as cache_dir,
     check as check,
     default_config_file as default_config_file,
@@ -14,6 +11,7 @@ from accelerate.settings.config_file import (
     existing_file as existing_file,
     find_config_file as find_config_file,
     hf_cache_home as hf_cache_home,
+    load_config_from_file as load_config_from_file,
     read_layer as read_layer,
     read_mapping as read_mapping,
     to_text as to_text,

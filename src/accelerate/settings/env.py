@@ -140,7 +140,7 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
             settings = settings.replaced(
                 variable, **{name: _read_torchrun(variable, all_options()[name], text)}
             )
-    text = environ.get(PET_PROCESSES)
+    text = environ.get(PET_PROCESSES, "")
     if not text or FLAG in (settings.source("num_processes"), settings.source("processes_per_machine")):
         return settings
     if text in _ON_EACH_DEVICE:

@@ -71,14 +71,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_values(content: Any) -> None:
-    """Refuse what cannot be a setting: keys that are no text, and values that are nested too deeply.
-
-    Args:
-        content: a value, as it was read.
-
-    Raises:
-        ConfigurationError: it holds such a thing.
-    """
+    """Refuse what cannot be a setting: keys that are no text, and values that are nested too deeply."""
     level = [("", content)]
     for _ in range(DEEPEST + 1):
         level = [inner for name, value in level for inner in _values_in(name, value)]
@@ -112,8 +105,7 @@ def _loader() -> type[yaml.SafeLoader]:
 
         def __init__(self, text: str) -> None:
             super().__init__(text)
-            self._depth = 0
-            self._count = 0
+            self._depth = self._count = 0
             self._counts: dict[int, int] = {}
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -122,29 +114,24 @@ def _loader() -> type[yaml.SafeLoader]:
             is_alias = self.check_event(yaml.AliasEvent)
             self._depth += 1
             self._count += 1
-            if self._depth > DEEPEST or self._count > MOST_VALUES:
-                raise self._beyond(mark)
+            self._check_limits(mark)
             node = super().compose_node(parent, index)
             self._depth -= 1
-            if is_alias:
-                self._repeat(node, mark)
-            else:
+            if not is_alias:
                 self._counts[id(node)] = self._count - before
+            elif id(node) not in self._counts:  # the node is not complete yet
+                raise ConstructorError(None, None, "a value holds itself", mark)
+            else:
+                self._count += self._counts[id(node)]
+                self._check_limits(mark)
             return node
 
-        def _repeat(self, node: yaml.Node | None, mark: Any) -> None:
-            """Count what an alias stands for once more; a node that is not complete yet has no count."""
-            if id(node) not in self._counts:
-                raise ConstructorError(None, None, "a value holds itself", mark)
-            self._count += self._counts[id(node)]
-            if self._count > MOST_VALUES:
-                raise self._beyond(mark)
-
-        def _beyond(self, mark: Any) -> Exception:
+        def _check_limits(self, mark: Any) -> None:
             if self._depth > DEEPEST:
-                return ConstructorError(None, None, str(_too_deep()), mark)
-            repeated = "with those that aliases repeat, it has"
-            return ConstructorError(None, None, f"{repeated} more than {MOST_VALUES} values", mark)
+                raise ConstructorError(None, None, str(_too_deep()), mark)
+            if self._count > MOST_VALUES:
+                reason = f"with those that aliases repeat, it has more than {MOST_VALUES} values"
+                raise ConstructorError(None, None, reason, mark)
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             if not isinstance(node, yaml.ScalarNode):

@@ -19,14 +19,10 @@ Check = Callable[[str], object]
 
 
 class LinePrompt:
-    """Plain lines: the question is printed, and the next line of the input is the answer.
+    """Plain lines: the question is printed to `target`, and the next line of `source` is the answer.
 
-    An empty line takes the default. A wrong answer ends the questionnaire: what follows on a pipe was written
-    as the answers to other questions.
-
-    Args:
-        source: where answers are read.
-        target: where questions are printed.
+    An empty line takes the default. A wrong answer, or the end of the input, is a `ConfigurationError`: what
+    follows on a pipe was written as the answers to other questions.
     """
 
     def __init__(self, source: TextIO, target: TextIO) -> None:
@@ -38,11 +34,7 @@ class LinePrompt:
         print(text, file=self._target)
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:
-        """Ask for one of several values, in any case of letters.
-
-        Raises:
-            ConfigurationError: the answer is none of them, or the input ended.
-        """
+        """Ask for one of several values, in any case of letters."""
         answer = self._read(f"{text} [{'/'.join(offers)}]", default)
         for offer in offers:
             if offer.lower() == answer.lower():
@@ -52,22 +44,14 @@ class LinePrompt:
         )
 
     def confirm(self, text: str, default: bool) -> bool:
-        """Ask for yes or no.
-
-        Raises:
-            ConfigurationError: the answer is neither, or the input ended.
-        """
+        """Ask for yes or no."""
         answer = self._read(text, "yes" if default else "no").lower()
-        if answer not in YES_OR_NO:
+        if answer not in ("yes", "y", "true", "1", "no", "n", "false", "0"):
             raise ConfigurationError(f"{text} {answer!r} is neither yes nor no. Answer yes or no.")
-        return YES_OR_NO[answer]
+        return answer in ("yes", "y", "true", "1")
 
     def write(self, text: str, default: str, check: Check) -> str:
-        """Ask for a text.
-
-        Raises:
-            ConfigurationError: `check` refuses it, or the input ended.
-        """
+        """Ask for a text that `check` accepts."""
         answer = self._read(text, default)
         check(answer)
         return answer
@@ -75,26 +59,13 @@ class LinePrompt:
     def _read(self, text: str, default: str) -> str:
         print(f"{text}{f' ({default})' if default else ''}: ", end="", file=self._target, flush=True)
         line = self._source.readline()
+        print(file=self._target)
         if not line:
-            print(file=self._target)
             raise ConfigurationError(
                 f"The input ended before the question {text!r} was answered. Give one line for each question "
                 f"(an empty one takes the default), or use `accelerate config default`, which asks nothing."
             )
-        print(file=self._target)
         return line.strip() or default
-
-
-YES_OR_NO = {
-    "yes": True,
-    "y": True,
-    "true": True,
-    "1": True,
-    "no": False,
-    "n": False,
-    "false": False,
-    "0": False,
-}
 
 
 class TerminalPrompt:
@@ -106,20 +77,15 @@ class TerminalPrompt:
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:
         """Ask for one of several values."""
-        import questionary
-
-        marked = default if default in offers else None
-        return str(_answer(questionary.select(text, choices=list(offers), default=marked)))
+        default_offer = default if default in offers else None
+        return str(_ask_on_terminal("select", text, choices=list(offers), default=default_offer))
 
     def confirm(self, text: str, default: bool) -> bool:
         """Ask for yes or no."""
-        import questionary
-
-        return bool(_answer(questionary.confirm(text, default=default)))
+        return bool(_ask_on_terminal("confirm", text, default=default))
 
     def write(self, text: str, default: str, check: Check) -> str:
         """Ask for a text, again until `check` accepts it."""
-        import questionary
 
         def validate(answer: str) -> bool | str:
             try:
@@ -128,13 +94,15 @@ class TerminalPrompt:
                 return str(error)
             return True
 
-        return str(_answer(questionary.text(text, default=default, validate=validate))).strip()
+        return str(_ask_on_terminal("text", text, default=default, validate=validate)).strip()
 
 
-def _answer(question: Any) -> Any:
-    """Ask; Ctrl-D ends the questionnaire as Ctrl-C does."""
+def _ask_on_terminal(kind: str, text: str, **arguments: Any) -> Any:
+    """Ask by questionary; Ctrl-D ends the questionnaire as Ctrl-C does."""
+    import questionary
+
     try:
-        return question.unsafe_ask()
+        return getattr(questionary, kind)(text, **arguments).unsafe_ask()
     except EOFError:
         raise KeyboardInterrupt from None
 
@@ -157,11 +125,11 @@ COUNTS = ("num_processes", "num_machines")
 
 
 class Questionnaire:
-    """The questions of some sections, asked once.
+    """The questions of sections, in their order, asked once.
 
     Args:
         prompt: asks.
-        sections: whose questions, in this order.
+        sections: whose questions.
         suggested: defaults by option name, instead of the built-in ones.
         offers: by option name: the values that are listed, instead of the declared ones.
         left_out: names of options that are not asked, because `suggested` answers them.
@@ -198,27 +166,20 @@ class Questionnaire:
 
     def _walk(self, advanced: bool) -> None:
         while (row := self._next(advanced)) is not None:
-            self._answer(row, self._ask(row))
+            value = self._asked[row.name] = self._answers[row.name] = self._ask(row)
+            if row.name == "distributed_type":
+                self._answers.update({name: name == PARADIGM_OF_TYPE.get(value) for name in EXCLUSIVE})
 
     def _next(self, advanced: bool) -> Option | None:
         """The first question that applies by the answers so far and was not asked yet."""
-        for section in self._sections:
-            if not section.asked(self._answers):
-                continue
-            for row in section.options():
-                if self._applies(row) and (advanced or not row.advanced):
-                    return row
-        return None
+        sections = (section for section in self._sections if section.asked(self._answers))
+        rows = (row for section in sections for row in section.options())
+        return next((row for row in rows if self._applies(row) and (advanced or not row.advanced)), None)
 
     def _applies(self, row: Option) -> bool:
         if row.ask is None or row.name in self._asked or row.name in self._left_out:
             return False
         return row.when is None or row.when(self._answers)
-
-    def _answer(self, row: Option, value: Any) -> None:
-        self._asked[row.name] = self._answers[row.name] = value
-        if row.name == "distributed_type":
-            self._answers.update({name: name == PARADIGM_OF_TYPE.get(value) for name in EXCLUSIVE})
 
     def _ask(self, row: Option) -> Any:
         text, default = str(row.ask), self._answers[row.name]
@@ -228,7 +189,10 @@ class Questionnaire:
         if offers:
             choice = self._prompt.choose(text, offers, str(offers[0] if default is None else default))
             return row.read(choice, row.name)
-        answer = self._prompt.write(text, _as_answer(default), lambda text: self._check(row, text))
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        written = "" if default is None else str(default)
+        answer = self._prompt.write(text, written, lambda text: self._check(row, text))
         return row.read(answer, row.key or row.name) if answer else None
 
     def _check(self, row: Option, answer: str) -> None:
@@ -246,21 +210,8 @@ class Questionnaire:
             raise wrong_value(where, value, f"ranks of machines go from 0 to {last}", "Write one of these")
 
 
-def _as_answer(value: Any) -> str:
-    if value is None:
-        return ""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def as_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay values out as a configuration file does.
-
-    Args:
-        values: by option name; options without a key, and values of ``None``, are left out.
-
-    Returns:
-        File key -> value, with a mapping for each group.
-    """
+    """Return values by option name as a configuration file has them, without those of ``None``."""
     mapping: dict[str, Any] = {}
     for section in SECTIONS:
         for row in section.options():

@@ -62,20 +62,16 @@ def _groups() -> dict[str, Any]:
     for section in SECTIONS:
         if section.file_key is None:
             continue
-        group = groups.setdefault(section.file_key, _group(section))
-        for row in section.options():
-            if row.key:
-                group["properties"].update(_nested(row, section.file_key))
+        group = {
+            "description": str(section.__doc__).splitlines()[0],
+            "type": ["object", "null"],
+            "additionalProperties": False,
+            "properties": {},
+        }
+        properties = groups.setdefault(section.file_key, group)["properties"]
+        for row in (row for row in section.options() if row.key):
+            properties.update(_nested(row, section.file_key))
     return groups
-
-
-def _group(section: type[Section]) -> dict[str, Any]:
-    return {
-        "description": str(section.__doc__).splitlines()[0],
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": {},
-    }
 
 
 def _nested(row: Option, group: str) -> dict[str, Any]:

@@ -239,5 +239,5 @@ def test_file_to_settings_to_file_is_the_identity(tmp_path: Path, suffix: str) -
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = ClusterConfig("LOCAL_MACHINE", "NO", "no", use_cpu=True, debug=False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"below\.yaml.*cannot be written.*Choose another place"):
+    with pytest.raises(ConfigurationError, match=r"below\.yaml.*cannot be written.*Choose another path"):
         config.to_yaml_file(str(tmp_path / "file" / "below.yaml"))
