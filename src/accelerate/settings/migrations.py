@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.base import FSDP_SHARDING_STRATEGY, ConfigurationError, shortened, wrong_value
 from accelerate.settings.parsing import check_values
+from accelerate.settings.sections import FsdpSection
 
 Mapping = dict[str, Any]
 
@@ -81,22 +82,12 @@ class ConversionStatus(Enum):
 
 
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
-    "fsdp_version": "fsdp_version",
+    **{str(row.key): str(row.key) for row in FsdpSection.options()},
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
-    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params": "fsdp_min_num_params",
     "fsdp_backward_prefetch": ConversionStatus.REMOVED,
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
     "fsdp_use_orig_params": ConversionStatus.REMOVED,
     "fsdp_sync_module_states": ConversionStatus.REMOVED,
-    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
-    "fsdp_offload_params": "fsdp_offload_params",
-    "fsdp_state_dict_type": "fsdp_state_dict_type",
-    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
-    "fsdp_ignored_modules": "fsdp_ignored_modules",
 }
 """Key of FSDP 1 -> key of FSDP 2, or why there is none."""
 

@@ -18,34 +18,30 @@ from typing import Any, ClassVar
 
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
 
-# How a value is written into an environment variable; ``None`` leaves the variable alone.
-
 Spelling = Callable[[Any], str | None]
+"""How a value is written into an environment variable; ``None`` leaves the variable alone."""
 
 
-def as_text(value: Any) -> str | None:
-    """``str`` of the value; nothing for ``None``."""
-    return None if value is None else str(value)
+def _spelling(case: Callable[[str], str] = str, writes_empty: bool = True) -> Spelling:
+    """Write text in a case; nothing for ``None``, and for 0, ``False`` and the empty text if asked for."""
+
+    def spell(value: Any) -> str | None:
+        is_written = value is not None and (writes_empty or value)
+        return case(str(value)) if is_written else None
+
+    return spell
 
 
-def as_text_or_none(value: Any) -> str:
-    """``str`` of the value, the word ``None`` included."""
-    return str(value)
-
-
-def lower(value: Any) -> str | None:
-    """Lower-case text: ``True`` becomes ``true``."""
-    return None if value is None else str(value).lower()
+as_text = _spelling()
+lower = _spelling(str.lower)
+upper = _spelling(str.upper)
+unless_empty = _spelling(writes_empty=False)
+unless_empty_lower = _spelling(str.lower, writes_empty=False)
 
 
 def lower_bool(value: Any) -> str | None:
     """``true`` or ``false``; ``str`` of any other value."""
     return lower(value) if isinstance(value, bool) else as_text(value)
-
-
-def upper(value: Any) -> str | None:
-    """Upper-case text."""
-    return None if value is None else str(value).upper()
 
 
 def as_bit(value: Any) -> str | None:
@@ -58,16 +54,6 @@ def only_true(text: str) -> Spelling:
     return lambda value: text if value else None
 
 
-def unless_empty(value: Any) -> str | None:
-    """``str`` of the value; nothing for ``None``, the empty text and ``False``."""
-    return str(value) if value else None
-
-
-def unless_empty_lower(value: Any) -> str | None:
-    """Lower-case text; nothing for ``None``, the empty text and ``False``."""
-    return str(value).lower() if value else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """Everything known about one option; what a declaration leaves out follows from its field and section.
@@ -75,14 +61,12 @@ class Option:
     Attributes:
         name: unique over all sections; the attribute that a parsed flag is stored under.
         kind: ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict`` (of the user's own, in files only).
-        default: the built-in value.
         help: one sentence for ``-h`` and the docs.
         spell: value to text of the variable; ``None`` means that the variable is not written.
         flags: spellings on the command line; empty means that there is no flag.
         flag_default: what an absent flag leaves in the namespace (part of the interface, not a setting).
         flag_type: how argparse converts the text of the flag.
         action: what argparse does with the flag.
-        group: heading of the flag in the help.
         key: name in the configuration file; ``None`` keeps the option out of files.
         offers: values that the questionnaire lists; empty means the choices.
         variables: environment variables; several when the value is a tuple with a variable for each element.
@@ -198,9 +182,9 @@ def _read_tuple(value: object) -> tuple[str, ...]:
 
 
 def _read_dict(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(value)
-    return value
+    if isinstance(value, dict):
+        return value
+    raise ValueError(value)
 
 
 READERS: dict[type, Callable[[object], Any]] = {

@@ -28,7 +28,7 @@ from accelerate.launch import (
     torchrun_arguments,
 )
 from accelerate.settings import FLAG, Layer, Option, all_options, flags, merge_layers
-from accelerate.settings.sections.rendezvous import RendezvousSection
+from accelerate.settings.sections import RendezvousSection
 
 
 def command_line(**given: bool) -> Namespace:

@@ -9,7 +9,6 @@ from accelerate.settings import Section, refuse_all
 from accelerate.settings.option import (
     as_bit,
     as_text,
-    as_text_or_none,
     lower,
     lower_bool,
     only_true,
@@ -183,7 +182,6 @@ def test_several_problems_are_one_error() -> None:
 def test_each_spelling_writes_its_form() -> None:
     assert as_text(True) == "True"
     assert as_text(None) is None
-    assert as_text_or_none(None) == "None"
     assert lower(True) == "true"
     assert lower(None) is None
     assert lower_bool(True) == "true"

@@ -3,11 +3,6 @@ from accelerate.settings.sections.deepspeed import (
     DeepSpeedSection as DeepSpeedSection,
     OffloadDevice as OffloadDevice,
 )
-from accelerate.settings.sections.diagnostics import (
-    DiagnosticsSection as DiagnosticsSection,
-    StoppingSection as StoppingSection,
-)
-from accelerate.settings.sections.dynamo import BACKENDS as BACKENDS, DynamoSection as DynamoSection
 from accelerate.settings.sections.fsdp import FsdpSection as FsdpSection
 from accelerate.settings.sections.launch import (
     EXCLUSIVE as EXCLUSIVE,
@@ -22,14 +17,20 @@ from accelerate.settings.sections.parallelism import (
     SequenceParallelSection as SequenceParallelSection,
 )
 from accelerate.settings.sections.precision import (
+    BACKENDS as BACKENDS,
     PRECISIONS as PRECISIONS,
+    DynamoSection as DynamoSection,
     Fp8Section as Fp8Section,
     PrecisionSection as PrecisionSection,
 )
-from accelerate.settings.sections.rendezvous import (
+from accelerate.settings.sections.programs import (
     MpirunSection as MpirunSection,
-    RendezvousSection as RendezvousSection,
+    SageMakerSection as SageMakerSection,
     SlurmSection as SlurmSection,
+    TpuSection as TpuSection,
 )
-from accelerate.settings.sections.sagemaker import SageMakerSection as SageMakerSection
-from accelerate.settings.sections.tpu import TpuSection as TpuSection
+from accelerate.settings.sections.rendezvous import (
+    DiagnosticsSection as DiagnosticsSection,
+    RendezvousSection as RendezvousSection,
+    StoppingSection as StoppingSection,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from accelerate.base import (
     FSDP_AUTO_WRAP_POLICY,
@@ -11,6 +12,8 @@ from accelerate.base import (
     FSDP_STATE_DICT_TYPE,
 )
 from accelerate.settings.option import Section, lower, lower_bool, option, unless_empty
+
+_fsdp1_option = partial(option, when=lambda answers: answers["fsdp_version"] == 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +46,11 @@ class FsdpSection(Section):
         ask="How many parameters has a unit at least?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP",
     )
-    fsdp_sharding_strategy: str = option(
+    fsdp_sharding_strategy: str = _fsdp1_option(
         "FULL_SHARD",
         "FSDP 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers.",
         ask="What is sharded?",
         offers=tuple(FSDP_SHARDING_STRATEGY),
-        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_reshard_after_forward: str = option(
         "true",
@@ -72,12 +74,11 @@ class FsdpSection(Section):
         ask="Which layer classes become units (separated by commas, empty: what the model says)?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
-    fsdp_backward_prefetch: str | None = option(
+    fsdp_backward_prefetch: str | None = _fsdp1_option(
         None,
         "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
         ask="When is the next unit fetched in backward?",
         offers=tuple(FSDP_BACKWARD_PREFETCH),
-        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_state_dict_type: str | None = option(
         None,
@@ -85,28 +86,21 @@ class FsdpSection(Section):
         ask="How are checkpoints written?",
         offers=tuple(FSDP_STATE_DICT_TYPE),
     )
-    fsdp_forward_prefetch: bool = option(
-        False,
-        "FSDP 1: fetch the next unit during forward (true or false).",
-        ask=True,
-        when=lambda answers: answers["fsdp_version"] == 1,
+    fsdp_forward_prefetch: bool = _fsdp1_option(
+        False, "FSDP 1: fetch the next unit during forward (true or false).", ask=True
     )
-    fsdp_use_orig_params: bool = option(
-        True,
-        "FSDP 1: keep the model's own parameters, so that some can be frozen (true or false).",
-        ask=True,
-        when=lambda answers: answers["fsdp_version"] == 1,
+    fsdp_use_orig_params: bool = _fsdp1_option(
+        True, "FSDP 1: keep the model's own parameters, so that some can be frozen (true or false).", ask=True
     )
     fsdp_cpu_ram_efficient_loading: bool = option(
         True,
         "Only the first process reads pretrained weights (true or false).",
         ask="Let only the first process read pretrained weights?",
     )
-    fsdp_sync_module_states: bool = option(
+    fsdp_sync_module_states: bool = _fsdp1_option(
         True,
         "FSDP 1: every unit starts from the weights of rank 0 (true or false).",
         ask="Start every unit from the weights of rank 0?",
-        when=lambda answers: answers["fsdp_version"] == 1,
     )
     fsdp_activation_checkpointing: bool = option(
         False,

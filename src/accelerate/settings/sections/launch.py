@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from accelerate.base import DistributedType
@@ -37,6 +38,9 @@ def several_processes(answers: Mapping[str, Any]) -> bool:
 def data_parallel_on_devices(answers: Mapping[str, Any]) -> bool:
     """Whether each process trains on a device of its own."""
     return PARADIGM_OF_TYPE.get(answers["distributed_type"]) in ("multi_gpu", "use_fsdp", "use_deepspeed")
+
+
+_paradigm = partial(option, False, group=PARADIGMS, key=None, spell=only_true("true"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,41 +111,16 @@ class LaunchSection(Section):
         ask="Bind each process to the CPU cores nearest to its device?",
         when=data_parallel_on_devices,
     )
-    use_deepspeed: bool = option(
-        False,
-        "Train with DeepSpeed.",
-        group=PARADIGMS,
-        key=None,
-        env="ACCELERATE_USE_DEEPSPEED",
-        spell=only_true("true"),
-    )
-    use_fsdp: bool = option(
-        False,
-        "Train with fully sharded data parallelism.",
-        group=PARADIGMS,
-        key=None,
-        env="ACCELERATE_USE_FSDP",
-        spell=only_true("true"),
-    )
-    use_parallelism_config: bool = option(
-        False,
+    use_deepspeed: bool = _paradigm("Train with DeepSpeed.", env="ACCELERATE_USE_DEEPSPEED")
+    use_fsdp: bool = _paradigm("Train with fully sharded data parallelism.", env="ACCELERATE_USE_FSDP")
+    use_parallelism_config: bool = _paradigm(
         "Lay the processes out on a mesh (data, tensor, context and sequence parallelism).",
-        group=PARADIGMS,
-        key=None,
         env="ACCELERATE_USE_PARALLELISM_CONFIG",
-        spell=only_true("true"),
         ask="Lay the processes out on a mesh (tensor, context or hybrid parallelism)?",
         when=lambda answers: answers["distributed_type"] == "FSDP",
         advanced=True,
     )
-    use_megatron_lm: bool = option(
-        False,
-        "Train with Megatron-LM.",
-        group=PARADIGMS,
-        key=None,
-        env="ACCELERATE_USE_MEGATRON_LM",
-        spell=only_true("true"),
-    )
+    use_megatron_lm: bool = _paradigm("Train with Megatron-LM.", env="ACCELERATE_USE_MEGATRON_LM")
     gpu_ids: str | None = option(
         None,
         "Devices of this machine to use, separated by commas; 'all' (the default) uses every visible one.",

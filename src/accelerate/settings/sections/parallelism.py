@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import Section, as_text_or_none, option, true_or_false
+from accelerate.settings.option import Section, option, true_or_false
 
 TITLE = "ParallelismConfig Arguments"
 FILE_KEY = "parallelism_config"
@@ -82,7 +82,7 @@ class SequenceParallelSection(Section):
     env_prefix = ""
 
     parallelism_config_sp_seq_length: int | None = option(
-        None, "Length of the sequences, where all have the same.", flag_type=str, spell=as_text_or_none
+        None, "Length of the sequences, where all have the same.", flag_type=str, spell=str
     )
     parallelism_config_sp_seq_length_is_variable: bool = option(
         True, "Sequences have different lengths (true or false).", flag_type=true_or_false

@@ -1,13 +1,14 @@
-"""Number formats: mixed precision, and the recipes for FP8."""
+"""What a model computes with: number formats, recipes for FP8, and torch.compile."""
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from accelerate.base import shown, str_to_bool
+from accelerate.base import TORCH_DYNAMO_MODES, DynamoBackend, shown, str_to_bool
 from accelerate.settings.option import Section, as_bit, option, true_or_false, upper
 from accelerate.settings.sections.launch import RESOURCES
 
@@ -40,6 +41,17 @@ class PrecisionSection(Section):
     )
 
 
+_te_option = partial(option, when=lambda answers: answers["fp8_backend"] == "te")
+_ao_option = partial(
+    option,
+    flag_default="true",
+    flag_type=true_or_false,
+    spell=as_bit,
+    ask=True,
+    when=lambda answers: answers["fp8_backend"] == "ao",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fp8Section(Section):
     """The FP8 recipe."""
@@ -56,50 +68,44 @@ class Fp8Section(Section):
         key="backend",
         ask="Which library computes in FP8?",
     )
-    fp8_use_autocast_during_eval: bool = option(
+    fp8_use_autocast_during_eval: bool = _te_option(
         False,
         "Transformer Engine: compute in FP8 during evaluation too.",
         key="use_autocast_during_eval",
         ask=True,
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
-    fp8_margin: int = option(
+    fp8_margin: int = _te_option(
         0,
         "Transformer Engine: margin of the scaling factor.",
         key="margin",
         ask="What is the margin of the scaling factor?",
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
-    fp8_interval: int = option(
+    fp8_interval: int = _te_option(
         1,
         "Transformer Engine: steps between two scaling factors.",
         key="interval",
         ask="How many steps between two scaling factors?",
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
-    fp8_format: str = option(
+    fp8_format: str = _te_option(
         "HYBRID",
         "Transformer Engine: E4M3, E5M2, or HYBRID (E4M3 forward, E5M2 backward).",
         choices=("HYBRID", "E4M3", "E5M2"),
         key="fp8_format",
         spell=upper,
         ask="Which FP8 format?",
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
-    fp8_amax_history_len: int = option(
+    fp8_amax_history_len: int = _te_option(
         1024,
         "Transformer Engine: how many maxima a scaling factor looks back on.",
         key="amax_history_length",
         ask="How many maxima does a scaling factor look back on?",
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
-    fp8_amax_compute_algo: str = option(
+    fp8_amax_compute_algo: str = _te_option(
         "most_recent",
         "Transformer Engine: scaling from the largest or the most recent maximum.",
         choices=("max", "most_recent"),
         key="amax_compute_algorithm",
         ask=True,
-        when=lambda answers: answers["fp8_backend"] == "te",
     )
     fp8_override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
@@ -120,28 +126,53 @@ class Fp8Section(Section):
         ask="How much is kept in FP8 (O1: communication, O2: optimizer states too)?",
         when=lambda answers: answers["fp8_backend"] == "msamp",
     )
-    fp8_enable_fsdp_float8_all_gather: bool = option(
-        True,
-        "torchao: gather FSDP2 parameters in FP8.",
-        key="enable_fsdp_float8_all_gather",
-        flag_default="true",
-        flag_type=true_or_false,
-        spell=as_bit,
-        ask=True,
-        when=lambda answers: answers["fp8_backend"] == "ao",
+    fp8_enable_fsdp_float8_all_gather: bool = _ao_option(
+        True, "torchao: gather FSDP2 parameters in FP8.", key="enable_fsdp_float8_all_gather"
     )
-    fp8_pad_inner_dim: bool = option(
-        True,
-        "torchao: pad matrices whose inner size is not a multiple of 16.",
-        key="pad_inner_dim",
-        flag_default="true",
-        flag_type=true_or_false,
-        spell=as_bit,
-        ask=True,
-        when=lambda answers: answers["fp8_backend"] == "ao",
+    fp8_pad_inner_dim: bool = _ao_option(
+        True, "torchao: pad matrices whose inner size is not a multiple of 16.", key="pad_inner_dim"
     )
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
         """Only when FP8 is the number format."""
         return bool(values["mixed_precision"] == "fp8")
+
+
+_NAMES = tuple(name.lower() for name in DynamoBackend.list())
+_XLA = _NAMES.index("torchxla_trace_once")
+BACKENDS = (*_NAMES[:_XLA], "torhchxla_trace_once", *_NAMES[_XLA:])
+"""The backends of `torch.compile`, and a misspelt name of one of them, which older files have."""
+
+
+_detail = partial(option, advanced=True, when=lambda answers: answers["dynamo_backend"] != "no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamoSection(Section):
+    """What torch.compile does with a prepared model."""
+
+    title = RESOURCES
+    file_key = "dynamo_config"
+    env_prefix = "ACCELERATE_"
+
+    dynamo_backend: str = option(
+        "no",
+        "Compiler of torch.compile; no leaves models as they are.",
+        choices=BACKENDS,
+        flag_default=None,
+        spell=upper,
+        ask="Which torch.compile backend (no for none)?",
+        advanced=True,
+    )
+    dynamo_mode: str = _detail(
+        "default",
+        "What torch.compile optimises for.",
+        choices=tuple(TORCH_DYNAMO_MODES),
+        ask="What does torch.compile optimise for?",
+    )
+    dynamo_use_fullgraph: bool = _detail(False, "Refuse models that do not compile to one graph.", ask=True)
+    dynamo_use_dynamic: bool = _detail(False, "Compile for changing shapes.", ask=True)
+    dynamo_use_regional_compilation: bool = _detail(
+        False, "Compile each repeated block once instead of the whole model.", ask=True
+    )

@@ -1,16 +1,13 @@
-"""How processes find each other, what happens when one fails, and programs that start them: mpirun, SLURM."""
+"""How processes find each other, what happens when one fails or waits too long, and when a run stops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from accelerate.settings.option import Section, option
 
-
-def _several_machines(answers: Mapping[str, Any]) -> bool:
-    return bool(answers["num_machines"] > 1)
+_machines_option = partial(option, when=lambda answers: answers["num_machines"] > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,34 +16,28 @@ class RendezvousSection(Section):
 
     title = "Distributed GPUs"
 
-    same_network: bool = option(
+    same_network: bool = _machines_option(
         False,
         "The machines are on one local network. Kept for configuration files: addresses are used as given.",
         advanced=True,
         ask="Are the machines on one local network?",
-        when=_several_machines,
     )
-    machine_rank: int = option(
+    machine_rank: int = _machines_option(
         0,
         "Rank of this machine, from 0.",
         limits=(0, 10**6),
         flag_default=None,
         ask="What is the rank of this machine?",
-        when=_several_machines,
     )
-    main_process_ip: str | None = option(
-        None,
-        "Address of the machine of rank 0.",
-        ask="What is the address of the machine of rank 0?",
-        when=_several_machines,
+    main_process_ip: str | None = _machines_option(
+        None, "Address of the machine of rank 0.", ask="What is the address of the machine of rank 0?"
     )
-    main_process_port: int | None = option(
+    main_process_port: int | None = _machines_option(
         None,
         "Port of the machine of rank 0 where processes meet (29500). On one machine a busy port is replaced, "
         "and 0 takes any free one; on several machines a busy port is an error.",
         limits=(0, 65535),
         ask="Which port do the processes meet on?",
-        when=_several_machines,
     )
     tee: str = option(
         "0",
@@ -57,12 +48,11 @@ class RendezvousSection(Section):
     )
     log_dir: str | None = option(None, "Folder for the logs of the processes.", key=None)
     role: str = option("default", "Name of these workers in logs.", key=None)
-    rdzv_backend: str = option(
+    rdzv_backend: str = _machines_option(
         "static",
         "How the processes meet: static (fixed machines) or c10d (elastic).",
         advanced=True,
         ask="How do the processes meet (static: fixed machines, c10d: elastic)?",
-        when=_several_machines,
         offers=("static", "c10d"),
     )
     rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
@@ -75,60 +65,46 @@ class RendezvousSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MpirunSection(Section):
-    """Processes started by mpirun."""
+class DiagnosticsSection(Section):
+    """Hangs: after what time they are reported, and whether the run goes on."""
 
-    title = "MPI Arguments"
-    file_key = "mpirun_config"
-    switch = "--mpirun_hostfile"
+    title = "Diagnostics Arguments"
+    env_prefix = "ACCELERATE_"
 
-    mpirun_hostfile: str | None = option(
+    hang_timeout: int | None = option(
         None,
-        "Host file for mpirun; processes are then started by it.",
-        ask="Host file for mpirun (empty: processes are not started by mpirun)?",
+        "Seconds that a process may wait for the others before a report says where each of them is (60); "
+        "0 for no reports.",
+        limits=(0, 10**6),
     )
-    mpirun_ccl: int | None = option(
+    hang_action: str | None = option(
         None,
-        "Threads of oneCCL in each process (CCL_WORKER_COUNT).",
-        flags=(),
-        env="CCL_WORKER_COUNT",
-        foreign=True,
-        advanced=True,
+        "What follows a report: report (the default) lets the run go on, abort ends all processes with an "
+        "error.",
+        choices=("report", "abort"),
     )
-
-    @classmethod
-    def asked(cls, answers: Mapping[str, Any]) -> bool:
-        """Only for CPU processes on several machines, where mpirun may be the one that starts them."""
-        return answers["distributed_type"] == "MULTI_CPU" and _several_machines(answers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmSection(Section):
-    """SLURM: one agent on each machine of the allocation, or a job that is submitted."""
+class StoppingSection(Section):
+    """What `accelerator.should_stop` and `accelerator.should_save` watch beside signals."""
 
-    title = "SLURM Arguments"
-    file_key = "slurm_config"
-    switch = "--slurm"
+    title = "Stopping Arguments"
+    env_prefix = "ACCELERATE_"
 
-    slurm: bool = option(
-        False,
-        "Inside an allocation of SLURM: start one agent on each of its machines with srun; addresses and "
-        "counts are those of the allocation. In a configuration file it has no effect outside of one.",
-        negations=("--no_slurm",),
-        ask="Start the processes on all machines of the allocation, when inside one of SLURM?",
-        advanced=True,
+    max_time: str | None = option(
+        None,
+        "Time after its start when a process is asked to save and stop: seconds, HH:MM:SS or D-HH:MM:SS.",
     )
-    submit: bool = option(
-        False, "With --slurm: write a batch script for --num_machines machines and submit it.", key=None
+    stop_margin: int | None = option(
+        None,
+        "Seconds before the end of an allocation of SLURM when processes are asked to save and stop (120); "
+        "0 leaves that to signals.",
+        limits=(0, 10**6),
     )
-    slurm_options: str = option(
-        "", "Further options for srun, or with --submit for sbatch, in one text: '--partition=gpu --time=60'."
+    stop_file: str | None = option(
+        None, "A file that asks all processes to save and stop as soon as it exists."
     )
-    slurm_script: str | None = option(
-        None, "With --submit: where the batch script is written (the script's name, with .sbatch).", key=None
+    save_file: str | None = option(
+        None, "A file that asks all processes to save and go on, each time that it is touched."
     )
-
-    @classmethod
-    def asked(cls, answers: Mapping[str, Any]) -> bool:
-        """Wherever there may be several processes."""
-        return bool(answers["distributed_type"] != "NO")
