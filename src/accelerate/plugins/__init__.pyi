@@ -9,16 +9,13 @@ from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
-from accelerate.plugins.deepspeed_choices import (
-    config_to_build as config_to_build,
-    leave_whole as leave_whole,
-    show_to_transformers as show_to_transformers,
-)
 from accelerate.plugins.deepspeed_config import (
     Filling as Filling,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
+    config_to_build as config_to_build,
     leaves as leaves,
     same_value as same_value,
+    show_to_transformers as show_to_transformers,
     without_auto as without_auto,
 )
 from accelerate.plugins.fp8 import (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from accelerate.base import ConfigurationError, DistributedType, StateError, environ, wrong_value
-from accelerate.plugins import deepspeed_choices as choices
-from accelerate.plugins.deepspeed_choices import build_sharded, leave_whole, show_to_transformers
-from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig
+from accelerate.base import ConfigurationError, DistributedType, StateError, environ, require, wrong_value
+from accelerate.plugins import deepspeed_config as configs
+from accelerate.plugins.checks import read_flag
+from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig, show_to_transformers
+from accelerate.plugins.fsdp_wrapping import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
 from accelerate.settings.sections import OffloadDevice
 
@@ -89,57 +91,61 @@ class DeepSpeedPlugin:
         self._selected = False
         self.dschf: Any = None
         self.filled = Filled()
-        found = choices.read_variables(environ.current())
+        variables = configs.read_variables(environ.current())
         source = self.hf_ds_config
         if source is None:
-            source = found.get("deepspeed_config_file")
-        given = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
-        problems = (
-            self._take_fields(given, found) if source is None else self._take_config(source, given, found)
-        )
+            source = variables.get("deepspeed_config_file")
+        arguments = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
+        problems = []
+        if source is not None:
+            problems = self._take_config(source, arguments, variables)
+        else:
+            for name, usual in USUAL.items():
+                setattr(self, name, arguments.get(name, variables.get(name, usual)))
+            self.hf_ds_config = HfDeepSpeedConfig(configs.config_of(self))
         problems += checks.problems_of_fields(self)
         refuse_config(problems, "Correct them; 'auto' in the configuration takes the value of the plugin")
         self.zero_stage = int(self.zero_stage)
         self.hf_ds_config.set_stage_and_offload()
         self.deepspeed_config: Any = self.hf_ds_config.config
         self.deepspeed_config.setdefault("steps_per_print", math.inf)  # its own reports would go to each log
-        self._read_others(found)
+        self._read_others(variables)
 
-    def _take_fields(self, given: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-        """Make a configuration of the fields."""
-        for name, usual in USUAL.items():
-            setattr(self, name, given.get(name, found.get(name, usual)))
-        self.hf_ds_config = HfDeepSpeedConfig(choices.config_of(self))
-        return []
-
-    def _take_config(self, source: Any, given: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-        """Lay fields over a configuration where it is open, and take them from it where it is not."""
-        kept = isinstance(source, HfDeepSpeedConfig)
-        self.hf_ds_config = source if kept else HfDeepSpeedConfig(source)
+    def _take_config(
+        self, source: Any, arguments: Mapping[str, Any], variables: Mapping[str, Any]
+    ) -> list[str]:
+        """Write arguments and variables into a configuration where it is "auto", and take fields from it."""
+        self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         config = self.hf_ds_config.config
         checks.straighten(config)
         refuse_config(checks.problems_of_config(config), "Correct the configuration")
-        choices.warn_of_typos(config)
-        filling = choices.filling_of(given, found)
-        choices.add_missing(config, filling.values)
+        configs.warn_of_typos(config)
+        filling = configs.filling_of(arguments, variables)
+        configs.add_missing(config, filling.values)
         filling.fill(config)
-        choices.warn_of_overruled(filling.overruled)
+        if filling.overruled:
+            lines = "; ".join(filling.overruled)
+            warnings.warn(f"DeepSpeed's configuration counts: {lines}.", stacklevel=4)
         config.setdefault("gradient_accumulation_steps", AUTO)
         for name, key in KEYS.items():
             usual = USUAL[name] if name != "zero_stage" else 0
             setattr(self, name, self.hf_ds_config.get_value(key, usual))
         return filling.mismatches
 
-    def _read_others(self, found: Mapping[str, Any]) -> None:
-        asked = self.zero3_init_flag
-        if asked is None:
-            asked = found.get("zero3_init_flag", self.zero_stage == 3)
-        self.zero3_init_flag = choices.read_init_flag(asked, self.zero_stage)
+    def _read_others(self, variables: Mapping[str, Any]) -> None:
+        flag = self.zero3_init_flag
+        if flag is None:
+            flag = variables.get("zero3_init_flag", self.zero_stage == 3)
+        self.zero3_init_flag = read_flag("zero3_init_flag", flag)
+        if self.zero3_init_flag and self.zero_stage != 3:
+            reason = f"ZeRO stage {self.zero_stage} does not shard models"
+            warnings.warn(f"zero3_init_flag=True has no effect: {reason}.", stacklevel=4)
+            self.zero3_init_flag = False
         if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = found.get("transformer_moe_cls_names")
+            self.transformer_moe_cls_names = variables.get("transformer_moe_cls_names")
         if self.enable_msamp is None:
-            self.enable_msamp = bool(found.get("enable_msamp", False))
-        self.msamp_opt_level = self.msamp_opt_level or found.get("msamp_opt_level", "O1")
+            self.enable_msamp = variables.get("enable_msamp", False)
+        self.msamp_opt_level = self.msamp_opt_level or variables.get("msamp_opt_level", "O1")
         if self.enable_msamp:
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
@@ -177,12 +183,10 @@ class DeepSpeedPlugin:
             return
         filling = Filling(kwargs)
         filling.fill_one(config, key, ds_key_long, must_match)
-        if mismatches is None:
-            filling.check_filled()
-        else:
+        if mismatches is not None:
             mismatches += filling.mismatches
             filling.mismatches = []
-            filling.check_filled()
+        filling.check_filled()
 
     def deepspeed_config_process(
         self,
@@ -221,7 +225,7 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: The configuration asks for the other format.
         """
-        choices.set_format(self.deepspeed_config, str(mixed_precision).lower())
+        configs.set_format(self.deepspeed_config, str(mixed_precision).lower())
 
     # Models
 
@@ -248,11 +252,18 @@ class DeepSpeedPlugin:
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
         try:
-            with build_sharded(self.deepspeed_config) if enable else leave_whole():
+            with self._sharded_build() if enable else nullcontext():
                 yield
         finally:
             self.zero3_init_flag = before
             self.set_deepspeed_weakref()
+
+    def _sharded_build(self) -> AbstractContextManager[Any]:
+        require("deepspeed", "Building models in shards")
+        import deepspeed
+
+        config = configs.config_to_build(self.deepspeed_config)
+        return deepspeed.zero.Init(config_dict_or_path=config)  # type: ignore[no-any-return]
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let stage 3 fetch mixture-of-experts layers of a model as a whole, whichever experts are used.
@@ -263,8 +274,13 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: It has no module of one of the classes.
         """
-        if names := choices.split_names(self.transformer_moe_cls_names):
-            choices.mark_leaves(model, names)
+        names = configs.split_names(self.transformer_moe_cls_names)
+        if not names:
+            return
+        classes = find_classes(model, names, "transformer_moe_cls_names")
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, classes)
 
     # Several plugins
 
@@ -294,14 +310,11 @@ class DeepSpeedPlugin:
                 "A DeepSpeedPlugin cannot select itself. Call "
                 "`AcceleratorState().select_deepspeed_plugin(name)`, which lets the other plugins know."
             )
-        self._set_selected(True)
+        self._selected = True
         self.set_deepspeed_weakref()
 
     def _unselect(self) -> None:
-        self._set_selected(False)
-
-    def _set_selected(self, value: bool) -> None:
-        self._selected = value
+        self._selected = False
 
 
 def get_active_deepspeed_plugin(state: RunningState) -> DeepSpeedPlugin:

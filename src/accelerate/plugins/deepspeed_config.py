@@ -1,23 +1,30 @@
-"""A DeepSpeed configuration as an object: looked up by dotted names, "auto" filled, disagreements listed.
+"""A DeepSpeed configuration: looked up by dotted names, made of the plugin's fields, "auto" filled in.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.base import shown, wrong_value
-from accelerate.settings import AUTO, STAGE, read_config, refuse_config
-
-OFFLOADING = ("cpu", "nvme")
-OFFLOAD_DEVICES = (
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.device",
+from accelerate.base import packages, shown, wrong_value
+from accelerate.settings import (
+    AUTO,
+    KEYS,
+    STAGE,
+    USUAL,
+    find_node,
+    likely_typos,
+    look_up,
+    read,
+    read_config,
+    refuse_config,
 )
+from accelerate.settings.sections import DeepSpeedSection, Fp8Section
 
 
 class HfDeepSpeedConfig:
@@ -40,7 +47,8 @@ class HfDeepSpeedConfig:
     def set_stage_and_offload(self) -> None:
         """Record the ZeRO stage (-1 without one), and whether anything is kept outside of the devices."""
         self._stage = self.get_value(STAGE, -1)
-        self._offload = any(self.get_value(name) in OFFLOADING for name in OFFLOAD_DEVICES)
+        devices = (self.get_value(KEYS[f"offload_{name}_device"]) for name in ("optimizer", "param"))
+        self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the dictionary that holds a value, None where there is none, and the last part of its name.
@@ -57,8 +65,7 @@ class HfDeepSpeedConfig:
             ds_key_long: Its dotted name.
             default: What is returned where there is none.
         """
-        config, key = self.find_config_node(ds_key_long)
-        return default if config is None else config.get(key, default)
+        return look_up(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Remove a value, with all values below it.
@@ -74,17 +81,13 @@ class HfDeepSpeedConfig:
         if config is not None and key in config:
             del config[key]
         elif must_exist:
-            raise wrong_value(
-                "ds_key_long",
-                ds_key_long,
-                "the DeepSpeed configuration has no such value",
-                f"name one of {', '.join(name for name, _ in leaves(self.config))}",
-            )
+            fix = f"name one of {', '.join(name for name, _ in leaves(self.config))}"
+            reason = "the DeepSpeed configuration has no such value"
+            raise wrong_value("ds_key_long", ds_key_long, reason, fix)
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether a value is there and true."""
-        value = self.get_value(ds_key_long)
-        return value is not None and bool(value)
+        return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
         """Whether a value is there and false."""
@@ -106,14 +109,14 @@ class HfDeepSpeedConfig:
 
 @dataclass
 class Filling:
-    """Values for the "auto" of a configuration, and what does not fit, gathered so that it is said at once.
+    """Values for the "auto" of a configuration, and everything in it that does not fit them.
 
     Attributes:
         values: Dotted name -> value; `None` lets DeepSpeed choose.
-        sources: Dotted name -> where the value comes from, as the user knows it.
+        sources: Dotted name -> the argument or variable that gives the value.
         usual: Values for "auto" where `values` has none; nothing is compared with them.
-        hints: Dotted name, or the beginning of one -> who would say a value that is missing.
-        yielding: Names of values that a configuration which says something else wins over.
+        hints: Dotted name, or the beginning of one -> what would give a value that is missing.
+        yielding: Names of values that a configuration with another value wins over.
         missing: Names that are "auto" and have no value.
         mismatches: One line for each value that is another one.
         overruled: Likewise, for values that yield.
@@ -129,68 +132,48 @@ class Filling:
     overruled: list[str] = field(default_factory=list)
 
     def fill(self, config: dict[str, Any], must_match: bool = True, prefix: str = "") -> None:
-        """Fill a configuration in place, and note what does not fit.
+        """Fill a configuration, or a dictionary inside it, in place, and record what does not fit.
 
         Args:
-            config: The configuration, or a dictionary inside it.
+            config: The dictionary.
             must_match: Whether values that are given must be those of `values`.
             prefix: Dotted name of the dictionary, with a dot at its end; empty for the whole.
         """
         for key in list(config):
-            name = f"{prefix}{key}"
             if isinstance(config[key], dict):
-                self.fill(config[key], must_match, f"{name}.")
+                self.fill(config[key], must_match, f"{prefix}{key}.")
             else:
-                self.fill_one(config, key, name, must_match)
+                self.fill_one(config, key, f"{prefix}{key}", must_match)
 
     def fill_one(self, config: dict[str, Any], key: str, name: str, must_match: bool = True) -> None:
-        """Fill, or compare, one value of a dictionary.
-
-        Args:
-            config: The dictionary.
-            key: Its key.
-            name: Its dotted name in the whole configuration.
-            must_match: Whether a value that is given must be that of `values`.
-        """
-        found = config[key]
-        if found == AUTO:
-            self._choose(config, key, name)
-        elif must_match and not same_value(found, self.values.get(name)):
-            (self.overruled if name in self.yielding else self.mismatches).append(self._line_of(name, found))
-
-    def _choose(self, config: dict[str, Any], key: str, name: str) -> None:
-        if name not in self.values and name not in self.usual:
+        """Fill, or compare, the value of one key, whose dotted name in the whole configuration is `name`."""
+        value = config[key]
+        if value != AUTO:
+            if must_match and not same_value(value, self.values.get(name)):
+                (self.overruled if name in self.yielding else self.mismatches).append(self._line(name, value))
+        elif name not in self.values and name not in self.usual:
             self.missing.append(name)
-            return
-        chosen = self.values.get(name, self.usual.get(name))
-        if chosen is None:
+        elif (chosen := self.values.get(name, self.usual.get(name))) is None:
             del config[key]
         else:
             config[key] = chosen
 
-    def _line_of(self, name: str, found: Any) -> str:
+    def _line(self, name: str, value: Any) -> str:
         source = self.sources.get(name, "an argument")
         wanted = shown(self.values[name])
-        return f"{name} is {shown(found)} in the DeepSpeed configuration, and {wanted} by {source}"
-
-    def _hint(self, name: str) -> str:
-        return next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
+        return f"{name} is {shown(value)} in the DeepSpeed configuration, and {wanted} by {source}"
 
     def check_filled(self) -> None:
-        """Raise if anything is missing or does not fit.
-
-        Raises:
-            ConfigurationError: With all of it.
-        """
-        lines = [
-            *self.mismatches,
-            *(f"{name} is 'auto', and nothing says its value{self._hint(name)}" for name in self.missing),
-        ]
+        """Raise a `ConfigurationError` with all that is missing or does not fit."""
+        lines = list(self.mismatches)
+        for name in self.missing:
+            hint = next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
+            lines.append(f"{name} is 'auto', and nothing says its value{hint}")
         refuse_config(lines, "Correct the configuration; 'auto' takes the value of the plugin")
 
 
 class Filled:
-    """What was filled into a configuration, so that it can be filled again: other batches, another model."""
+    """The values that were filled into a configuration, for undoing: other batches, another model."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -207,14 +190,6 @@ class Filled:
             if node is not None and key in node and node[key] == value:
                 node[key] = AUTO
         self._values = {}
-
-
-def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the dictionary that holds a value, None where there is none, and the last part of its name."""
-    *nodes, key = name.split(".")
-    for node in nodes:
-        config = config.get(node) if isinstance(config, dict) else None
-    return (config if isinstance(config, dict) else None), key
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -247,3 +222,146 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if value != AUTO
     }
+
+
+# The fields of the plugin, the variables, and the configuration that they stand for
+
+
+_OTHER_OPTIONS = {
+    "deepspeed_config_file": "deepspeed_config_file",
+    "zero3_init_flag": "zero3_init_flag",
+    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+}
+_VARIABLES = {row.name: row.variables[0] for row in DeepSpeedSection.options() if row.variables}
+FIELDS_OF_FILE = "ACCELERATE_CONFIG_DS_FIELDS"
+"""The variable that names the fields which the user's configuration file sets beside DeepSpeed's own."""
+
+FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+"""Number formats -> the section of DeepSpeed's configuration that trains in them."""
+
+
+def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of variables by field; "auto" counts as not set.
+
+    Raises:
+        ConfigurationError: variables hold values that cannot be.
+    """
+    variables = {name: text for name, text in variables.items() if text.lower() != AUTO}
+    options = read(variables, (DeepSpeedSection, Fp8Section))
+    names = {**{field: field for field in KEYS}, **_OTHER_OPTIONS, "msamp_opt_level": "fp8_opt_level"}
+    values = {field: options[option] for field, option in names.items() if option in options}
+    if "fp8_backend" in options:
+        values["enable_msamp"] = str(options["fp8_backend"]).lower() == "msamp"
+    return {**values, FIELDS_OF_FILE: set(split_names(variables.get(FIELDS_OF_FILE)))}
+
+
+def config_of(fields: Any) -> dict[str, Any]:
+    """Return the configuration that the fields stand for; what is known later is "auto"."""
+
+    def offload(name: str) -> dict[str, Any]:
+        path = getattr(fields, f"offload_{name}_nvme_path")
+        device = str(getattr(fields, f"offload_{name}_device")).lower()
+        return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+    return {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": fields.gradient_accumulation_steps,
+        "zero_optimization": {
+            "stage": fields.zero_stage,
+            "offload_optimizer": offload("optimizer"),
+            "offload_param": offload("param"),
+            "stage3_gather_16bit_weights_on_model_save": fields.zero3_save_16bit_model,
+        },
+        "gradient_clipping": fields.gradient_clipping,
+    }
+
+
+def filling_of(arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> Filling:
+    """Return what the arguments and the variables of fields give; a configuration wins over variables."""
+    arguments = {name: value for name, value in arguments.items() if value != AUTO}
+    fields = {name: variables[name] for name in KEYS if name in variables and name not in arguments}
+    sources = {KEYS[name]: f"the argument {name}" for name in arguments}
+    sources.update({KEYS[name]: f"the variable {_VARIABLES[name]}" for name in fields})
+    return Filling(
+        {KEYS[name]: value for name, value in {**fields, **arguments}.items()},
+        sources,
+        usual={KEYS[name]: value for name, value in USUAL.items()},
+        yielding={KEYS[name] for name in fields if name not in variables[FIELDS_OF_FILE]},
+    )
+
+
+def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Add to a configuration what is not in it and is not as usual."""
+    for name, key in KEYS.items():
+        if values.get(key, USUAL[name]) == USUAL[name]:
+            continue
+        *parents, last = key.split(".")
+        node: Any = config
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node.setdefault(last, values[key])
+
+
+def warn_of_typos(config: Mapping[str, Any]) -> None:
+    """Warn of keys that look like others, misspelt: DeepSpeed ignores those that it does not know."""
+    if likely := likely_typos(config):
+        typos = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in likely.items())
+        warnings.warn(f"DeepSpeed's configuration has {typos}.", stacklevel=5)
+
+
+def set_format(config: dict[str, Any], mixed_precision: str) -> None:
+    """Let a configuration train in a number format.
+
+    Raises:
+        ConfigurationError: it asks for the other format, or there is no such format.
+    """
+    if mixed_precision != "no" and mixed_precision not in FORMATS:
+        known = ", ".join(("no", *FORMATS))
+        raise wrong_value("mixed_precision", mixed_precision, "no such number format", f"Use one of {known}")
+    wanted = FORMATS.get(mixed_precision)
+    for name in ("fp16", "bf16"):
+        section = config.setdefault(name, {})
+        enabled = section.get("enabled", AUTO)
+        if enabled == AUTO:
+            section["enabled"] = name == wanted
+            if name == wanted == "fp16":
+                section.setdefault("auto_cast", True)
+        elif enabled is True and wanted not in (None, name):
+            reason = f"DeepSpeed's configuration has {name}.enabled=True"
+            fix = f"Set {name}.enabled to 'auto' there, or mixed_precision to {name!r}"
+            raise wrong_value("mixed_precision", mixed_precision, reason, fix)
+
+
+def split_names(names: Any) -> list[str]:
+    """Return the class names in a text that separates them by commas, or in a list."""
+    parts = names.split(",") if isinstance(names, str) else list(names or ())
+    return [part.strip() for part in parts if part.strip()]
+
+
+def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without "auto" with which a model can be built in shards, for any batch size."""
+    complete = without_auto(config)
+    batch = complete.pop("train_micro_batch_size_per_gpu", None)
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        complete.pop(name, None)
+    return {**complete, "train_micro_batch_size_per_gpu": 1 if batch is None else batch}
+
+
+def show_to_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
+    """Let transformers know whether models are built in shards.
+
+    Returns:
+        The object that transformers reads through a weak reference; None where models are whole, or without
+        transformers.
+    """
+    if not sharded and current is None:
+        return None
+    if not packages.is_transformers_available() or not packages.is_deepspeed_available():
+        return None
+    from transformers.integrations import deepspeed as glue
+
+    if sharded:
+        return glue.HfDeepSpeedConfig(config_to_build(config))
+    glue.unset_hf_deepspeed_config()
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerate.base import packages
-from accelerate.plugins import config_to_build, leave_whole, show_to_transformers
+from accelerate.plugins import config_to_build, show_to_transformers
 
 
 def test_a_configuration_is_made_complete_enough_to_build_a_model():
@@ -23,5 +23,3 @@ def test_a_configuration_is_made_complete_enough_to_build_a_model():
 def test_nothing_is_shown_without_the_package(monkeypatch):
     monkeypatch.setattr(packages, "is_deepspeed_available", lambda: False)
     assert show_to_transformers({}, True, None) is None
-    with leave_whole():
-        pass
