@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base import environ
-from accelerate.plugins import fsdp_choices as choices
+from accelerate.base import FSDP_STATE_DICT_TYPE, environ
 from accelerate.plugins.checks import at_least
-from accelerate.plugins.fsdp_versions import read_version, version_of
+from accelerate.plugins.fsdp_versions import (
+    flag_of,
+    read_dtype,
+    read_member,
+    read_version,
+    refuse,
+    state_dict_configs,
+    version_of,
+)
 from accelerate.plugins.fsdp_wrapping import bind_policy, read_policy
 from accelerate.settings import read
 from accelerate.settings.sections import FsdpSection
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
-    from accelerate.plugins.fsdp_choices import (
+    from accelerate.plugins.fsdp_versions import (
         Given,
         PrefetchName,
         StateDictName,
@@ -30,25 +37,15 @@ if TYPE_CHECKING:
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 """The variable by which libraries that load weights learn that only rank 0 shall."""
 
-_OPTIONS = {
+_OTHER_NAMES = {
     "fsdp_version": "fsdp_version",
-    "sharding_strategy": "fsdp_sharding_strategy",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "backward_prefetch": "fsdp_backward_prefetch",
-    "auto_wrap_policy": "fsdp_auto_wrap_policy",
-    "cpu_offload": "fsdp_offload_params",
-    "ignored_modules": "fsdp_ignored_modules",
-    "state_dict_type": "fsdp_state_dict_type",
-    "use_orig_params": "fsdp_use_orig_params",
-    "sync_module_states": "fsdp_sync_module_states",
-    "forward_prefetch": "fsdp_forward_prefetch",
-    "activation_checkpointing": "fsdp_activation_checkpointing",
-    "activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
-    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
-    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "min_num_params": "fsdp_min_num_params",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
 }
-"""Fields that the environment fills -> the option whose variable holds them."""
+_OPTIONS = {
+    _OTHER_NAMES.get(row.name, row.name.removeprefix("fsdp_")): row.name for row in FsdpSection.options()
+}
+"""Fields that the environment fills -> the option whose variable holds the value."""
 
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 
@@ -119,20 +116,21 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        variables = read(environ.current(), (FsdpSection,))
-        found = {field: variables[option] for field, option in _OPTIONS.items() if option in variables}
-        self.fsdp_version = read_version(
-            found.get("fsdp_version", 1) if self.fsdp_version is None else self.fsdp_version
-        )
+        options = read(environ.current(), (FsdpSection,))
+        variables = {field: options[option] for field, option in _OPTIONS.items() if option in options}
+        for name, default in (("fsdp_version", 1), ("auto_wrap_policy", None), ("ignored_modules", None)):
+            if getattr(self, name) is None:
+                setattr(self, name, variables.get(name, default))
+        self.fsdp_version = read_version(self.fsdp_version)
         version = version_of(self)
-        self._read_policy(found)
-        self._read_units(found)
+        self.auto_wrap_policy = read_policy(self.auto_wrap_policy)
+        self._read_units(variables)
         for name in _FLAGS:
-            setattr(self, name, choices.flag_of(self, name, found))
-        version.read_fields(self, found)
+            setattr(self, name, flag_of(self, name, variables))
+        version.read_fields(self, variables)
         self._check_activation_offload()
         if self.cpu_offload is None:
-            self.cpu_offload = found.get("cpu_offload", False)
+            self.cpu_offload = variables.get("cpu_offload", False)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)
         if isinstance(self.mixed_precision_policy, dict):
@@ -153,15 +151,13 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: there is no such form, or not in this version.
         """
         if state_dict_type is None:
-            variables = read(environ.current(), (FsdpSection,))
-            state_dict_type = variables.get("fsdp_state_dict_type", version_of(self).state_dict_type)
-        kind = choices.read_state_dict_type(state_dict_type)
+            options = read(environ.current(), (FsdpSection,))
+            state_dict_type = options.get("fsdp_state_dict_type", version_of(self).state_dict_type)
+        kind = read_member("state_dict_type", state_dict_type, "StateDictType", FSDP_STATE_DICT_TYPE)
         if kind.name == "LOCAL_STATE_DICT" and not version_of(self).has_local_states:
-            raise choices.refuse(
-                "FSDP 2 has no LOCAL_STATE_DICT", "Choose SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
+            raise refuse("FSDP 2 has no LOCAL_STATE_DICT", "Choose SHARDED_STATE_DICT or FULL_STATE_DICT")
         self.state_dict_type = kind
-        models, optimizers = choices.state_dict_configs(kind)
+        models, optimizers = state_dict_configs(kind.name)
         if not isinstance(self.state_dict_config, type(models)):
             self.state_dict_config = models
         if not isinstance(self.optim_state_dict_config, type(optimizers)):
@@ -196,7 +192,7 @@ class FullyShardedDataParallelPlugin:
         """
         import torch
 
-        dtype = choices.read_dtype(mixed_precision)
+        dtype = read_dtype(mixed_precision)
         buffers = torch.float32 if buffer_autocast else dtype
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = version_of(self).policy_of_dtype(dtype, buffers)
@@ -235,23 +231,16 @@ class FullyShardedDataParallelPlugin:
 
     # How the fields are filled
 
-    def _read_policy(self, found: Mapping[str, Any]) -> None:
-        if self.auto_wrap_policy is None:
-            self.auto_wrap_policy = found.get("auto_wrap_policy")
-        self.auto_wrap_policy = read_policy(self.auto_wrap_policy)
-        if self.ignored_modules is None:
-            self.ignored_modules = found.get("ignored_modules")
-
-    def _read_units(self, found: Mapping[str, Any]) -> None:
+    def _read_units(self, variables: Mapping[str, Any]) -> None:
         name = getattr(self.auto_wrap_policy, "__name__", "")
         layers = self.transformer_cls_names_to_wrap
         if layers is None and name == "transformer_auto_wrap_policy":
-            layers = found.get("transformer_cls_names_to_wrap")
+            layers = variables.get("transformer_cls_names_to_wrap")
         if isinstance(layers, str):
             layers = [layer.strip() for layer in layers.split(",") if layer.strip()]
         self.transformer_cls_names_to_wrap = layers
         if self.min_num_params is None and name == "size_based_auto_wrap_policy":
-            self.min_num_params = found.get("min_num_params", 0)
+            self.min_num_params = variables.get("min_num_params", 0)
         if self.min_num_params is not None:
             at_least("min_num_params", self.min_num_params, 0)
 
@@ -259,12 +248,10 @@ class FullyShardedDataParallelPlugin:
         if not self.activation_checkpointing_offload:
             return
         if not self.activation_checkpointing:
-            raise choices.refuse(
+            raise refuse(
                 "activation_checkpointing_offload=True says where checkpointed activations wait, and "
                 "activation_checkpointing is off",
                 "Set activation_checkpointing=True",
             )
         if not version_of(self).offloads_activations:
-            raise choices.refuse(
-                "activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2"
-            )
+            raise refuse("activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2")

@@ -1,4 +1,4 @@
-"""The versions of FSDP: what each takes from torch, and how it reads the fields of the plugin."""
+"""FSDP 1 and 2: the objects that each takes from torch, and how text, numbers and flags become them."""
 
 from __future__ import annotations
 
@@ -7,88 +7,174 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
-from accelerate.base import wrong_value
-from accelerate.plugins import fsdp_choices as choices
-from accelerate.plugins.checks import read_flag
+from accelerate.base import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, ConfigurationError, wrong_value
+from accelerate.plugins.checks import one_of, read_flag
 from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
     from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 
-_FLAGS_OF_ONE = ("use_orig_params", "sync_module_states", "forward_prefetch")
+T = TypeVar("T", contravariant=True)
+
+
+class Given(Protocol[T]):
+    """For type checkers: a field that takes `T`, and holds torch's object after construction."""
+
+    def __get__(self, plugin: object, kind: Any = None) -> Any: ...
+    def __set__(self, plugin: object, value: T) -> None: ...
+
+
+# For type checkers: the names in `base/constants.py`, in capital and in small letters.
+StrategyName: TypeAlias = Literal[
+    Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"],
+    Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"],
+]
+PrefetchName: TypeAlias = Literal[
+    Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
+    Literal["backward_pre", "backward_post", "no_prefetch"],
+]
+WrapPolicyName: TypeAlias = Literal[
+    Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+    Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"],
+]
+StateDictName: TypeAlias = Literal[
+    Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"],
+    Literal["full_state_dict", "local_state_dict", "sharded_state_dict"],
+]
+
+LOW_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Names of number formats, and the dtype that sharded parameters are computed in; FP8 layers cast by
+themselves."""
+
+_FLAGS_OF_FSDP1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
+
+
+# Text, numbers and flags -> torch's objects
+
+
+def torch_class(name: str) -> Any:
+    """Return a class of torch.distributed.fsdp, which takes a second to import."""
+    return getattr(import_module("torch.distributed.fsdp"), name)
+
+
+def flag_of(plugin: Any, name: str, variables: Mapping[str, Any]) -> bool:
+    """Return the truth value of a field: as given, else as the environment sets it, else no."""
+    value = getattr(plugin, name)
+    return read_flag(name, variables.get(name, False) if value is None else value)
+
+
+def read_member(field: str, value: Any, class_name: str, names: list[str]) -> Any:
+    """Return the member of one of torch's enumerations that a name in any case stands for."""
+    kind = torch_class(class_name)
+    if isinstance(value, kind):
+        return value
+    return kind[one_of(field, str(value).upper(), names, value, KeyError)]
+
+
+def read_strategy(field: str, value: Any) -> ShardingStrategy:
+    """Return the sharding strategy of FSDP 1 that a name in any case, or a number from 1, stands for."""
+    text = str(value).upper()
+    if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
+        value = FSDP_SHARDING_STRATEGY[int(text) - 1]
+    if str(value).upper() == "HYBRID_SHARD_ZERO2":
+        value = torch_class("ShardingStrategy")._HYBRID_SHARD_ZERO2
+    return read_member(field, value, "ShardingStrategy", FSDP_SHARDING_STRATEGY)  # type: ignore[no-any-return]
+
+
+def read_prefetch(value: Any) -> BackwardPrefetch | None:
+    """Return when FSDP 1 fetches the next unit in backward; None for never."""
+    if value is None or str(value).upper() == "NO_PREFETCH":
+        return None
+    return read_member("backward_prefetch", value, "BackwardPrefetch", FSDP_BACKWARD_PREFETCH)  # type: ignore[no-any-return]
+
+
+def state_dict_configs(kind: str) -> tuple[Any, Any]:
+    """Return the details of saving models and optimizers in one form; None where there are none."""
+    form = kind.removesuffix("_STATE_DICT").capitalize()
+    if form == "Local":
+        return None, None
+    details = {"offload_to_cpu": True, **({"rank0_only": True} if form == "Full" else {})}
+    names = (f"{form}StateDictConfig", f"{form}OptimStateDictConfig")
+    models, optimizers = (torch_class(name)(**details) for name in names)
+    return models, optimizers
+
+
+def read_dtype(value: Any) -> torch.dtype:
+    """Return the dtype of a number format: a dtype, or "fp8", "fp16", "bf16" or "fp32"."""
+    import torch
+
+    if isinstance(value, torch.dtype):
+        return value
+    text = str(getattr(value, "value", value)).lower()
+    one_of("mixed_precision", text, LOW_PRECISIONS, value, KeyError)
+    return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
+
+
+def dtype_of_field(name: str, value: Any) -> Any:
+    """Return the value of a policy's field: a dtype where its name ends with "_dtype", else as it is."""
+    import torch
+
+    if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
+        return value
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else read_dtype(value)
+
+
+def refuse(problem: str, fix: str) -> ConfigurationError:
+    """Return the error for values that do not go together; the caller raises it."""
+    return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")
+
+
+# The versions
 
 
 class FsdpVersion(ABC):
-    """One version of FSDP."""
+    """One version of FSDP.
+
+    Attributes:
+        policy_name: torch's class of mixed precision policies.
+        offload_name: torch's class for keeping parameters on the CPU.
+        state_dict_type: the form in which states are saved unless the user says otherwise.
+        takes_any_mesh: whether parameters are sharded over meshes of several axes, and not in hybrid
+            strategies only.
+        is_spmd_on_xla: whether one process drives all XLA devices of its machine.
+        has_local_states: whether states can be saved as LOCAL_STATE_DICT.
+        takes_state_dict_options: whether states are read and set with torch's `StateDictOptions`.
+        offloads_activations: whether activations that are kept can wait on the CPU.
+    """
 
     number: ClassVar[Literal[1, 2]]
     policy_name: ClassVar[str]
     offload_name: ClassVar[str]
-
     state_dict_type: ClassVar[str]
-    """The form in which states are saved unless the user says otherwise."""
-
     takes_any_mesh: ClassVar[bool]
-    """Whether parameters are sharded over meshes of several axes, and not in hybrid strategies only."""
-
     is_spmd_on_xla: ClassVar[bool]
-    """Whether one process drives all XLA devices of its machine."""
-
     has_local_states: ClassVar[bool]
-    """Whether states can be saved as LOCAL_STATE_DICT."""
-
     takes_state_dict_options: ClassVar[bool]
-    """Whether states are read and set with torch's `StateDictOptions`."""
-
     offloads_activations: ClassVar[bool]
-    """Whether activations that are kept can wait on the CPU."""
-
-    @property
-    def policy_class(self) -> type[Any]:
-        """Torch's class of mixed precision policies."""
-        return _class_of_torch(self.policy_name)
 
     @abstractmethod
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-        """Return the policy that computes, reduces and returns in one dtype.
-
-        Args:
-            dtype: of parameters, gradients when they are reduced and (version 2) outputs of units.
-            buffer_dtype: of buffers (version 1; version 2 leaves them alone).
-        """
+        """Return the policy that computes and reduces in one dtype; version 2 leaves buffers as they are."""
 
     def policy_of_mapping(self, value: dict[str, Any]) -> Any:
-        """Return the policy with these fields.
-
-        Args:
-            value: field name -> dtype, as torch's object or its name.
-
-        Raises:
-            ConfigurationError: the policy of this version has no such field, or that is no dtype.
-        """
-        kind = self.policy_class
+        """Return the policy with these fields: name -> dtype, as torch's object or its name."""
+        kind = torch_class(self.policy_name)
         known = [entry.name for entry in dataclasses.fields(kind)]
-        strange = [name for name in value if name not in known]
-        if strange:
-            raise wrong_value(
-                "mixed_precision_policy",
-                value,
-                f"{self.policy_name} of fsdp_version={self.number} has no {', '.join(strange)}",
-                f"Use some of {', '.join(known)}",
-            )
-        return kind(**{name: choices.dtype_of_field(name, entry) for name, entry in value.items()})
+        unknown = [name for name in value if name not in known]
+        if unknown:
+            reason = f"{self.policy_name} of fsdp_version={self.number} has no {', '.join(unknown)}"
+            raise wrong_value("mixed_precision_policy", value, reason, f"Use some of {', '.join(known)}")
+        return kind(**{name: dtype_of_field(name, entry) for name, entry in value.items()})
 
     def check_policy(self, policy: Any) -> None:
-        """Refuse a mixed precision policy of the other version.
-
-        Raises:
-            ConfigurationError: the policy is not of the class that this version takes.
-        """
-        if policy is not None and not isinstance(policy, self.policy_class):
+        """Refuse a mixed precision policy of the other version."""
+        if policy is not None and not isinstance(policy, torch_class(self.policy_name)):
             raise wrong_value(
                 "mixed_precision_policy",
                 policy,
@@ -97,51 +183,26 @@ class FsdpVersion(ABC):
             )
 
     def offload_of(self, value: Any) -> Any:
-        """Return torch's object for where parameters are kept between uses.
-
-        Args:
-            value: whether they are on the CPU, or torch's own object.
-
-        Raises:
-            ConfigurationError: it is the object of the other version, or none.
-        """
-        if not isinstance(
-            value, tuple(_class_of_torch(version.offload_name) for version in VERSIONS.values())
-        ):
+        """Return torch's object for where parameters are kept between uses, from a flag or an object."""
+        kinds = tuple(torch_class(version.offload_name) for version in VERSIONS.values())
+        if not isinstance(value, kinds):
             return self._offload(read_flag("cpu_offload", value))
-        if not isinstance(value, _class_of_torch(self.offload_name)):
-            raise wrong_value(
-                "cpu_offload",
-                value,
-                f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.offload_name}",
-                "Give True or False, which fit both versions",
-            )
+        if not isinstance(value, torch_class(self.offload_name)):
+            reason = f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.offload_name}"
+            raise wrong_value("cpu_offload", value, reason, "Give True or False, which fit both versions")
         return value
 
     @abstractmethod
     def _offload(self, offloads: bool) -> Any: ...
 
     @abstractmethod
-    def read_fields(self, plugin: FullyShardedDataParallelPlugin, found: Mapping[str, Any]) -> None:
-        """Fill the fields that the versions read differently.
-
-        Args:
-            plugin: changed in place.
-            found: values of the environment by field.
-
-        Raises:
-            ConfigurationError: a value that this version does not take.
-        """
+    def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
+        """Fill the fields that the versions read differently; `variables` are values by field."""
 
     def to_fsdp2(
         self, plugin: FullyShardedDataParallelPlugin, options: Mapping[str, str]
     ) -> FullyShardedDataParallelPlugin:
-        """Return the plugin with which version 2 trains in the same way.
-
-        Args:
-            plugin: not changed.
-            options: its fields -> the options that they stand for.
-        """
+        """Return the plugin with which version 2 trains in the same way; `options` are those of fields."""
         return plugin
 
 
@@ -159,25 +220,22 @@ class VersionOne(FsdpVersion):
     offloads_activations = False
 
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-        """Return the policy that computes and reduces in one dtype."""
-        return self.policy_class(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffer_dtype)
+        return torch_class(self.policy_name)(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffer_dtype)
 
     def _offload(self, offloads: bool) -> Any:
-        return _class_of_torch(self.offload_name)(offload_params=offloads)
+        return torch_class(self.offload_name)(offload_params=offloads)
 
-    def read_fields(self, plugin: FullyShardedDataParallelPlugin, found: Mapping[str, Any]) -> None:
-        """Read the sharding strategy, prefetching, and what the wrappers do."""
-        self._read_strategy(plugin, found)
-        prefetch = plugin.backward_prefetch
-        plugin.backward_prefetch = choices.read_prefetch(
-            found.get("backward_prefetch") if prefetch is None else prefetch
-        )
-        asked = plugin.sync_module_states
-        for name in _FLAGS_OF_ONE:
-            setattr(plugin, name, choices.flag_of(plugin, name, found))
+    def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
+        self._read_strategy(plugin, variables)
+        if plugin.backward_prefetch is None:
+            plugin.backward_prefetch = variables.get("backward_prefetch")
+        plugin.backward_prefetch = read_prefetch(plugin.backward_prefetch)
+        sync = plugin.sync_module_states
+        for name in _FLAGS_OF_FSDP1:
+            setattr(plugin, name, flag_of(plugin, name, variables))
         if plugin.cpu_ram_efficient_loading and not plugin.sync_module_states:
-            if asked is not None or "sync_module_states" in found:
-                raise choices.refuse(
+            if sync is not None or "sync_module_states" in variables:
+                raise refuse(
                     "with cpu_ram_efficient_loading only rank 0 has weights, and sync_module_states=False "
                     "keeps them from the others",
                     "Set sync_module_states=True",
@@ -185,23 +243,22 @@ class VersionOne(FsdpVersion):
             plugin.sync_module_states = True
 
     @staticmethod
-    def _read_strategy(plugin: FullyShardedDataParallelPlugin, found: Mapping[str, Any]) -> None:
-        given, same = plugin.sharding_strategy, plugin.reshard_after_forward
-        if isinstance(same, bool):
-            raise wrong_value(
-                "reshard_after_forward",
-                same,
-                "FSDP 1 takes a sharding strategy there",
-                "Give FULL_SHARD (for True), SHARD_GRAD_OP (for False) or another, or fsdp_version=2",
-            )
-        if same is None and str(found.get("reshard_after_forward", "true")).lower() not in ("true", "false"):
-            same = found["reshard_after_forward"]
-        if same is not None:
-            plugin.reshard_after_forward = choices.read_strategy("reshard_after_forward", same)
-        chosen = given or plugin.reshard_after_forward or found.get("sharding_strategy", "FULL_SHARD")
-        plugin.sharding_strategy = choices.read_strategy("sharding_strategy", chosen)
+    def _read_strategy(plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
+        reshard = plugin.reshard_after_forward
+        if isinstance(reshard, bool):
+            fix = "Give FULL_SHARD (for True), SHARD_GRAD_OP (for False) or another, or fsdp_version=2"
+            reason = "FSDP 1 takes a sharding strategy there"
+            raise wrong_value("reshard_after_forward", reshard, reason, fix)
+        variable = variables.get("reshard_after_forward", "true")
+        if reshard is None and str(variable).lower() not in ("true", "false"):
+            reshard = variable
+        if reshard is not None:
+            plugin.reshard_after_forward = read_strategy("reshard_after_forward", reshard)
+        strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+        strategy = strategy or variables.get("sharding_strategy", "FULL_SHARD")
+        plugin.sharding_strategy = read_strategy("sharding_strategy", strategy)
         if plugin.reshard_after_forward not in (None, plugin.sharding_strategy):
-            raise choices.refuse(
+            raise refuse(
                 f"sharding_strategy={plugin.sharding_strategy.name} and reshard_after_forward="
                 f"{plugin.reshard_after_forward.name} say two different things",
                 "Give one of them",
@@ -244,34 +301,28 @@ class VersionTwo(FsdpVersion):
     offloads_activations = True
 
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-        """Return the policy that computes, reduces and returns in one dtype; buffers stay as they are."""
-        return self.policy_class(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+        return torch_class(self.policy_name)(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
 
     def _offload(self, offloads: bool) -> Any:
-        return _class_of_torch("CPUOffloadPolicy" if offloads else self.offload_name)()
+        return torch_class("CPUOffloadPolicy" if offloads else self.offload_name)()
 
-    def read_fields(self, plugin: FullyShardedDataParallelPlugin, found: Mapping[str, Any]) -> None:
+    def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
         """Read whether parameters are freed after forward; what only version 1 has becomes None."""
         if plugin.sharding_strategy is not None:
-            raise wrong_value(
-                "sharding_strategy",
-                plugin.sharding_strategy,
-                "FSDP 2 has no sharding strategies",
+            fix = (
                 "Use reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); a mesh with "
-                "dp_replicate_size for HYBRID_SHARD",
+                "dp_replicate_size for HYBRID_SHARD"
             )
-        if choices.flag_of(plugin, "forward_prefetch", found):
-            raise wrong_value(
-                "forward_prefetch",
-                True,
-                "FSDP 2 fetches ahead by itself and has no such switch",
-                "Leave it out, or set fsdp_version=1",
-            )
-        for name in ("backward_prefetch", *_FLAGS_OF_ONE):
+            reason = "FSDP 2 has no sharding strategies"
+            raise wrong_value("sharding_strategy", plugin.sharding_strategy, reason, fix)
+        if flag_of(plugin, "forward_prefetch", variables):
+            reason = "FSDP 2 fetches ahead by itself and has no such switch"
+            raise wrong_value("forward_prefetch", True, reason, "Leave it out, or set fsdp_version=1")
+        for name in ("backward_prefetch", *_FLAGS_OF_FSDP1):
             setattr(plugin, name, None)
         reshard = plugin.reshard_after_forward
         if reshard is None:
-            reshard = found.get("reshard_after_forward", True)
+            reshard = variables.get("reshard_after_forward", True)
         plugin.reshard_after_forward = read_flag("reshard_after_forward", reshard)
 
 
@@ -283,18 +334,9 @@ def version_of(plugin: Any) -> FsdpVersion:
     return VERSIONS[plugin.fsdp_version]
 
 
-def read_version(asked: Any) -> Literal[1, 2]:
-    """Return the number of a version, which may be given as text.
-
-    Raises:
-        ConfigurationError: there is no such version.
-    """
+def read_version(value: Any) -> Literal[1, 2]:
+    """Return the number of a version, which may be given as text."""
     for version in VERSIONS.values():
-        if str(asked) == str(version.number):
+        if str(value) == str(version.number):
             return version.number
-    raise wrong_value("fsdp_version", asked, "there is no such version of FSDP", "Choose 1 or 2")
-
-
-def _class_of_torch(name: str) -> type[Any]:
-    """Return a class of torch.distributed.fsdp, which takes a second to import."""
-    return getattr(import_module("torch.distributed.fsdp"), name)  # type: ignore[no-any-return]
+    raise wrong_value("fsdp_version", value, "there is no such version of FSDP", "Choose 1 or 2")

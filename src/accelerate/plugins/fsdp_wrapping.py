@@ -27,14 +27,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 
 def read_policy(value: Any) -> Policy | None:
-    """Return torch's policy for a name in any case; a policy is returned as it is, None for no units.
-
-    Args:
-        value: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or a policy.
-
-    Raises:
-        ConfigurationError: there is no policy of that name.
-    """
+    """Return torch's policy for a name in any case; a policy is returned as it is, None for no units."""
     if value is None or callable(value):
         return value
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -43,12 +36,8 @@ def read_policy(value: Any) -> Policy | None:
     table = dict(zip(FSDP_AUTO_WRAP_POLICY, policies, strict=True))
     name = str(value).upper()
     if name not in table:
-        raise wrong_value(
-            "auto_wrap_policy",
-            value,
-            "it is neither a policy nor the name of one",
-            f"Choose one of {', '.join(table)}, or give a callable",
-        )
+        fix = f"Choose one of {', '.join(table)}, or give a callable"
+        raise wrong_value("auto_wrap_policy", value, "it is neither a policy nor the name of one", fix)
     return table[name]
 
 
@@ -60,11 +49,8 @@ def bind_policy(
     Args:
         policy: as `read_policy` returns it.
         model: the model that is cut into units.
-        layers: class names of the layers that become units; None takes the model's `_no_split_modules`.
+        layers: class names of the layers that become units; None for the model's `_no_split_modules`.
         min_params: modules with at least this many parameters become units; without, there are none.
-
-    Raises:
-        ConfigurationError: the model has no layer of a given name.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -78,16 +64,8 @@ def bind_policy(
 
 
 def find_classes(model: nn.Module, names: Iterable[str], argument: str = "") -> list[type[nn.Module]]:
-    """Return the classes of these names among the modules of a model.
-
-    Args:
-        model: a model.
-        names: of the classes.
-        argument: which one names them, so that all must be there; without, only those that are.
-
-    Raises:
-        ConfigurationError: the model has no module of a class that must be there.
-    """
+    """Return the classes of these names among the modules of a model; where `argument` gives the names, the
+    model must have all of them."""
     classes = {name: get_module_class_from_name(model, name) for name in names}
     missing = [name for name, kind in classes.items() if kind is None]
     if argument and missing:
@@ -100,12 +78,10 @@ def find_classes(model: nn.Module, names: Iterable[str], argument: str = "") -> 
 
 
 def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
-    """Return the modules inside a model that become units, inner ones first; the model itself is none of
-    them.
+    """Return the modules inside a model that become units by a policy bound to it, inner ones first.
 
-    Args:
-        model: the model.
-        policy: bound to it. Called as torch calls it: with `module`, `recurse` and `nonwrapped_numel`.
+    The model itself is none of them. The policy is called as torch does: with `module`, `recurse` and
+    `nonwrapped_numel`.
     """
     if policy is None:
         return []

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.base import ConfigurationError, constants
-from accelerate.plugins import VERSIONS, fsdp_choices as choices, read_flag
+from accelerate.plugins import VERSIONS, fsdp_versions as choices, read_flag
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
@@ -30,7 +30,8 @@ def test_a_flag_that_is_none() -> None:
 
 def test_objects_of_torch_come_back() -> None:
     assert choices.read_strategy("name", ShardingStrategy.NO_SHARD) is ShardingStrategy.NO_SHARD
-    assert choices.read_state_dict_type(StateDictType.FULL_STATE_DICT) is StateDictType.FULL_STATE_DICT
+    kind = StateDictType.FULL_STATE_DICT
+    assert choices.read_member("name", kind, "StateDictType", []) is kind
     assert choices.read_dtype(torch.float16) is torch.float16
     assert choices.read_prefetch(None) is None
     assert choices.read_prefetch("no_prefetch") is None
@@ -62,7 +63,7 @@ def test_fields_of_policies() -> None:
 
 
 def test_local_states_have_no_details() -> None:
-    assert choices.state_dict_configs(StateDictType.LOCAL_STATE_DICT) == (None, None)
+    assert choices.state_dict_configs("LOCAL_STATE_DICT") == (None, None)
 
 
 @pytest.mark.parametrize(
