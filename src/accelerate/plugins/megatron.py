@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.base import environ, wrong_value
 from accelerate.plugins import megatron_checks as checks
-from accelerate.plugins.megatron_models import parse_network_size
+from accelerate.plugins.megatron_models import MODEL_CONFIGS_TO_MEGATRON_PARSERS
 from accelerate.settings import read_with_problems, refuse_all
 from accelerate.settings.sections import MegatronSection
 
@@ -19,20 +19,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_OPTION_PREFIX = "megatron_lm_"
+_OPTIONS = {row.name.removeprefix("megatron_lm_"): row for row in MegatronSection.options()}
+"""Fields that the environment fills -> their options."""
 
 _DEFAULTS: dict[str, Any] = {
-    "tp_degree": 1,
-    "pp_degree": 1,
+    **{field: row.default for field, row in _OPTIONS.items() if row.default is not None},
     "num_micro_batches": 1,
-    "gradient_clipping": 1.0,
-    "use_custom_fsdp": False,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "no_load_optim": False,
-    "eod_mask_loss": False,
-    "no_save_optim": False,
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
     "sequence_parallelism": False,
     "recompute_activations": False,
     "use_distributed_optimizer": False,
@@ -52,38 +44,12 @@ _ARGUMENTS = {
     "pp_degree": "pipeline_model_parallel_size",
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
-    "use_rotary_position_embeddings": "use_rotary_position_embeddings",
 }
 """Fields whose argument of Megatron-LM has another name."""
 
 _PASSED = (
-    "tp_degree",
-    "pp_degree",
+    *(field for field in _OPTIONS if field != "recompute_activations"),
     "num_layers_per_virtual_pipeline_stage",
-    "use_distributed_optimizer",
-    "sequence_parallelism",
-    "gradient_clipping",
-    "use_custom_fsdp",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "decoder_last_pipeline_num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "attention_backend",
-    "expert_model_parallel_size",
-    "context_parallel_size",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-    "num_micro_batches",
     "consumed_samples",
     "no_wd_decay_cond",
     "scale_lr_cond",
@@ -109,10 +75,7 @@ _LOGGING = {
 }
 """Every logging option of Megatron-LM; those that are set already keep their values."""
 
-_OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adam": {"adam_eps": "eps"},
-    "sgd": {"sgd_momentum": "momentum"},
-}
+_OPTIMIZERS: dict[str, dict[str, str]] = {"adam": {"adam_eps": "eps"}, "sgd": {"sgd_momentum": "momentum"}}
 """Optimizers of Megatron-LM -> arguments that come from the defaults of torch's."""
 
 
@@ -267,12 +230,9 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        found, problems = read_with_problems(environ.current(), (MegatronSection,))
-        for option, value in found.items():
-            field = option.removeprefix(_OPTION_PREFIX)
-            if getattr(self, field) is None:
-                setattr(self, field, value)
-        for field, value in _DEFAULTS.items():
+        options, problems = read_with_problems(environ.current(), (MegatronSection,))
+        variables = {field: options[row.name] for field, row in _OPTIONS.items() if row.name in options}
+        for field, value in {**_DEFAULTS, **variables}.items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
         if self.recompute_activations and self.recompute_granularity is None:
@@ -284,16 +244,13 @@ class MegatronLMPlugin:
         self.data_parallel_size: int | None = None
         self.global_batch_size: int | None = None
         self.dataset_args: dict[str, Any] = {}
-        self.megatron_lm_default_args = self._known_arguments()
+        values = {_ARGUMENTS.get(field, field): getattr(self, field) for field in _PASSED}
+        self.megatron_lm_default_args = {name: value for name, value in values.items() if value is not None}
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
         if self.set_all_logging_options:
             self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
-
-    def _known_arguments(self) -> dict[str, Any]:
-        values = {_ARGUMENTS.get(field, field): getattr(self, field) for field in _PASSED}
-        return {name: value for name, value in values.items() if value is not None}
 
     def set_network_size_args(self, model: nn.Module, batch_data: Any = None) -> None:
         """Take the sizes of the network from the configuration of a model.
@@ -305,7 +262,17 @@ class MegatronLMPlugin:
         Raises:
             ConfigurationError: Megatron-LM builds no model of that type.
         """
-        parse_network_size(self, model, batch_data)
+        model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+        if model_type not in MODEL_CONFIGS_TO_MEGATRON_PARSERS:
+            raise wrong_value(
+                "model_type",
+                model_type,
+                f"nothing says how Megatron-LM builds a {type(model).__name__}; it is known for "
+                f"{', '.join(MODEL_CONFIGS_TO_MEGATRON_PARSERS)}",
+                "Choose another model, or write a function for this one and register it with "
+                "@add_model_config_to_megatron_parser(model_type)",
+            )
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type](self, model, batch_data)
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -331,11 +298,8 @@ class MegatronLMPlugin:
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * int(self.num_micro_batches or 1)
-        self.megatron_lm_default_args.update(
-            data_parallel_size=self.data_parallel_size,
-            micro_batch_size=self.micro_batch_size,
-            global_batch_size=self.global_batch_size,
-        )
+        for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
+            self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: torch.optim.Optimizer) -> None:
         """Take kind, learning rate and weight decay from a torch optimizer.
@@ -401,18 +365,10 @@ class MegatronLMPlugin:
 
 
 def optimizer_kind(optimizer: Any) -> str:
-    """Return Megatron-LM's name for the kind of a torch optimizer.
-
-    Raises:
-        ConfigurationError: Megatron-LM has no such optimizer.
-    """
-    name = type(optimizer).__name__.lower()
+    """Return Megatron-LM's name for the kind of a torch optimizer; without one, raise an error."""
+    name = type(optimizer).__name__
     for kind in _OPTIMIZERS:
-        if kind in name:
+        if kind in name.lower():
             return kind
-    raise wrong_value(
-        "optimizer",
-        type(optimizer).__name__,
-        "Megatron-LM builds its own optimizer, and has none of this kind",
-        "Pass torch.optim.AdamW, Adam or SGD",
-    )
+    reason = "Megatron-LM builds its own optimizer, and has none of this kind"
+    raise wrong_value("optimizer", name, reason, "Pass torch.optim.AdamW, Adam or SGD")

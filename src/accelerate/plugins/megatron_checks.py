@@ -63,12 +63,7 @@ def read_backend(value: Any) -> Any:
 
 def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
     """Return what is wrong with the fields themselves, one line each."""
-    return [
-        *_wrong_counts(plugin),
-        *_wrong_choices(plugin),
-        *_wrong_pairs(plugin),
-        *_wrong_companions(plugin),
-    ]
+    return [*_wrong_fields(plugin), *_wrong_companions(plugin)]
 
 
 def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
@@ -92,16 +87,11 @@ def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
 
 
 def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> list[str]:
-    """Return how the sizes of a network do not fit the degrees of parallelism.
-
-    Args:
-        plugin: checked.
-        network: arguments of Megatron-LM, with the sizes of the network.
-    """
+    """Return how the sizes of a network, in arguments of Megatron-LM, do not fit the degrees of parallelism."""
     return [*_wrong_layers(plugin, network), *_wrong_heads(plugin, network), *_wrong_lengths(plugin, network)]
 
 
-def _wrong_counts(plugin: MegatronLMPlugin) -> Iterator[str]:
+def _wrong_fields(plugin: MegatronLMPlugin) -> Iterator[str]:
     for name in _COUNTS:
         value = getattr(plugin, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -112,9 +102,6 @@ def _wrong_counts(plugin: MegatronLMPlugin) -> Iterator[str]:
             yield f"{name}={shown(value)}: it is not a part of a whole. Give a number from 0 to 1"
     if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
         yield f"gradient_clipping={plugin.gradient_clipping!r}: a norm is never negative. Give 0 for no limit"
-
-
-def _wrong_choices(plugin: MegatronLMPlugin) -> Iterator[str]:
     for name, choices in _CHOICES.items():
         value = getattr(plugin, name)
         if value is not None and value not in choices:
@@ -124,13 +111,10 @@ def _wrong_choices(plugin: MegatronLMPlugin) -> Iterator[str]:
             f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank!r}: Megatron-LM "
             "splits no encoder from its decoder any more. Leave it out"
         )
-
-
-def _wrong_pairs(plugin: MegatronLMPlugin) -> Iterator[str]:
-    for first, second in _TOGETHER:
-        one, other = getattr(plugin, first), getattr(plugin, second)
-        if one and other:
-            yield f"{first}={one!r} and {second}={other!r} count in different units. Give one of them"
+    for names in _TOGETHER:
+        first, second = (f"{name}={getattr(plugin, name)!r}" for name in names)
+        if all(getattr(plugin, name) for name in names):
+            yield f"{first} and {second} count in different units. Give one of them"
 
 
 def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
@@ -145,10 +129,8 @@ def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
             "'uniform' or 'block', and recompute_num_layers"
         )
     if plugin.overlap_cpu_optimizer_d2h_h2d and not plugin.optimizer_cpu_offload:
-        yield (
-            "overlap_cpu_optimizer_d2h_h2d=True: the optimizer is not on the CPU. Set "
-            "optimizer_cpu_offload=True"
-        )
+        problem = "overlap_cpu_optimizer_d2h_h2d=True: the optimizer is not on the CPU"
+        yield f"{problem}. Set optimizer_cpu_offload=True"
     if plugin.use_precision_aware_optimizer and not plugin.use_distributed_optimizer:
         yield (
             "use_precision_aware_optimizer=True: only the distributed optimizer knows it. Set "

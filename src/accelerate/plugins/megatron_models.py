@@ -38,31 +38,6 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return register
 
 
-def parse_network_size(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Let the function of its family read the configuration of a model.
-
-    Args:
-        plugin: takes the arguments.
-        model: has `config.model_type`.
-        batch_data: a batch as its loader gives it, or None.
-
-    Raises:
-        ConfigurationError: there is no such function.
-    """
-    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
-    parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(model_type)
-    if parser is None:
-        raise wrong_value(
-            "model_type",
-            model_type,
-            f"nothing says how Megatron-LM builds a {type(model).__name__}; it is known for "
-            f"{', '.join(MODEL_CONFIGS_TO_MEGATRON_PARSERS)}",
-            "Choose another model, or write a function for this one and register it with "
-            "@add_model_config_to_megatron_parser(model_type)",
-        )
-    parser(plugin, model, batch_data)
-
-
 @add_model_config_to_megatron_parser("megatron-bert")
 @add_model_config_to_megatron_parser("bert")
 def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
@@ -73,18 +48,14 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
         model: has the configuration.
         batch_data: a batch, for the length of sequences, or None.
     """
-    config = _Config(model)
+    config, plugin = _Config(model), megatron_lm_plugin
     name = type(model).__name__
     pretraining = not any(head in name for head in ("ForSequenceClassification", "ForTokenClassification"))
-    megatron_lm_plugin.seq_length = _length(
-        megatron_lm_plugin.seq_length or megatron_lm_plugin.encoder_seq_length,
-        batch_data,
-        "input_ids",
-        config,
-    )
-    megatron_lm_plugin.megatron_lm_default_args.update(
-        _common(megatron_lm_plugin, config, "bert", pretraining),
-        seq_length=megatron_lm_plugin.seq_length,
+    length = plugin.seq_length or plugin.encoder_seq_length
+    plugin.seq_length = _length(length, batch_data, "input_ids", config)
+    plugin.megatron_lm_default_args.update(
+        _common(plugin, config, "bert", pretraining),
+        seq_length=plugin.seq_length,
         tokenizer_type="BertWordPieceLowerCase",
         ffn_hidden_size=config("intermediate_size", 4 * config("hidden_size")),
         norm_epsilon=config("layer_norm_eps", 1e-12),
@@ -181,15 +152,17 @@ def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module
     """
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "HuggingFaceTokenizer")
+    num_dense = config("first_k_dense_replace", 0)
     arguments = megatron_lm_plugin.megatron_lm_default_args
-    arguments.update(_like_llama(megatron_lm_plugin, config), original_model_type="glm4_moe")
     arguments.update(
+        _like_llama(megatron_lm_plugin, config),
+        original_model_type="glm4_moe",
         qk_layernorm=config("use_qk_norm", False),
         rotary_percent=config.rope("partial_rotary_factor", 0.5),
         num_experts=config("n_routed_experts"),
         moe_ffn_hidden_size=config("moe_intermediate_size"),
         moe_shared_expert_intermediate_size=config("moe_intermediate_size") * config("n_shared_experts", 1),
-        moe_layer_freq=_experts_by_layer(config),
+        moe_layer_freq=[int(layer >= num_dense) for layer in range(config("num_hidden_layers"))],
         moe_router_topk=config("num_experts_per_tok"),
         moe_router_topk_scaling_factor=config("routed_scaling_factor", 1.0),
         moe_router_pre_softmax=True,
@@ -207,18 +180,12 @@ def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module
 
 
 class _Config:
-    """The configuration of a model by one set of names.
-
-    Args:
-        model: has `config`.
-        **names: common name -> the one of this family.
-    """
+    """The configuration of a model by one set of names; `names`: common name -> the one of this family."""
 
     def __init__(self, model: nn.Module, **names: str) -> None:
         config: Any = model.config
-        whole = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         self.model_type = str(config.model_type)
-        self.values: dict[str, Any] = dict(whole)
+        self.values: dict[str, Any] = dict(config.to_dict() if hasattr(config, "to_dict") else vars(config))
         self.names = names
 
     def __call__(self, name: str, *default: Any) -> Any:
@@ -228,17 +195,13 @@ class _Config:
             return self.values[key]
         if default:
             return default[0]
-        raise wrong_value(
-            f"config.{key}",
-            None,
-            f"a model of type {self.model_type} needs it, and its configuration has none",
-            "Give the model a complete configuration",
-        )
+        reason = f"a model of type {self.model_type} needs it, and its configuration has none"
+        raise wrong_value(f"config.{key}", None, reason, "Give the model a complete configuration")
 
     def rope(self, name: str, default: Any) -> Any:
         """Return a value of rotary positions, which are an entry of their own in newer configurations."""
-        apart: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        return apart.get(name, self.values.get(name, default))
+        entry: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        return entry.get(name, self.values.get(name, default))
 
 
 def _common(plugin: MegatronLMPlugin, config: _Config, family: str, pretraining: bool) -> dict[str, Any]:
@@ -260,8 +223,8 @@ def _common(plugin: MegatronLMPlugin, config: _Config, family: str, pretraining:
 
 def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: Any, tokenizer: str) -> None:
     """Take what all models that go from left to right have in common."""
-    given = plugin.seq_length or plugin.decoder_seq_length
-    plugin.seq_length = _length(given, batch_data, "input_ids", config)
+    length = plugin.seq_length or plugin.decoder_seq_length
+    plugin.seq_length = _length(length, batch_data, "input_ids", config)
     plugin.megatron_lm_default_args.update(
         _common(plugin, config, "gpt", True), seq_length=plugin.seq_length, tokenizer_type=tokenizer
     )
@@ -288,17 +251,12 @@ def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _positions(plugin: MegatronLMPlugin, own: str) -> str:
+def _positions(plugin: MegatronLMPlugin, default: str) -> str:
     """Return how positions are encoded: as the plugin says, otherwise as the model has it."""
     chosen = plugin.use_rotary_position_embeddings
     if chosen is None:
-        return own
+        return default
     return "rope" if chosen else "learned_absolute"
-
-
-def _experts_by_layer(config: _Config) -> list[int]:
-    layers, dense = config("num_hidden_layers"), config("first_k_dense_replace", 0)
-    return [int(layer >= dense) for layer in range(layers)]
 
 
 def _length(given: int | None, batch_data: Any, key: str, config: _Config) -> int:
