@@ -19,7 +19,7 @@ def one_of(
     """Return a value that is among the choices.
 
     Args:
-        name: what the value is called where the user gave it.
+        name: the argument, key or variable that holds the value.
         value: the value.
         choices: every value that can be given.
         given: what the user wrote, where `value` is another spelling of it.
@@ -28,23 +28,15 @@ def one_of(
     Raises:
         ConfigurationError: the value is not among them.
     """
-    known = list(choices)
-    if value not in known:
-        shown = value if given is None else given
-        raise wrong_value(name, shown, "it is not a known choice", f"Choose one of {_listed(known)}", *kinds)
+    choices = list(choices)
+    if value not in choices:
+        fix = f"Choose one of {', '.join(map(str, choices))}"
+        raise wrong_value(name, value if given is None else given, "it is not a known choice", fix, *kinds)
     return value
 
 
 def read_flag(name: str, value: object) -> bool:
-    """Return a truth value that may be written as a word.
-
-    Args:
-        name: what the value is called where the user gave it.
-        value: a bool, or a word such as "true".
-
-    Raises:
-        ConfigurationError: it is neither a yes nor a no.
-    """
+    """Return a truth value that may be written as a word, such as "true"."""
     word = str(value).strip().lower()
     if word not in TRUE_WORDS | FALSE_WORDS:
         raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
@@ -52,40 +44,17 @@ def read_flag(name: str, value: object) -> bool:
 
 
 def member(name: str, value: object, kind: type[Member]) -> Member:
-    """Return the member of an enumeration that a user named.
-
-    Args:
-        name: what the value is called where the user gave it.
-        value: a member, or the value of one.
-        kind: the enumeration.
-
-    Raises:
-        ConfigurationError: no member has that value.
-    """
+    """Return the member of an enumeration, given itself or by its value."""
     for candidate in kind:
-        if value == candidate or value == candidate.value:
+        if value in (candidate, candidate.value):
             return candidate
-    raise wrong_value(
-        name, value, "it is not a known choice", f"Choose one of {_listed(entry.value for entry in kind)}"
-    )
+    fix = f"Choose one of {', '.join(str(candidate.value) for candidate in kind)}"
+    raise wrong_value(name, value, "it is not a known choice", fix)
 
 
 def at_least(name: str, value: float, minimum: float) -> None:
-    """Refuse a number below a minimum.
-
-    Args:
-        name: what the value is called where the user gave it.
-        value: the number.
-        minimum: the smallest number that can be given.
-
-    Raises:
-        ConfigurationError: the number is smaller, or none.
-    """
+    """Refuse what is not a number, and a number below a minimum."""
     if not isinstance(value, Number):
         raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more", TypeError)
     if value < minimum:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
-
-
-def _listed(choices: Iterable[object]) -> str:
-    return ", ".join(str(choice) for choice in choices)

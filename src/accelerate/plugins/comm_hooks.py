@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +14,6 @@ from accelerate.base import DDPCommunicationHookType
 # Without annotations, because torch compares those of a hook's parameters with its own classes.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 Wrapper = Callable[[Hook], Hook]
-
-
-@dataclass(frozen=True)
-class CommHook:
-    """A communication hook and the state it is registered with.
-
-    Args:
-        function: what torch calls for each bucket of gradients.
-        state: builds the hook's state from the user's options.
-    """
-
-    function: Hook
-    state: Callable[[dict[str, Any]], object]
 
 
 def renamed(hook: Hook) -> Hook:
@@ -43,25 +29,23 @@ def renamed(hook: Hook) -> Hook:
     return compressed_hook
 
 
-def _bare_state(options: dict[str, Any]) -> None:
+def state_of(kind: DDPCommunicationHookType, options: dict[str, Any]) -> powerSGD_hook.PowerSGDState | None:
+    """Return the state that the hook of a kind is registered with."""
+    if kind in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+        return powerSGD_hook.PowerSGDState(process_group=None, **options)
     if options:
         warnings.warn(
             f"comm_state_option={options} has no effect: only power_sgd and batched_power_sgd have a state.",
             stacklevel=4,
         )
+    return None
 
 
-def _power_sgd_state(options: dict[str, Any]) -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(process_group=None, **options)
-
-
-HOOKS: dict[DDPCommunicationHookType, CommHook] = {
-    DDPCommunicationHookType.FP16: CommHook(default_hooks.fp16_compress_hook, _bare_state),
-    DDPCommunicationHookType.BF16: CommHook(renamed(default_hooks.bf16_compress_hook), _bare_state),
-    DDPCommunicationHookType.POWER_SGD: CommHook(powerSGD_hook.powerSGD_hook, _power_sgd_state),
-    DDPCommunicationHookType.BATCHED_POWER_SGD: CommHook(
-        powerSGD_hook.batched_powerSGD_hook, _power_sgd_state
-    ),
+HOOKS: dict[DDPCommunicationHookType, Hook] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+    DDPCommunicationHookType.BF16: renamed(default_hooks.bf16_compress_hook),
+    DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
 """The hook of each kind but `no`. torch 2.13's own `batched_power_sgd` fails at its first compressed step."""
 

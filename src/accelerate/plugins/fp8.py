@@ -23,6 +23,7 @@ AmaxComputeAlgorithm = Literal["max", "most_recent"]
 
 # The one field that no flag of the launcher sets.
 _MXFP8_VARIABLE = "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
+_AO_FIELDS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 _TE_FIELDS = (
     "use_autocast_during_eval",
     "margin",
@@ -60,28 +61,18 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        self._refuse_flags_beside_config()
-        self.fill(_variables("pad_inner_dim", "enable_fsdp_float8_all_gather"))
         if self.config is None:
-            self.config = self._build_config()
+            self.fill(_variables(*_AO_FIELDS))
+            require("torchao", "AORecipeKwargs")
+            from torchao.float8 import Float8LinearConfig
 
-    def _refuse_flags_beside_config(self) -> None:
-        if self.config is None:
+            self.config = Float8LinearConfig(**{name: getattr(self, name) for name in _AO_FIELDS})
             return
-        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
-            value = getattr(self, name)
-            if value is not None:
-                raise wrong_value(
-                    name, value, "the config given beside it decides this", "Set it in the config"
-                )
-
-    def _build_config(self) -> Float8LinearConfig:
-        require("torchao", "AORecipeKwargs")
-        from torchao.float8 import Float8LinearConfig
-
-        return Float8LinearConfig(
-            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
-        )
+        for name in _AO_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                reason = "the config given beside it decides this"
+                raise wrong_value(name, value, reason, "Set it in the config")
+        self.fill(_variables(*_AO_FIELDS))
 
 
 @dataclass

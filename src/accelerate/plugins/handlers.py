@@ -25,7 +25,9 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field by name; the containers are copies."""
-        return {entry.name: _detached(getattr(self, entry.name)) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
+        containers = (dict, list, set)
+        return {name: copy.copy(v) if isinstance(v, containers) else v for name, v in values.items()}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return only the fields whose values differ from those of a handler built without arguments."""
@@ -78,19 +80,13 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        if self.init_scale <= 0:
-            raise wrong_value("init_scale", self.init_scale, "a scale is positive", "Give a number above 0")
-        if self.growth_factor <= 1:
-            raise wrong_value(
-                "growth_factor", self.growth_factor, "the scale would not grow", "Give a number above 1"
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise wrong_value(
-                "backoff_factor",
-                self.backoff_factor,
-                "the scale would not shrink",
-                "Give a number between 0 and 1",
-            )
+        for name, is_valid, reason, span in (
+            ("init_scale", self.init_scale > 0, "a scale is positive", "above 0"),
+            ("growth_factor", self.growth_factor > 1, "the scale would not grow", "above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "the scale would not shrink", "between 0 and 1"),
+        ):
+            if not is_valid:
+                raise wrong_value(name, getattr(self, name), reason, f"Give a number {span}")
         at_least("growth_interval", self.growth_interval, 1)
 
 
@@ -116,13 +112,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         self._timeout_was_given = self.timeout is not None
         if self.timeout is None:
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
+        fix = "For seconds, write timedelta(seconds=...)"
         if not isinstance(self.timeout, timedelta):
-            raise wrong_value(
-                "timeout",
-                self.timeout,
-                "it is not a datetime.timedelta",
-                "For seconds, write timedelta(seconds=...)",
-            )
+            raise wrong_value("timeout", self.timeout, "it is not a datetime.timedelta", fix)
         if self.timeout <= timedelta(0):
             raise wrong_value("timeout", self.timeout, "every collective would fail", "Give a positive time")
 
@@ -166,18 +158,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb <= 0:
-            raise wrong_value(
-                "bucket_cap_mb", self.bucket_cap_mb, "a bucket holds something", "Give a size in MiB above 0"
-            )
+            fix = "Give a size in MiB above 0"
+            raise wrong_value("bucket_cap_mb", self.bucket_cap_mb, "a bucket holds something", fix)
         self.comm_hook = member("comm_hook", self.comm_hook, DDPCommunicationHookType)
         self.comm_wrapper = member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
         if self.comm_wrapper not in _NUMBER_FORMATS:
-            raise wrong_value(
-                "comm_wrapper",
-                self.comm_wrapper.value,
-                "it is not a number format",
-                "Choose no, fp16 or bf16",
-            )
+            reason, fix = "it is not a number format", "Choose no, fp16 or bf16"
+            raise wrong_value("comm_wrapper", self.comm_wrapper.value, reason, fix)
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -198,22 +185,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         from accelerate.plugins import comm_hooks
 
-        if self.comm_hook == _NO_HOOK:
-            self._warn_without_hook()
+        kind = DDPCommunicationHookType(self.comm_hook)
+        if kind != _NO_HOOK:
+            wrap = comm_hooks.WRAPPERS[DDPCommunicationHookType(self.comm_wrapper)]
+            state = comm_hooks.state_of(kind, self.comm_state_option)
+            model.register_comm_hook(state, wrap(comm_hooks.HOOKS[kind]))
             return
-        chosen = comm_hooks.HOOKS[DDPCommunicationHookType(self.comm_hook)]
-        wrap = comm_hooks.WRAPPERS[DDPCommunicationHookType(self.comm_wrapper)]
-        model.register_comm_hook(chosen.state(self.comm_state_option), wrap(chosen.function))
-
-    def _warn_without_hook(self) -> None:
         for name in ("comm_wrapper", "comm_state_option"):
             value = getattr(self, name)
             if value not in (_NO_HOOK, {}):
-                warnings.warn(
-                    f"{name}={value} has no effect without comm_hook; choose a comm_hook or leave it out.",
-                    stacklevel=3,
-                )
-
-
-def _detached(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+                text = f"{name}={value} has no effect without comm_hook; choose a comm_hook or leave it out."
+                warnings.warn(text, stacklevel=2)

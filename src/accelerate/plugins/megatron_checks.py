@@ -87,7 +87,7 @@ def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
 
 
 def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> list[str]:
-    """Return how the sizes of a network, in arguments of Megatron-LM, do not fit the degrees of parallelism."""
+    """Return how the sizes of a network, as arguments of Megatron-LM, do not fit the degrees."""
     return [*_wrong_layers(plugin, network), *_wrong_heads(plugin, network), *_wrong_lengths(plugin, network)]
 
 

@@ -78,49 +78,42 @@ class ProfileKwargs(KwargsHandler):
         )
 
     def _get_profiler_activity(self, activity: ProfilerActivity) -> torch.profiler.ProfilerActivity:
-        """Return torch's member for the name of an activity.
-
-        Args:
-            activity: The name.
-
-        Raises:
-            ConfigurationError: No activity has that name, or this torch does not know it.
-        """
+        """Return torch's member for the name of an activity; an error where this torch has none."""
         import torch.profiler
 
         member = getattr(torch.profiler.ProfilerActivity, _ACTIVITIES.get(activity, ""), None)
         if member is None:
-            raise wrong_value(
-                "activities", activity, "it is not a known choice", f"Choose one of {', '.join(_ACTIVITIES)}"
-            )
+            fix = f"Choose one of {', '.join(_ACTIVITIES)}"
+            raise wrong_value("activities", activity, "it is not a known choice", fix)
         return member  # type: ignore[no-any-return]
 
     def _trace_callback(self) -> Callable[[Any], None] | None:
-        steps = [] if self.on_trace_ready is None else [self.on_trace_ready]
-        if self.output_trace_dir is not None:
-            steps.append(_TraceExport(Path(self.output_trace_dir)))
+        callback = self.on_trace_ready
+        if self.output_trace_dir is None:
+            return callback
+        export = _TraceExport(Path(self.output_trace_dir))
 
-        def call_all(profiler: Any) -> None:
-            for step in steps:
-                step(profiler)
+        def call_both(profiler: Any) -> None:
+            if callback is not None:
+                callback(profiler)
+            export(profiler)
 
-        return call_all if steps else None
+        return call_both
 
 
 class _TraceExport:
-    """Writes the trace of each cycle to a file of its own.
-
-    Args:
-        folder: Where the files go; made when the first one is written.
-    """
+    """Writes the trace of each cycle to a file of its own, in a folder that is made for the first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._cycle = 0
 
     def __call__(self, profiler: Any) -> None:
+        import torch.distributed as dist
+
         self._cycle += 1
-        suffix = f"{_rank()}_cycle{self._cycle}" if self._cycle > 1 else str(_rank())
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        suffix = f"{rank}_cycle{self._cycle}" if self._cycle > 1 else str(rank)
         path = self._folder / PROFILE_PATTERN_NAME.format(suffix=suffix)
         try:  # a profile must not end a training
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -136,31 +129,16 @@ class _TraceExport:
 
 
 def _check_schedule(schedule: dict[str, int]) -> None:
+    fix = 'write {"wait": 1, "warmup": 1, "active": 3}'
     if not isinstance(schedule, dict):
-        raise wrong_value(
-            "schedule_option",
-            schedule,
-            "steps by phase are needed",
-            'write {"wait": 1, "warmup": 1, "active": 3}',
-        )
+        raise wrong_value("schedule_option", schedule, "steps by phase are needed", fix)
     unknown = [name for name in schedule if name not in _PHASES]
     if unknown:
         fix = f"Choose one of {', '.join(_PHASES)}"
         raise wrong_value("schedule_option", unknown[0], "it is not a known choice", fix, TypeError)
     missing = [name for name in _REQUIRED_PHASES if name not in schedule]
     if missing:
-        raise wrong_value(
-            "schedule_option",
-            schedule,
-            f"it lacks {', '.join(missing)}",
-            "Give wait, warmup and active",
-            TypeError,
-        )
+        reason, fix = f"it lacks {', '.join(missing)}", "Give wait, warmup and active"
+        raise wrong_value("schedule_option", schedule, reason, fix, TypeError)
     for name, length in schedule.items():
         at_least(f"schedule_option[{name!r}]", length, _PHASES[name])
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

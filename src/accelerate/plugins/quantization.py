@@ -71,9 +71,9 @@ class BnbQuantizationConfig:
             if not isinstance(value, bool):
                 raise wrong_value(name, value, "it is not a boolean", "Give True or False")
         if self.load_in_8bit == self.load_in_4bit:
-            found = "can't be both True" if self.load_in_8bit else "are both False"
+            problem = "can't be both True" if self.load_in_8bit else "are both False"
             raise ConfigurationError(
-                f"load_in_8bit and load_in_4bit {found}: a model is quantized to one of them. "
+                f"load_in_8bit and load_in_4bit {problem}: a model is quantized to one of them. "
                 f"Set {'only ' if self.load_in_8bit else ''}one of them to True."
             )
         threshold = self.llm_int8_threshold
@@ -92,8 +92,6 @@ def _dtype(name: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str):
-        raise wrong_value(
-            name, value, "it is no dtype", f"Give torch's dtype, or one of {', '.join(_FORMATS)}"
-        )
-    found: torch.dtype = getattr(torch, _FORMATS[one_of(name, value, _FORMATS)])
-    return found
+        fix = f"Give torch's dtype, or one of {', '.join(_FORMATS)}"
+        raise wrong_value(name, value, "it is no dtype", fix)
+    return getattr(torch, _FORMATS[one_of(name, value, _FORMATS)])  # type: ignore[no-any-return]
