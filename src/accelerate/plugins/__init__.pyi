@@ -27,20 +27,19 @@ from accelerate.plugins.fp8 import (
 from accelerate.plugins.fsdp import (
     EFFICIENT_LOADING as EFFICIENT_LOADING,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
-)
-from accelerate.plugins.fsdp_versions import VERSIONS as VERSIONS, version_of as version_of
-from accelerate.plugins.fsdp_wrapping import (
     bind_policy as bind_policy,
     find_units as find_units,
     get_module_class_from_name as get_module_class_from_name,
     read_policy as read_policy,
 )
+from accelerate.plugins.fsdp_versions import VERSIONS as VERSIONS, version_of as version_of
 from accelerate.plugins.handlers import (
     AutocastKwargs as AutocastKwargs,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
+    ProfileKwargs as ProfileKwargs,
 )
 from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin, optimizer_kind as optimizer_kind
 from accelerate.plugins.megatron_checks import (
@@ -64,7 +63,6 @@ from accelerate.plugins.parallel import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from accelerate.plugins.profile import ProfileKwargs as ProfileKwargs
 from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,

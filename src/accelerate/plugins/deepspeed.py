@@ -7,31 +7,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base import ConfigurationError, DistributedType, StateError, environ, require, wrong_value
+from accelerate.base import ConfigurationError, StateError, as_builtin, environ, require, wrong_value
 from accelerate.plugins import deepspeed_config as configs
 from accelerate.plugins.checks import read_flag
 from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig, show_to_transformers
-from accelerate.plugins.fsdp_wrapping import find_classes
+from accelerate.plugins.fsdp import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
 from accelerate.settings.sections import OffloadDevice
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class SelectionError(StateError, NotImplementedError):
-    """A plugin was selected by assignment, which cannot tell the others."""
-
-
-class RunningState(Protocol):
-    """What knows the way of training and its plugins."""
-
-    @property
-    def distributed_type(self) -> DistributedType | str: ...
-    @property
-    def deepspeed_plugin(self) -> Any: ...
 
 
 @dataclass
@@ -183,10 +170,7 @@ class DeepSpeedPlugin:
             return
         filling = Filling(kwargs)
         filling.fill_one(config, key, ds_key_long, must_match)
-        if mismatches is not None:
-            mismatches += filling.mismatches
-            filling.mismatches = []
-        filling.check_filled()
+        filling.check_filled(mismatches)
 
     def deepspeed_config_process(
         self,
@@ -210,10 +194,7 @@ class DeepSpeedPlugin:
         """
         filling = Filling(kwargs)
         filling.fill(self.deepspeed_config if config is None else config, must_match, prefix)
-        if mismatches is not None:
-            mismatches += filling.mismatches
-            filling.mismatches = []
-        filling.check_filled()
+        filling.check_filled(mismatches)
         self.hf_ds_config.set_stage_and_offload()
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -291,10 +272,8 @@ class DeepSpeedPlugin:
 
     @selected.setter
     def selected(self, value: bool) -> None:
-        raise SelectionError(
-            "`selected` cannot be assigned. Call `AcceleratorState().select_deepspeed_plugin(name)`, which "
-            "lets the other plugins know."
-        )
+        text = "`selected` cannot be assigned. Call `AcceleratorState().select_deepspeed_plugin(name)`"
+        raise as_builtin(StateError(f"{text}, which lets the other plugins know."), NotImplementedError)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Use this plugin; called by `AcceleratorState().select_deepspeed_plugin(name)`.
@@ -317,7 +296,7 @@ class DeepSpeedPlugin:
         self._selected = False
 
 
-def get_active_deepspeed_plugin(state: RunningState) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     """Return the DeepSpeed plugin in use.
 
     Args:

@@ -163,9 +163,11 @@ class Filling:
         wanted = shown(self.values[name])
         return f"{name} is {shown(value)} in the DeepSpeed configuration, and {wanted} by {source}"
 
-    def check_filled(self) -> None:
-        """Raise a `ConfigurationError` with all that is missing or does not fit."""
-        lines = list(self.mismatches)
+    def check_filled(self, mismatches: list[str] | None = None) -> None:
+        """Raise a `ConfigurationError` with all that is missing, and the mismatches unless a list gets them."""
+        lines = [] if mismatches is not None else list(self.mismatches)
+        if mismatches is not None:
+            mismatches += self.mismatches
         for name in self.missing:
             hint = next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
             lines.append(f"{name} is 'auto', and nothing says its value{hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -69,20 +70,20 @@ def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
 def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
     """Return how the number of processes does not fit the degrees of parallelism."""
     tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
-    problems = []
-    if processes % (tp * pp * cp):
-        problems.append(
-            f"{processes} processes cannot be divided: one copy of the model takes tp_degree={tp} * "
-            f"pp_degree={pp} * context_parallel_size={cp} = {tp * pp * cp}. Launch a multiple of "
-            f"{tp * pp * cp}, or change the degrees"
-        )
     etp, ep = plugin.expert_tensor_parallel_size or 1, plugin.expert_model_parallel_size or 1
-    if ep > 1 and processes % (etp * ep * pp):
-        problems.append(
-            f"{processes} processes cannot be divided: one copy of the experts takes "
-            f"expert_tensor_parallel_size={etp} * expert_model_parallel_size={ep} * pp_degree={pp} = "
-            f"{etp * ep * pp}. Launch a multiple of {etp * ep * pp}, or change the sizes"
-        )
+    copies = [("the model", {"tp_degree": tp, "pp_degree": pp, "context_parallel_size": cp})]
+    if ep > 1:
+        sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep, "pp_degree": pp}
+        copies.append(("the experts", sizes))
+    problems = []
+    for part, sizes in copies:
+        size = math.prod(sizes.values())
+        product = " * ".join(f"{name}={value}" for name, value in sizes.items())
+        if processes % size:
+            problems.append(
+                f"{processes} processes cannot be divided: one copy of {part} takes {product} = {size}. "
+                f"Launch a multiple of {size}, or change these sizes"
+            )
     return problems
 
 
