@@ -164,7 +164,7 @@ class Filling:
         return f"{name} is {shown(value)} in the DeepSpeed configuration, and {wanted} by {source}"
 
     def check_filled(self, mismatches: list[str] | None = None) -> None:
-        """Raise a `ConfigurationError` with all that is missing, and the mismatches unless a list gets them."""
+        """Raise a `ConfigurationError` with what is missing, and with mismatches unless a list gets them."""
         lines = [] if mismatches is not None else list(self.mismatches)
         if mismatches is not None:
             mismatches += self.mismatches

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallelPlugin: how a model is sharded by FSDP 1 or 2, and which of its modules become units."""
+"""FullyShardedDataParallelPlugin: how a model is sharded by FSDP 1 or 2, and which modules become units."""
 
 from __future__ import annotations
 

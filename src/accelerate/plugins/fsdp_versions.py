@@ -152,11 +152,11 @@ class FsdpVersion(ABC):
     policy_name: ClassVar[str]
     offload_name: ClassVar[str]
     state_dict_type: ClassVar[str]
-    takes_any_mesh: ClassVar[bool]
-    is_spmd_on_xla: ClassVar[bool]
-    has_local_states: ClassVar[bool]
-    takes_state_dict_options: ClassVar[bool]
-    offloads_activations: ClassVar[bool]
+    takes_any_mesh: ClassVar[bool] = False
+    is_spmd_on_xla: ClassVar[bool] = False
+    has_local_states: ClassVar[bool] = True
+    takes_state_dict_options: ClassVar[bool] = False
+    offloads_activations: ClassVar[bool] = False
 
     @abstractmethod
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
@@ -213,11 +213,6 @@ class VersionOne(FsdpVersion):
     policy_name = "MixedPrecision"
     offload_name = "CPUOffload"
     state_dict_type = "FULL_STATE_DICT"
-    takes_any_mesh = False
-    is_spmd_on_xla = False
-    has_local_states = True
-    takes_state_dict_options = False
-    offloads_activations = False
 
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
         return torch_class(self.policy_name)(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffer_dtype)

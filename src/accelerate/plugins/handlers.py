@@ -1,9 +1,10 @@
-"""Keyword arguments for torch objects that are built on the user's behalf, and the profiler that they build."""
+"""Keyword arguments for torch objects that are built on the user's behalf, and the profiler."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -272,44 +273,33 @@ class ProfileKwargs(KwargsHandler):
         return member  # type: ignore[no-any-return]
 
     def _trace_callback(self) -> Callable[[Any], None] | None:
-        callback = self.on_trace_ready
-        if self.output_trace_dir is None:
+        callback, folder = self.on_trace_ready, self.output_trace_dir
+        if folder is None:
             return callback
-        export = _TraceExport(Path(self.output_trace_dir))
+        cycles = itertools.count(1)
 
-        def call_both(profiler: Any) -> None:
+        def call_and_export(profiler: Any) -> None:
             if callback is not None:
                 callback(profiler)
-            export(profiler)
+            _export_trace(profiler, Path(folder), next(cycles))
 
-        return call_both
+        return call_and_export
 
 
-class _TraceExport:
-    """Writes the trace of each cycle to a file of its own, in a folder that is made for the first."""
+def _export_trace(profiler: Any, folder: Path, cycle: int) -> None:
+    """Write the trace of one cycle to a file of its own; a profile must not end a training."""
+    import torch.distributed as dist
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._cycle = 0
-
-    def __call__(self, profiler: Any) -> None:
-        import torch.distributed as dist
-
-        self._cycle += 1
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        suffix = f"{rank}_cycle{self._cycle}" if self._cycle > 1 else str(rank)
-        path = self._folder / PROFILE_PATTERN_NAME.format(suffix=suffix)
-        try:  # a profile must not end a training
-            self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
-        except OSError as error:
-            warnings.warn(f"{path} was not written: {error}. Name another output_trace_dir.", stacklevel=2)
-        except RuntimeError as error:  # torch saves a trace once only
-            warnings.warn(
-                f"{path} was not written: {error} "
-                "Export traces either in on_trace_ready or by output_trace_dir.",
-                stacklevel=2,
-            )
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    path = folder / PROFILE_PATTERN_NAME.format(suffix=f"{rank}_cycle{cycle}" if cycle > 1 else rank)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+    except OSError as error:
+        warnings.warn(f"{path} was not written: {error}. Name another output_trace_dir.", stacklevel=3)
+    except RuntimeError as error:  # torch saves a trace once only
+        fix = "Export traces either in on_trace_ready or by output_trace_dir."
+        warnings.warn(f"{path} was not written: {error} {fix}", stacklevel=3)
 
 
 def _check_schedule(schedule: dict[str, int]) -> None:

@@ -41,6 +41,21 @@ _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
 }
 
+_NEEDED = (
+    ("overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload", "the optimizer is not on the CPU"),
+    (
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "only the distributed optimizer has low-precision states",
+    ),
+    (
+        "optimizer_cpu_offload",
+        "use_precision_aware_optimizer",
+        "only the precision-aware optimizer, which is a distributed one, works on the CPU",
+    ),
+)
+"""Fields, other fields that each needs, and why."""
+
 _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 _TOGETHER: tuple[tuple[str, str], ...] = (
@@ -129,19 +144,9 @@ def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
             "recompute_granularity='full': nothing says which layers are recomputed. Set recompute_method to "
             "'uniform' or 'block', and recompute_num_layers"
         )
-    if plugin.overlap_cpu_optimizer_d2h_h2d and not plugin.optimizer_cpu_offload:
-        problem = "overlap_cpu_optimizer_d2h_h2d=True: the optimizer is not on the CPU"
-        yield f"{problem}. Set optimizer_cpu_offload=True"
-    if plugin.use_precision_aware_optimizer and not plugin.use_distributed_optimizer:
-        yield (
-            "use_precision_aware_optimizer=True: only the distributed optimizer knows it. Set "
-            "use_distributed_optimizer=True"
-        )
-    if plugin.optimizer_cpu_offload and not plugin.use_precision_aware_optimizer:
-        yield (
-            "optimizer_cpu_offload=True: only the precision-aware optimizer works on the CPU. Set "
-            "use_precision_aware_optimizer=True and use_distributed_optimizer=True"
-        )
+    for field, needed, reason in _NEEDED:
+        if getattr(plugin, field) and not getattr(plugin, needed):
+            yield f"{field}=True: {reason}. Set {needed}=True"
     if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
         yield (
             f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
