@@ -227,9 +227,8 @@ class DeepSpeedPlugin:
         """
         before = self.is_zero3_init_enabled()
         if enable and not self.hf_ds_config.is_zero3():
-            raise wrong_value(
-                "enable", enable, f"models are not sharded by ZeRO stage {self.zero_stage}", "Use stage 3"
-            )
+            reason = f"models are not sharded by ZeRO stage {self.zero_stage}"
+            raise wrong_value("enable", enable, reason, "Use stage 3")
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
         try:

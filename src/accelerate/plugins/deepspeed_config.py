@@ -189,7 +189,7 @@ class Filled:
         """Make "auto" again what was filled and has not been changed since."""
         for name, value in self._values.items():
             node, key = find_node(config, name)
-            if node is not None and key in node and node[key] == value:
+            if node is not None and node.get(key) == value:
                 node[key] = AUTO
         self._values = {}
 

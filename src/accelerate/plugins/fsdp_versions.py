@@ -175,12 +175,9 @@ class FsdpVersion(ABC):
     def check_policy(self, policy: Any) -> None:
         """Refuse a mixed precision policy of the other version."""
         if policy is not None and not isinstance(policy, torch_class(self.policy_name)):
-            raise wrong_value(
-                "mixed_precision_policy",
-                policy,
-                f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.policy_name}",
-                "Give that, a dictionary of its fields, or the name of a number format",
-            )
+            reason = f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.policy_name}"
+            fix = "Give that, a dictionary of its fields, or the name of a number format"
+            raise wrong_value("mixed_precision_policy", policy, reason, fix)
 
     def offload_of(self, value: Any) -> Any:
         """Return torch's object for where parameters are kept between uses, from a flag or an object."""

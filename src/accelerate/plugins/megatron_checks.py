@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import shown
@@ -11,25 +12,8 @@ from accelerate.base import shown
 if TYPE_CHECKING:
     from accelerate.plugins.megatron import MegatronLMPlugin
 
-_COUNTS = (
-    "tp_degree",
-    "pp_degree",
-    "num_micro_batches",
-    "expert_model_parallel_size",
-    "context_parallel_size",
-    "expert_tensor_parallel_size",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_per_virtual_pipeline_stage",
-    "recompute_num_layers",
-    "train_iters",
-    "train_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "seq_length",
-    "encoder_seq_length",
-    "decoder_seq_length",
-)
-"""Fields that hold counts of at least 1."""
+_NO_COUNTS = ("pipeline_model_parallel_split_rank", "lr_warmup_iters", "lr_warmup_samples")
+"""Integer fields that may be 0, or are refused anyway; the others are counts of at least 1."""
 
 _FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
 
@@ -108,7 +92,8 @@ def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> 
 
 
 def _wrong_fields(plugin: MegatronLMPlugin) -> Iterator[str]:
-    for name in _COUNTS:
+    integers = (field.name for field in fields(plugin) if field.type == "int | None")
+    for name in (name for name in integers if name not in _NO_COUNTS):
         value = getattr(plugin, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             yield f"{name}={shown(value)}: it is not a count. Give a whole number of at least 1"

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
 
 _FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_FLAGS = ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant")
-_LISTS = ("skip_modules", "keep_in_fp32_modules")
 
 
 @dataclass
@@ -66,7 +64,7 @@ class BnbQuantizationConfig:
         return [*(self.skip_modules or ()), *(self.keep_in_fp32_modules or ())]
 
     def _check(self) -> None:
-        for name in _FLAGS:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise wrong_value(name, value, "it is not a boolean", "Give True or False")
@@ -80,7 +78,7 @@ class BnbQuantizationConfig:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             raise wrong_value("llm_int8_threshold", threshold, "it is not a number", "Give one, such as 6.0")
         one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
-        for name in _LISTS:
+        for name in ("skip_modules", "keep_in_fp32_modules"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list):
                 raise wrong_value(name, value, "it is not a list", "Give a list of names of modules")

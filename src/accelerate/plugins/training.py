@@ -108,24 +108,10 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-_OPTIONS = {
-    "backend": "dynamo_backend",
-    "mode": "dynamo_mode",
-    "fullgraph": "dynamo_use_fullgraph",
-    "dynamic": "dynamo_use_dynamic",
-    "use_regional_compilation": "dynamo_use_regional_compilation",
-}
-_OTHERWISE = {"backend": "no", "mode": "default", "fullgraph": False, "use_regional_compilation": False}
-# A flag of the launcher has always been spelled this way.
-_SPELLINGS = {"TORHCHXLA_TRACE_ONCE": "TORCHXLA_TRACE_ONCE"}
+_FIELDS = {"dynamo_use_fullgraph": "fullgraph", "dynamo_use_dynamic": "dynamic"}
+_DEFAULTS = {"backend": "no", "mode": "default", "fullgraph": False, "use_regional_compilation": False}
 DynamoMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-_TORCH_DEFAULTS: dict[str, Any] = {
-    "mode": "default",
-    "fullgraph": False,
-    "dynamic": None,
-    "options": None,
-    "disable": False,
-}
+_TORCH_DEFAULTS = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
 
 
 @dataclass
@@ -158,11 +144,11 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        variables = read(environ.current(), (DynamoSection,))
-        self.fill({name: variables[option] for name, option in _OPTIONS.items() if option in variables})
-        self.fill(_OTHERWISE)
-        spelled = str(self.backend).upper()
-        self.backend = member("dynamo backend", _SPELLINGS.get(spelled, spelled), DynamoBackend)
+        options = read(environ.current(), (DynamoSection,))
+        self.fill({_FIELDS.get(name, name.removeprefix("dynamo_")): value for name, value in options.items()})
+        self.fill(_DEFAULTS)
+        name = str(self.backend).upper().replace("TORHCHXLA", "TORCHXLA")  # as older launchers spell it
+        self.backend = member("dynamo backend", name, DynamoBackend)
         one_of("dynamo mode", self.mode, get_args(DynamoMode))
 
     def to_dict(self) -> dict[str, Any]:
