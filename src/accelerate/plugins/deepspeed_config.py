@@ -243,11 +243,7 @@ FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of variables by field; "auto" counts as not set.
-
-    Raises:
-        ConfigurationError: variables hold values that cannot be.
-    """
+    """Return the values of variables by field; "auto" counts as not set."""
     variables = {name: text for name, text in variables.items() if text.lower() != AUTO}
     options = read(variables, (DeepSpeedSection, Fp8Section))
     names = {**{field: field for field in KEYS}, **_OTHER_OPTIONS, "msamp_opt_level": "fp8_opt_level"}
@@ -259,24 +255,23 @@ def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def config_of(fields: Any) -> dict[str, Any]:
     """Return the configuration that the fields stand for; what is known later is "auto"."""
+    config = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+    for name, key in KEYS.items():
+        value = getattr(fields, name)
+        if name.endswith("_device"):
+            value = str(value).lower()
+        elif name.endswith("_nvme_path"):
+            device = getattr(fields, name.replace("nvme_path", "device"))
+            value = value if str(device).lower() == "nvme" else None
+        _add(config, key, value)
+    return config
 
-    def offload(name: str) -> dict[str, Any]:
-        path = getattr(fields, f"offload_{name}_nvme_path")
-        device = str(getattr(fields, f"offload_{name}_device")).lower()
-        return {"device": device, "nvme_path": path if device == "nvme" else None}
 
-    return {
-        "train_batch_size": AUTO,
-        "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": fields.gradient_accumulation_steps,
-        "zero_optimization": {
-            "stage": fields.zero_stage,
-            "offload_optimizer": offload("optimizer"),
-            "offload_param": offload("param"),
-            "stage3_gather_16bit_weights_on_model_save": fields.zero3_save_16bit_model,
-        },
-        "gradient_clipping": fields.gradient_clipping,
-    }
+def _add(config: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config.setdefault(last, value)
 
 
 def filling_of(arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> Filling:
@@ -296,13 +291,8 @@ def filling_of(arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> Fi
 def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Add to a configuration what is not in it and is not as usual."""
     for name, key in KEYS.items():
-        if values.get(key, USUAL[name]) == USUAL[name]:
-            continue
-        *parents, last = key.split(".")
-        node: Any = config
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node.setdefault(last, values[key])
+        if values.get(key, USUAL[name]) != USUAL[name]:
+            _add(config, key, values[key])
 
 
 def warn_of_typos(config: Mapping[str, Any]) -> None:
@@ -313,11 +303,7 @@ def warn_of_typos(config: Mapping[str, Any]) -> None:
 
 
 def set_format(config: dict[str, Any], mixed_precision: str) -> None:
-    """Let a configuration train in a number format.
-
-    Raises:
-        ConfigurationError: it asks for the other format, or there is no such format.
-    """
+    """Let a configuration train in a number format."""
     if mixed_precision != "no" and mixed_precision not in FORMATS:
         known = ", ".join(("no", *FORMATS))
         raise wrong_value("mixed_precision", mixed_precision, "no such number format", f"Use one of {known}")

@@ -281,7 +281,8 @@ class MegatronLMPlugin:
         Args:
             mixed_precision: "no", "fp16", "bf16" or "fp8".
         """
-        formats = {"fp16": {"fp16": True}, "bf16": {"bf16": True}, "fp8": {"bf16": True, "fp8": "hybrid"}}
+        fp8: dict[str, Any] = {"bf16": True, "fp8": "hybrid"}
+        formats = {"fp16": {"fp16": True}, "bf16": {"bf16": True}, "fp8": fp8}
         self.megatron_lm_default_args.update(formats.get(mixed_precision, {}))
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
@@ -337,14 +338,8 @@ class MegatronLMPlugin:
         """Pass the length of training, warm-up and decays on to Megatron-LM."""
         lengths = ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples")
         warmup = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-        decays = (
-            "lr_decay_style",
-            "weight_decay_incr_style",
-            "start_weight_decay",
-            "end_weight_decay",
-            "min_lr",
-        )
-        names = (*lengths, *warmup, *decays)
+        styles = ("lr_decay_style", "weight_decay_incr_style")
+        names = (*lengths, *warmup, *styles, "start_weight_decay", "end_weight_decay", "min_lr")
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in names})
         for name in ("lr_warmup_iters", "lr_warmup_samples"):  # Megatron-LM counts with them
             self.megatron_lm_default_args[name] = getattr(self, name) or 0

@@ -30,14 +30,8 @@ from accelerate.settings.deepspeed_checks import (
     refuse_config as refuse_config,
     straighten as straighten,
 )
-from accelerate.settings.env import (
-    decode as decode,
-    read as read,
-    read_with_problems as read_with_problems,
-)
-from accelerate.settings.flags import (
-    add_sections as add_sections,
-)
+from accelerate.settings.env import decode as decode, read as read, read_with_problems as read_with_problems
+from accelerate.settings.flags import add_sections as add_sections
 from accelerate.settings.layers import (
     BUILT_IN as BUILT_IN,
     ENVIRONMENT as ENVIRONMENT,
@@ -82,9 +76,7 @@ from accelerate.settings.parser import (
     wants_color as wants_color,
     wrong_choice as wrong_choice,
 )
-from accelerate.settings.parsing import (
-    parse_json as parse_json,
-)
+from accelerate.settings.parsing import parse_json as parse_json
 from accelerate.settings.questions import (
     ADVANCED as ADVANCED,
     Check as Check,

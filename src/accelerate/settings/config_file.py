@@ -57,11 +57,7 @@ def default_config_path() -> Path:
 
 
 def find_config_file(given: str | None) -> Path | None:
-    """Return the file that ``--config_file`` names, else the default one (YAML, then JSON) if it exists.
-
-    Raises:
-        ConfigurationError: there is no such file, or the folder of the default one cannot be read.
-    """
+    """Return the file that ``--config_file`` names, else the default one (YAML, then JSON) if it exists."""
     if given is not None:
         return existing_file("--config_file", given)
     default = default_config_path()
@@ -74,11 +70,7 @@ def find_config_file(given: str | None) -> Path | None:
 
 
 def existing_file(name: str, given: str) -> Path:
-    """Return the path of a file that the flag `name` gives; a leading `~` is replaced.
-
-    Raises:
-        ConfigurationError: there is no such file, or it cannot be looked at.
-    """
+    """Return the path of a file that the flag `name` gives; a leading `~` is replaced."""
     path = expanded(given)
     try:
         if is_file(path):
@@ -101,11 +93,7 @@ def to_text(mapping: Mapping[str, Any], suffix: str = ".yaml") -> str:
 
 
 def write_mapping(path: Path, mapping: Mapping[str, Any], suffix: str | None = None) -> None:
-    """Write a configuration file, and make the folders above it; `suffix` overrides that of the path.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a configuration file, and make the folders above it; `suffix` overrides that of the path."""
     text = to_text(mapping, path.suffix if suffix is None else suffix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,11 +105,7 @@ def write_mapping(path: Path, mapping: Mapping[str, Any], suffix: str | None = N
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file as it is.
-
-    Raises:
-        ConfigurationError: it cannot be read, is not valid, or is not a mapping.
-    """
+    """Read a YAML or JSON file as it is."""
     try:
         text = parsing.read_text(path)
         content = parsing.parse_json(text) if path.suffix == ".json" else parsing.parse_yaml(text)
@@ -138,11 +122,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_layer(path: Path, source: str) -> Layer:
-    """Read a configuration file, of any version, as a layer of settings with the name `source`.
-
-    Raises:
-        ConfigurationError: unknown keys or wrong values; all of them are named.
-    """
+    """Read a configuration file, of any version, as a layer of settings with the name `source`."""
     mapping, notes = migrate(read_mapping(path))
     values = check(mapping, path)
     return Layer(source, {**_paradigm(mapping, path), **values}, tuple(f"{path}: {note}" for note in notes))
@@ -151,11 +131,7 @@ def read_layer(path: Path, source: str) -> Layer:
 def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Check every key and value of a file in today's form, and return the values by option name.
 
-    Empty entries (null) count as not set.
-
-    Raises:
-        ConfigurationError: unknown keys or wrong values; all of them are named.
-    """
+    Empty entries (null) count as not set."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for group, key, value in _entries(mapping, problems):

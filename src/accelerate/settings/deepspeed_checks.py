@@ -73,15 +73,7 @@ _WHAT_IT_IS = "Give the path of a JSON file, a dictionary, or JSON in base64"
 
 
 def refuse_config(problems: list[str], fix: str) -> None:
-    """Raise one error for all problems of a DeepSpeed configuration; nothing without problems.
-
-    Args:
-        problems: One line each, without full stops.
-        fix: What to do, without a full stop.
-
-    Raises:
-        ConfigurationError: There are problems.
-    """
+    """Raise one error for all problems, if there are any; they and the fix have no full stops."""
     if problems:
         lines = "".join(f"\n- {line}" for line in problems)
         raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{fix}.")
@@ -91,15 +83,7 @@ def refuse_config(problems: list[str], fix: str) -> None:
 
 
 def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
-    """Return a configuration from a dictionary, a JSON file, or JSON in base64.
-
-    Args:
-        source: one of them.
-        name: the argument or flag that it is given by.
-
-    Raises:
-        ConfigurationError: It is neither, or not JSON.
-    """
+    """Return a configuration from a dictionary, a JSON file, or JSON in base64, given as `name`."""
     if isinstance(source, dict):
         return deepcopy(source)
     if not hasattr(source, "__fspath__") and not isinstance(source, str):

@@ -52,20 +52,12 @@ def layer(environ: Mapping[str, str]) -> Layer:
 
 
 def decode(section: type[S], environ: Mapping[str, str]) -> S:
-    """Read a section from the environment; what is not set has its built-in value.
-
-    Raises:
-        ConfigurationError: variables hold values that cannot be; all of them are named.
-    """
+    """Read a section from the environment; what is not set has its built-in value."""
     return section(**read(environ, (section,)))
 
 
 def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[str, Any]:
-    """Return the values of those options that the environment sets, by option name.
-
-    Raises:
-        ConfigurationError: variables hold values that cannot be; all of them are named.
-    """
+    """Return the values of those options that the environment sets, by option name."""
     values, problems = read_with_problems(environ, sections)
     refuse_all(problems)
     return values
@@ -125,11 +117,7 @@ _ON_EACH_DEVICE = ("auto", "gpu", "xpu", "hpu", "npu", "mps")
 
 
 def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """Return settings in which variables of torchrun, as sources, replace what no flag gives.
-
-    Raises:
-        ConfigurationError: a value has the wrong type, or the number of machines is a range.
-    """
+    """Return settings in which variables of torchrun, as sources, replace what no flag gives."""
     from accelerate.settings.layers import FLAG, all_options
 
     given = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
@@ -153,11 +141,7 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
 
 def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:
     host, _, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", "")
-    return (PET_ENDPOINT, "main_process_ip", host.strip("[]")), (
-        PET_ENDPOINT,
-        "main_process_port",
-        port,
-    )
+    return (PET_ENDPOINT, "main_process_ip", host.strip("[]")), (PET_ENDPOINT, "main_process_port", port)
 
 
 def _read_torchrun(variable: str, row: Option, text: str) -> Any:

@@ -71,11 +71,7 @@ def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, a
 
 
 def layer(namespace: argparse.Namespace) -> Layer:
-    """Return the given flags as a layer of settings; of a namespace built by hand, what is not the default.
-
-    Raises:
-        ConfigurationError: values have the wrong type; all of them are named.
-    """
+    """Return the given flags as a layer; of a namespace built by hand, what differs from the default."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, row in all_options().items():

@@ -27,11 +27,7 @@ TOP_LEVEL_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dy
 
 
 def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
-    """Return a file's mapping in today's form, and notes about what was left out.
-
-    Raises:
-        ConfigurationError: a key is no text, or values are nested too deeply.
-    """
+    """Return a file's mapping in today's form, and notes about what was left out."""
     check_values(mapping)
     current = dict(mapping)
     _update_values(current)

@@ -105,15 +105,7 @@ class Option:
     foreign: bool = False
 
     def read(self, value: object, where: str) -> Any:
-        """Turn a value of a file, a flag or a variable into the option's type; any kind may be text.
-
-        Args:
-            value: what was written.
-            where: the flag, key or variable as the user knows it ("--num_processes").
-
-        Raises:
-            ConfigurationError: the value has the wrong type, is out of range or not among the choices.
-        """
+        """Turn a value of the flag, key or variable `where` into the option's type; any kind may be text."""
         try:
             result = self._convert(value)
         except UnicodeError:

@@ -40,11 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON.
-
-    Raises:
-        ValueError: it is no JSON, or beyond the limits.
-    """
+    """Read JSON."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -54,11 +50,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Read one document of YAML, with plain values only.
-
-    Raises:
-        ValueError: it is no YAML, or beyond the limits.
-    """
+    """Read one document of YAML, with plain values only."""
     import yaml
 
     try:
