@@ -20,7 +20,6 @@ RESOLVING = ("devices/", "test_utils/")
 ALLOWED = {
     "launch/worker.py": "the label is an argument of a public class",
     "plugins/deepspeed.py": "reads the stage, and answers is_zero3 for all others",
-    "plugins/fsdp.py": "fills in the version that was not given",
     "precision/transformer_engine.py": "the vendor of the hardware chooses the package to import",
     "state/accelerator_state.py": "`is_fsdp2` is public, and is decided here",
     "state/partial.py": "derives the label of the run",

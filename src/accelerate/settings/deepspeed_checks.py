@@ -24,28 +24,19 @@ AUTO = "auto"
 STAGE = "zero_optimization.stage"
 STAGES = (0, 1, 2, 3)
 
-KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": STAGE,
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
+    "gradient_clipping": ("gradient_clipping", AUTO),
+    "zero_stage": (STAGE, 2),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
 }
+KEYS = {field: key for field, (key, _) in _FIELDS.items()}
 """Fields that DeepSpeed's configuration has too -> their dotted names in it."""
-
-USUAL: dict[str, Any] = {
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-    "zero_stage": 2,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": "none",
-    "offload_param_nvme_path": "none",
-    "zero3_save_16bit_model": False,
-}
+USUAL = {field: value for field, (_, value) in _FIELDS.items()}
 """Their values where none is given."""
 
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -7,48 +7,29 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from accelerate.settings import sections
 from accelerate.settings.option import Option, Section
-from accelerate.settings.sections import (
-    EXCLUSIVE,
-    ContextParallelSection,
-    DeepSpeedSection,
-    DiagnosticsSection,
-    DynamoSection,
-    Fp8Section,
-    FsdpSection,
-    LaunchSection,
-    MegatronSection,
-    MpirunSection,
-    ParallelismSection,
-    PrecisionSection,
-    RendezvousSection,
-    SageMakerSection,
-    SequenceParallelSection,
-    SlurmSection,
-    StoppingSection,
-    TpuSection,
-)
 
 S = TypeVar("S", bound=Section)
 
 SECTIONS: tuple[type[Section], ...] = (
-    LaunchSection,
-    PrecisionSection,
-    DynamoSection,
-    RendezvousSection,
-    TpuSection,
-    DeepSpeedSection,
-    FsdpSection,
-    MegatronSection,
-    Fp8Section,
-    SageMakerSection,
-    MpirunSection,
-    SlurmSection,
-    StoppingSection,
-    ParallelismSection,
-    ContextParallelSection,
-    SequenceParallelSection,
-    DiagnosticsSection,
+    sections.LaunchSection,
+    sections.PrecisionSection,
+    sections.DynamoSection,
+    sections.RendezvousSection,
+    sections.TpuSection,
+    sections.DeepSpeedSection,
+    sections.FsdpSection,
+    sections.MegatronSection,
+    sections.Fp8Section,
+    sections.SageMakerSection,
+    sections.MpirunSection,
+    sections.SlurmSection,
+    sections.StoppingSection,
+    sections.ParallelismSection,
+    sections.ContextParallelSection,
+    sections.SequenceParallelSection,
+    sections.DiagnosticsSection,
 )
 """In the order of the help and of the documentation."""
 
@@ -130,8 +111,8 @@ def merge_layers(*layers: Layer) -> Settings:
     sources: dict[str, str] = {}
     for layer in layers:
         given = dict(layer.values)
-        if any(given.get(name) for name in EXCLUSIVE):
-            given = {**dict.fromkeys(EXCLUSIVE, False), **given}
+        if any(given.get(name) for name in sections.EXCLUSIVE):
+            given = {**dict.fromkeys(sections.EXCLUSIVE, False), **given}
         values.update(given)
         sources.update(dict.fromkeys(given, layer.source))
     return Settings(values, sources, tuple(note for layer in layers for note in layer.notes))

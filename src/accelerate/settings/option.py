@@ -13,7 +13,7 @@ import typing
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
@@ -211,6 +211,10 @@ def option(default: Any, help: str, **attributes: Any) -> Any:
             element of a tuple; default: the one of the section's `env_prefix`, if it has one.
     """
     return dataclasses.field(default=default, kw_only=True, metadata={"help": help, **attributes})
+
+
+optional = partial(option, None)
+"""Declare an option without a built-in value."""
 
 
 class Section:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base import DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.settings.option import Section, as_text, option, unless_empty, unless_empty_lower
+from accelerate.settings.option import Section, as_text, optional, unless_empty, unless_empty_lower
 
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 DEVICES = get_args(OffloadDevice)
@@ -44,15 +44,13 @@ class DeepSpeedSection(Section):
     takes_words = True
     spell_optional = unless_empty_lower
 
-    deepspeed_config_file: str | None = option(
-        None,
+    deepspeed_config_file: str | None = optional(
         "DeepSpeed's own JSON configuration; its values win over the flags of this group.",
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         spell=unless_empty,
         ask="Path of DeepSpeed's JSON configuration (empty for none)?",
     )
-    zero_stage: int | None = option(
-        None,
+    zero_stage: int | None = optional(
         "ZeRO stage: 0, 1, 2 or 3.",
         spell=as_text,
         limits=(0, 3),
@@ -60,89 +58,77 @@ class DeepSpeedSection(Section):
         offers=("0", "1", "2", "3"),
         when=_without_own_file,
     )
-    offload_optimizer_device: str | None = option(
-        None,
+    offload_optimizer_device: str | None = optional(
         "Where optimizer states are kept: none, cpu or nvme.",
         ask="Where are optimizer states kept?",
         offers=DEVICES,
         when=_shards_gradients,
     )
-    offload_param_device: str | None = option(
-        None,
+    offload_param_device: str | None = optional(
         "Where parameters are kept: none, cpu or nvme.",
         ask="Where are parameters kept?",
         offers=DEVICES,
         when=_shards_parameters,
     )
-    offload_optimizer_nvme_path: str | None = option(
-        None,
+    offload_optimizer_nvme_path: str | None = optional(
         "Folder on NVMe for optimizer states.",
         spell=unless_empty,
         ask="Which folder on NVMe for optimizer states?",
         when=lambda answers: answers["offload_optimizer_device"] == "nvme",
     )
-    offload_param_nvme_path: str | None = option(
-        None,
+    offload_param_nvme_path: str | None = optional(
         "Folder on NVMe for parameters.",
         spell=unless_empty,
         ask="Which folder on NVMe for parameters?",
         when=lambda answers: answers["offload_param_device"] == "nvme",
     )
-    gradient_accumulation_steps: int | None = option(
-        None,
+    gradient_accumulation_steps: int | None = optional(
         "Batches per optimizer step, with DeepSpeed; elsewhere Accelerator(gradient_accumulation_steps=...).",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         ask="How many batches per optimizer step?",
         when=_without_own_file,
     )
-    gradient_clipping: float | None = option(
-        None,
+    gradient_clipping: float | None = optional(
         "Largest norm of the gradients.",
         env="ACCELERATE_GRADIENT_CLIPPING",
         ask="What is the largest norm of the gradients (empty for no limit)?",
         when=_without_own_file,
     )
-    zero3_init_flag: bool | None = option(
-        None,
+    zero3_init_flag: bool | None = optional(
         "ZeRO-3: build models sharded from the start (true or false).",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ask=True,
         when=_shards_parameters,
     )
-    zero3_save_16bit_model: bool | None = option(
-        None, "ZeRO-3: gather 16-bit weights when saving (true or false).", ask=True, when=_shards_parameters
+    zero3_save_16bit_model: bool | None = optional(
+        "ZeRO-3: gather 16-bit weights when saving (true or false).", ask=True, when=_shards_parameters
     )
-    deepspeed_multinode_launcher: str | None = option(
-        None,
+    deepspeed_multinode_launcher: str | None = optional(
         f"What starts processes on several machines: {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}.",
         env=(),
         ask="What starts processes on several machines?",
         offers=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         when=_several_machines,
     )
-    deepspeed_hostfile: str | None = option(
-        None,
+    deepspeed_hostfile: str | None = optional(
         "DeepSpeed's host file for several machines.",
         env=(),
         ask="Where is the host file (empty for none)?",
         when=_starts_by_hostfile,
     )
-    deepspeed_exclusion_filter: str | None = option(
-        None,
+    deepspeed_exclusion_filter: str | None = optional(
         "Hosts and devices that are left out.",
         env=(),
         ask="Which hosts and devices are left out (empty for none)?",
         when=_starts_by_hostfile,
     )
-    deepspeed_inclusion_filter: str | None = option(
-        None,
+    deepspeed_inclusion_filter: str | None = optional(
         "Hosts and devices that are used.",
         env=(),
         ask="Which hosts and devices are used (empty for all)?",
         when=_starts_by_hostfile,
     )
-    deepspeed_moe_layer_cls_names: str | None = option(
-        None,
+    deepspeed_moe_layer_cls_names: str | None = optional(
         "Class names of mixture-of-experts layers that ZeRO-3 must not enter, separated by commas.",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         spell=unless_empty,

@@ -11,7 +11,7 @@ from accelerate.base import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
-from accelerate.settings.option import Section, lower, lower_bool, option, unless_empty
+from accelerate.settings.option import Section, lower, lower_bool, option, optional, unless_empty
 
 _fsdp1_option = partial(option, when=lambda answers: answers["fsdp_version"] == 1)
 
@@ -61,14 +61,12 @@ class FsdpSection(Section):
         offers=("true", "false"),
         when=lambda answers: answers["fsdp_version"] == 2,
     )
-    fsdp_auto_wrap_policy: str | None = option(
-        None,
+    fsdp_auto_wrap_policy: str | None = optional(
         "How the model is cut into units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
         ask="How is the model cut into units?",
         offers=tuple(FSDP_AUTO_WRAP_POLICY),
     )
-    fsdp_transformer_layer_cls_to_wrap: str | None = option(
-        None,
+    fsdp_transformer_layer_cls_to_wrap: str | None = optional(
         "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         ask="Which layer classes become units (separated by commas, empty: what the model says)?",
@@ -80,8 +78,7 @@ class FsdpSection(Section):
         ask="When is the next unit fetched in backward?",
         offers=tuple(FSDP_BACKWARD_PREFETCH),
     )
-    fsdp_state_dict_type: str | None = option(
-        None,
+    fsdp_state_dict_type: str | None = optional(
         "How checkpoints are written: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
         ask="How are checkpoints written?",
         offers=tuple(FSDP_STATE_DICT_TYPE),
@@ -110,6 +107,6 @@ class FsdpSection(Section):
     fsdp_activation_checkpointing_offload: bool = option(
         False, "Keep checkpointed activations on the CPU (true or false)."
     )
-    fsdp_ignored_modules: str | None = option(
-        None, "Modules that are not sharded: a regular expression over their names.", flags=()
+    fsdp_ignored_modules: str | None = optional(
+        "Modules that are not sharded: a regular expression over their names.", flags=()
     )

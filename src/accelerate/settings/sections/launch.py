@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.base import DistributedType
-from accelerate.settings.option import Section, only_true, option
+from accelerate.settings.option import Section, only_true, option, optional
 
 HARDWARE = "Hardware Selection Arguments"
 RESOURCES = "Resource Selection Arguments"
@@ -56,8 +56,7 @@ class LaunchSection(Section):
         flags=(),
         ask="Where does the script run?",
     )
-    distributed_type: str | None = option(
-        None,
+    distributed_type: str | None = optional(
         "The way of training in files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM or XLA.",
         flags=(),
         ask="Which way of training (NO is one process, XLA is TPU)?",
@@ -76,8 +75,7 @@ class LaunchSection(Section):
     multi_gpu: bool = option(
         False, "Data-parallel training on several accelerators.", group=HARDWARE, key=None
     )
-    num_processes: int | None = option(
-        None,
+    num_processes: int | None = optional(
         "Number of processes in total, over all machines together (not per machine).",
         ask="How many processes in total (over all machines together)?",
         when=several_processes,
@@ -89,13 +87,11 @@ class LaunchSection(Section):
         ask="How many machines take part?",
         when=lambda answers: answers["distributed_type"] not in ("NO", "XLA"),
     )
-    processes_per_machine: tuple[str, ...] | None = option(
-        None,
+    processes_per_machine: tuple[str, ...] | None = optional(
         "Processes on each machine, from machine 0 on, where these differ: 8,4. The total is their sum.",
         key=None,
     )
-    num_cpu_threads_per_process: int | None = option(
-        None,
+    num_cpu_threads_per_process: int | None = optional(
         "CPU threads each process may use (OMP_NUM_THREADS).",
         key=None,
         env="OMP_NUM_THREADS",
@@ -121,8 +117,7 @@ class LaunchSection(Section):
         advanced=True,
     )
     use_megatron_lm: bool = _paradigm("Train with Megatron-LM.", env="ACCELERATE_USE_MEGATRON_LM")
-    gpu_ids: str | None = option(
-        None,
+    gpu_ids: str | None = optional(
         "Devices of this machine to use, separated by commas; 'all' (the default) uses every visible one.",
         group="Distributed GPUs",
         ask="Which devices of this machine (numbers separated by commas, or all)?",

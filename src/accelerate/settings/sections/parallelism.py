@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import Section, option, true_or_false
+from accelerate.settings.option import Section, option, optional, true_or_false
 
 TITLE = "ParallelismConfig Arguments"
 FILE_KEY = "parallelism_config"
@@ -81,8 +81,8 @@ class SequenceParallelSection(Section):
     switch = "--parallelism_config_sp_size above 1"
     env_prefix = ""
 
-    parallelism_config_sp_seq_length: int | None = option(
-        None, "Length of the sequences, where all have the same.", flag_type=str, spell=str
+    parallelism_config_sp_seq_length: int | None = optional(
+        "Length of the sequences, where all have the same.", flag_type=str, spell=str
     )
     parallelism_config_sp_seq_length_is_variable: bool = option(
         True, "Sequences have different lengths (true or false).", flag_type=true_or_false

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.base import TORCH_DYNAMO_MODES, DynamoBackend, shown, str_to_bool
-from accelerate.settings.option import Section, as_bit, option, true_or_false, upper
+from accelerate.settings.option import Section, as_bit, option, optional, true_or_false, upper
 from accelerate.settings.sections.launch import RESOURCES
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -61,8 +61,7 @@ class Fp8Section(Section):
     switch = "--mixed_precision fp8"
     env_prefix = "ACCELERATE_"
 
-    fp8_backend: str | None = option(
-        None,
+    fp8_backend: str | None = optional(
         "Library that computes in FP8: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
         choices=("ao", "te", "msamp"),
         key="backend",

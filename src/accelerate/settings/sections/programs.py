@@ -12,7 +12,7 @@ from accelerate.base import (
     SAGEMAKER_PYTORCH_VERSION,
     SAGEMAKER_TRANSFORMERS_VERSION,
 )
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, optional
 from accelerate.settings.sections.launch import HARDWARE
 
 
@@ -24,13 +24,11 @@ class MpirunSection(Section):
     file_key = "mpirun_config"
     switch = "--mpirun_hostfile"
 
-    mpirun_hostfile: str | None = option(
-        None,
+    mpirun_hostfile: str | None = optional(
         "Host file for mpirun; processes are then started by it.",
         ask="Host file for mpirun (empty: processes are not started by mpirun)?",
     )
-    mpirun_ccl: int | None = option(
-        None,
+    mpirun_ccl: int | None = optional(
         "Threads of oneCCL in each process (CCL_WORKER_COUNT).",
         flags=(),
         env="CCL_WORKER_COUNT",
@@ -66,8 +64,8 @@ class SlurmSection(Section):
     slurm_options: str = option(
         "", "Further options for srun, or with --submit for sbatch, in one text: '--partition=gpu --time=60'."
     )
-    slurm_script: str | None = option(
-        None, "With --submit: where the batch script is written (the script's name, with .sbatch).", key=None
+    slurm_script: str | None = optional(
+        "With --submit: where the batch script is written (the script's name, with .sbatch).", key=None
     )
 
     @classmethod
@@ -76,7 +74,7 @@ class SlurmSection(Section):
         return bool(answers["distributed_type"] != "NO")
 
 
-_pod_option = partial(option, when=lambda answers: answers["tpu_use_cluster"])
+_pod_option = partial(optional, when=lambda answers: answers["tpu_use_cluster"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +92,19 @@ class TpuSection(Section):
         negations=("--no_tpu_cluster",),
         ask="Start the script on all hosts of a TPU pod?",
     )
-    tpu_use_sudo: bool = _pod_option(False, "Run as root on the hosts of the pod.", ask=True)
+    tpu_use_sudo: bool = option(
+        False,
+        "Run as root on the hosts of the pod.",
+        ask=True,
+        when=lambda answers: answers["tpu_use_cluster"],
+    )
     vm: tuple[str, ...] | None = _pod_option(
-        None,
         "Hosts of the pod; once for each.",
         action="append",
         key="tpu_vm",
         ask="Which hosts of the pod (separated by commas, empty for all)?",
     )
     env: tuple[str, ...] | None = _pod_option(
-        None,
         "Variables (NAME=value) for the hosts of the pod; once for each.",
         action="append",
         key="tpu_env",
@@ -115,16 +116,14 @@ class TpuSection(Section):
         ask="Compute float32 and float64 in bfloat16?",
         when=lambda answers: answers["mixed_precision"] == "bf16",
     )
-    tpu_name: str | None = _pod_option(None, "Name of the TPU.", flags=(), ask="What is the name of the TPU?")
-    tpu_zone: str | None = _pod_option(None, "Zone of the TPU.", flags=(), ask="In which zone is the TPU?")
+    tpu_name: str | None = _pod_option("Name of the TPU.", flags=(), ask="What is the name of the TPU?")
+    tpu_zone: str | None = _pod_option("Zone of the TPU.", flags=(), ask="In which zone is the TPU?")
     command_file: str | None = _pod_option(
-        None,
         "File of commands that set up each host.",
         flags=(),
         ask="File of commands that set up each host (empty for none)?",
     )
     commands: tuple[str, ...] | None = _pod_option(
-        None,
         "Commands that set up each host.",
         flags=(),
         ask="Commands that set up each host (separated by commas, empty for none)?",
@@ -138,21 +137,20 @@ class SageMakerSection(Section):
     title = "AWS Arguments"
     makes_flags = False
 
-    aws_access_key_id: str | None = option(
-        None, "Access key for AWS.", flags=("--aws_access_key_id",), key=None, secret=True
+    aws_access_key_id: str | None = optional(
+        "Access key for AWS.", flags=("--aws_access_key_id",), key=None, secret=True
     )
-    aws_secret_access_key: str | None = option(
-        None, "Secret key for AWS.", flags=("--aws_secret_access_key",), key=None, secret=True
+    aws_secret_access_key: str | None = optional(
+        "Secret key for AWS.", flags=("--aws_secret_access_key",), key=None, secret=True
     )
-    ec2_instance_type: str | None = option(None, "Instance type.", ask="Which instance type?")
-    iam_role_name: str | None = option(
-        None, "Role that the job runs as.", ask="Which IAM role does the job run as?"
+    ec2_instance_type: str | None = optional("Instance type.", ask="Which instance type?")
+    iam_role_name: str | None = optional(
+        "Role that the job runs as.", ask="Which IAM role does the job run as?"
     )
-    image_uri: str | None = option(
-        None, "Container image of your own.", ask="Container image of your own (empty for none)?"
+    image_uri: str | None = optional(
+        "Container image of your own.", ask="Container image of your own (empty for none)?"
     )
-    profile: str | None = option(
-        None,
+    profile: str | None = optional(
         "Profile of the AWS configuration.",
         ask="Which profile of the AWS configuration (empty for the default one)?",
     )
@@ -178,14 +176,14 @@ class SageMakerSection(Section):
         ask="Which Python version of the image?",
         advanced=True,
     )
-    sagemaker_inputs_file: str | None = option(
-        None, "Table of input channels.", ask="Table of input channels (empty for none)?"
+    sagemaker_inputs_file: str | None = optional(
+        "Table of input channels.", ask="Table of input channels (empty for none)?"
     )
-    sagemaker_metrics_file: str | None = option(
-        None, "Table of metric definitions.", ask="Table of metric definitions (empty for none)?"
+    sagemaker_metrics_file: str | None = optional(
+        "Table of metric definitions.", ask="Table of metric definitions (empty for none)?"
     )
-    additional_args: dict[str, Any] | None = option(
-        None, "Further arguments for the estimator of SageMaker, as they are."
+    additional_args: dict[str, Any] | None = optional(
+        "Further arguments for the estimator of SageMaker, as they are."
     )
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from accelerate.settings.option import Section, option
+from accelerate.settings.option import Section, option, optional
 
 _machines_option = partial(option, when=lambda answers: answers["num_machines"] > 1)
 
@@ -46,7 +46,7 @@ class RendezvousSection(Section):
         flags=("-t", "--tee"),
         key=None,
     )
-    log_dir: str | None = option(None, "Folder for the logs of the processes.", key=None)
+    log_dir: str | None = optional("Folder for the logs of the processes.", key=None)
     role: str = option("default", "Name of these workers in logs.", key=None)
     rdzv_backend: str = _machines_option(
         "static",
@@ -71,14 +71,12 @@ class DiagnosticsSection(Section):
     title = "Diagnostics Arguments"
     env_prefix = "ACCELERATE_"
 
-    hang_timeout: int | None = option(
-        None,
+    hang_timeout: int | None = optional(
         "Seconds that a process may wait for the others before a report says where each of them is (60); "
         "0 for no reports.",
         limits=(0, 10**6),
     )
-    hang_action: str | None = option(
-        None,
+    hang_action: str | None = optional(
         "What follows a report: report (the default) lets the run go on, abort ends all processes with an "
         "error.",
         choices=("report", "abort"),
@@ -92,19 +90,15 @@ class StoppingSection(Section):
     title = "Stopping Arguments"
     env_prefix = "ACCELERATE_"
 
-    max_time: str | None = option(
-        None,
-        "Time after its start when a process is asked to save and stop: seconds, HH:MM:SS or D-HH:MM:SS.",
+    max_time: str | None = optional(
+        "Time after its start when a process is asked to save and stop: seconds, HH:MM:SS or D-HH:MM:SS."
     )
-    stop_margin: int | None = option(
-        None,
+    stop_margin: int | None = optional(
         "Seconds before the end of an allocation of SLURM when processes are asked to save and stop (120); "
         "0 leaves that to signals.",
         limits=(0, 10**6),
     )
-    stop_file: str | None = option(
-        None, "A file that asks all processes to save and stop as soon as it exists."
-    )
-    save_file: str | None = option(
-        None, "A file that asks all processes to save and go on, each time that it is touched."
+    stop_file: str | None = optional("A file that asks all processes to save and stop as soon as it exists.")
+    save_file: str | None = optional(
+        "A file that asks all processes to save and go on, each time that it is touched."
     )
