@@ -82,7 +82,7 @@ def read_strategy(field: str, value: Any) -> ShardingStrategy:
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
         value = FSDP_SHARDING_STRATEGY[int(text) - 1]
     if str(value).upper() == "HYBRID_SHARD_ZERO2":
-        value = torch_class("ShardingStrategy")._HYBRID_SHARD_ZERO2
+        value = torch_class("ShardingStrategy")["_HYBRID_SHARD_ZERO2"]
     return read_member(field, value, "ShardingStrategy", FSDP_SHARDING_STRATEGY)  # type: ignore[no-any-return]
 
 

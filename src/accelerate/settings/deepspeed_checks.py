@@ -22,7 +22,6 @@ from accelerate.settings.sections import DEVICES
 
 AUTO = "auto"
 STAGE = "zero_optimization.stage"
-STAGES = (0, 1, 2, 3)
 
 _FIELDS: dict[str, tuple[str, Any]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
@@ -190,7 +189,7 @@ def problems_of_fields(fields: Any) -> list[str]:
     """Return one line for each value of the fields in `KEYS` that is wrong, or does not go with another."""
     problems = []
     stage = fields.zero_stage
-    if str(stage) not in map(str, STAGES):
+    if str(stage) not in ("0", "1", "2", "3"):
         problems.append(f"zero_stage={shown(stage)}: the stages of ZeRO are 0, 1, 2 and 3")
     for name in ("optimizer", "param"):
         problems += _problems_of_offload(fields, name)

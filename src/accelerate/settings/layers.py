@@ -60,11 +60,7 @@ def all_options() -> Mapping[str, Option]:
 
 
 class Settings:
-    """The value of every option, and its source.
-
-    ``settings[DynamoSection].dynamo_mode`` reads a value, typed; ``settings.source("dynamo_mode")`` returns
-    what set it.
-    """
+    """The value of every option, and its source: ``settings[DynamoSection].dynamo_mode`` is typed."""
 
     def __init__(
         self, values: Mapping[str, Any], sources: Mapping[str, str], notes: tuple[str, ...] = ()

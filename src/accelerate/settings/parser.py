@@ -57,15 +57,11 @@ def clean_option(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def _both_spellings(flags: tuple[str, ...]) -> tuple[str, ...]:
-    dashed = (f"--{flag[2:].replace('_', '-')}" for flag in flags if _SPELLING.match(flag))
-    return tuple(dict.fromkeys((*flags, *dashed)))
-
-
 class _BothSpellings(argparse._ActionsContainer):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """As in argparse, with the dash form of each long flag added."""
-        return super().add_argument(*_both_spellings(args), **kwargs)
+        dashed = (f"--{flag[2:].replace('_', '-')}" for flag in args if _SPELLING.match(flag))
+        return super().add_argument(*dict.fromkeys((*args, *dashed)), **kwargs)
 
 
 class CustomArgumentGroup(_BothSpellings, argparse._ArgumentGroup):
@@ -110,7 +106,7 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            self._wrong.append(_with_short(arg_string, str(error)))
+            self._wrong.append(str(error).replace(repr(arg_string), shown(arg_string)))
             return _WRONG
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -120,7 +116,7 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             if isinstance(action, argparse._SubParsersAction):
                 self.error(unknown_command(value, action.choices))
-            problem = _with_short(str(value), str(error))
+            problem = str(error).replace(repr(str(value)), shown(str(value)))  # argparse shows it whole
             self._wrong.append(wrong_choice(problem, value, action.choices or ()))
 
     def print_help(self, file: Any = None) -> None:
@@ -152,11 +148,6 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
         if word in children:
             return _command_of(children[word], words[index + 1 :])
     return parser
-
-
-def _with_short(value: str, problem: str) -> str:
-    """What argparse says of a value, which it shows whole."""
-    return problem.replace(repr(value), shown(value))
 
 
 def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
