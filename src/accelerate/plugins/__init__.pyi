@@ -18,12 +18,6 @@ from accelerate.plugins.deepspeed_config import (
     show_to_transformers as show_to_transformers,
     without_auto as without_auto,
 )
-from accelerate.plugins.fp8 import (
-    AORecipeKwargs as AORecipeKwargs,
-    FP8RecipeKwargs as FP8RecipeKwargs,
-    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
-    TERecipeKwargs as TERecipeKwargs,
-)
 from accelerate.plugins.fsdp import (
     EFFICIENT_LOADING as EFFICIENT_LOADING,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
@@ -40,6 +34,13 @@ from accelerate.plugins.handlers import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
     ProfileKwargs as ProfileKwargs,
+)
+from accelerate.plugins.low_precision import (
+    AORecipeKwargs as AORecipeKwargs,
+    BnbQuantizationConfig as BnbQuantizationConfig,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    TERecipeKwargs as TERecipeKwargs,
 )
 from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin, optimizer_kind as optimizer_kind
 from accelerate.plugins.megatron_checks import (
@@ -63,7 +64,6 @@ from accelerate.plugins.parallel import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from accelerate.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,

@@ -17,6 +17,11 @@ from accelerate.base import (
 )
 from accelerate.plugins.checks import at_least
 from accelerate.plugins.fsdp_versions import (
+    PrefetchName,
+    StateDictName,
+    StrategyName,
+    Takes,
+    WrapPolicyName,
     flag_of,
     read_dtype,
     read_member,
@@ -32,14 +37,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
-
-    from accelerate.plugins.fsdp_versions import (
-        Given,
-        PrefetchName,
-        StateDictName,
-        StrategyName,
-        WrapPolicyName,
-    )
 
 Policy = Any
 """A callable as torch takes it, or one of torch's policy objects."""
@@ -103,15 +100,15 @@ class FullyShardedDataParallelPlugin:
         ConfigurationError: a value that cannot be, or values that do not go together.
     """
 
-    fsdp_version: Given[Literal[1, 2] | None] = None  # type: ignore[assignment]
-    sharding_strategy: Given[StrategyName | ShardingStrategy | int | None] = None  # type: ignore[assignment]
-    reshard_after_forward: Given[bool | StrategyName | ShardingStrategy | None] = None  # type: ignore[assignment]
-    backward_prefetch: Given[PrefetchName | BackwardPrefetch | None] = None  # type: ignore[assignment]
+    fsdp_version: Takes[Literal[1, 2] | None] = None  # type: ignore[assignment]
+    sharding_strategy: Takes[StrategyName | ShardingStrategy | int | None] = None  # type: ignore[assignment]
+    reshard_after_forward: Takes[bool | StrategyName | ShardingStrategy | None] = None  # type: ignore[assignment]
+    backward_prefetch: Takes[PrefetchName | BackwardPrefetch | None] = None  # type: ignore[assignment]
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Given[WrapPolicyName | Callable[..., Any] | None] = None  # type: ignore[assignment]
+    auto_wrap_policy: Takes[WrapPolicyName | Callable[..., Any] | None] = None  # type: ignore[assignment]
     cpu_offload: Any = None
     ignored_modules: Iterable[nn.Module] | str | None = None
-    state_dict_type: Given[StateDictName | StateDictType | None] = None  # type: ignore[assignment]
+    state_dict_type: Takes[StateDictName | StateDictType | None] = None  # type: ignore[assignment]
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", contravariant=True)
 
 
-class Given(Protocol[T]):
+class Takes(Protocol[T]):
     """For type checkers: a field that takes `T`, and holds torch's object after construction."""
 
     def __get__(self, plugin: object, kind: Any = None) -> Any: ...

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, MissingPackageError
-from accelerate.plugins import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, fp8
+from accelerate.plugins import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+    low_precision,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ def _torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     module.Float8LinearConfig = Float8LinearConfig  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    monkeypatch.setattr(fp8, "require", lambda package, feature: None)
+    monkeypatch.setattr(low_precision, "require", lambda package, feature: None)
 
 
 def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -105,7 +111,7 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(package: str, feature: str) -> None:
         raise MissingPackageError(f"{feature} needs {package}")
 
-    monkeypatch.setattr(fp8, "require", refuse)
+    monkeypatch.setattr(low_precision, "require", refuse)
     with pytest.raises(MissingPackageError, match="AORecipeKwargs needs torchao"):
         AORecipeKwargs()
 
@@ -126,6 +132,6 @@ def test_the_older_recipe_holds_both(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_older_recipe_takes_what_is_installed(
     monkeypatch: pytest.MonkeyPatch, engine: bool, msamp: bool, chosen: str
 ) -> None:
-    monkeypatch.setattr(fp8, "is_transformer_engine_available", lambda: engine)
-    monkeypatch.setattr(fp8, "is_msamp_available", lambda: msamp)
+    monkeypatch.setattr(low_precision, "is_transformer_engine_available", lambda: engine)
+    monkeypatch.setattr(low_precision, "is_msamp_available", lambda: msamp)
     assert FP8RecipeKwargs().backend == chosen

@@ -1,12 +1,20 @@
-"""FP8 recipes: one class for each library that computes in FP8."""
+"""Low precision: a recipe for each library that computes in FP8, and quantization by bitsandbytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from accelerate.base import current, is_msamp_available, parse_flag_from_env, require, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    CustomDtype,
+    current,
+    is_msamp_available,
+    parse_flag_from_env,
+    require,
+    wrong_value,
+)
 from accelerate.devices import is_transformer_engine_available
 from accelerate.plugins.checks import at_least, one_of
 from accelerate.plugins.handlers import KwargsHandler
@@ -14,6 +22,7 @@ from accelerate.settings import decode
 from accelerate.settings.sections import Fp8Section
 
 if TYPE_CHECKING:
+    import torch
     from torchao.float8 import Float8LinearConfig
 
 Backend = Literal["MSAMP", "TE"]
@@ -21,18 +30,12 @@ OptLevel = Literal["O1", "O2"]
 FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
 AmaxComputeAlgorithm = Literal["max", "most_recent"]
 
+_FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Names of number formats -> dtypes of torch."""
+
 # The one field that no flag of the launcher sets.
 _MXFP8_VARIABLE = "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
 _AO_FIELDS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-_TE_FIELDS = (
-    "use_autocast_during_eval",
-    "margin",
-    "interval",
-    "fp8_format",
-    "amax_history_len",
-    "amax_compute_algo",
-    "override_linear_precision",
-)
 
 
 @dataclass
@@ -61,18 +64,16 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in _AO_FIELDS if self.config is not None else ():
+            if (value := getattr(self, name)) is not None:
+                reason = "the config given beside it decides this"
+                raise wrong_value(name, value, reason, "Set it in the config")
+        _fill(self)
         if self.config is None:
-            self.fill(_variables(*_AO_FIELDS))
             require("torchao", "AORecipeKwargs")
             from torchao.float8 import Float8LinearConfig
 
             self.config = Float8LinearConfig(**{name: getattr(self, name) for name in _AO_FIELDS})
-            return
-        for name in _AO_FIELDS:
-            if (value := getattr(self, name)) is not None:
-                reason = "the config given beside it decides this"
-                raise wrong_value(name, value, reason, "Set it in the config")
-        self.fill(_variables(*_AO_FIELDS))
 
 
 @dataclass
@@ -109,7 +110,7 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         self.fp8_format = _upper(self.fp8_format)
-        self.fill(_variables(*_TE_FIELDS))
+        _fill(self)
         self.fill({"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
         one_of("fp8_format", self.fp8_format, get_args(FP8Format))
         one_of("amax_compute_algo", self.amax_compute_algo, get_args(AmaxComputeAlgorithm))
@@ -132,7 +133,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: OptLevel | None = None
 
     def __post_init__(self) -> None:
-        self.fill(_variables("opt_level"))
+        _fill(self)
         one_of("opt_level", self.opt_level, get_args(OptLevel))
 
 
@@ -153,17 +154,19 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        self.fill(_variables("backend"))
+        _fill(self)
         self.backend = _upper(self.backend) or _installed_backend()
         one_of("backend", self.backend, get_args(Backend))
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
 
 
-def _variables(*fields: str) -> dict[str, Any]:
-    """Return what the environment says, or by default holds, for fields of a recipe."""
+def _fill(recipe: KwargsHandler) -> None:
+    """Set the fields of a recipe that are not given, from the environment or else to the section's defaults."""
     section = decode(Fp8Section, current())
-    return {field: getattr(section, f"fp8_{field.removeprefix('fp8_')}") for field in fields}
+    names = {row.name: row.name.removeprefix("fp8_") for row in Fp8Section.options()}
+    names["fp8_format"] = "fp8_format"
+    recipe.fill({name: getattr(section, row) for row, name in names.items() if hasattr(recipe, name)})
 
 
 def _installed_backend() -> Backend:
@@ -172,3 +175,84 @@ def _installed_backend() -> Backend:
 
 def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """To how many bits linear layers are quantized by bitsandbytes, and which stay as they are.
+
+    Args:
+        load_in_8bit: quantize to 8 bits (LLM.int8()).
+        llm_int8_threshold: with 8 bits: inputs above it are multiplied in 16 bits.
+        load_in_4bit: quantize to 4 bits.
+        bnb_4bit_quant_type: with 4 bits: "fp4" or "nf4".
+        bnb_4bit_use_double_quant: with 4 bits: whether the scales are quantized, too.
+        bnb_4bit_compute_dtype: with 4 bits: what is computed in: "fp32", "fp16", "bf16", or torch's dtype.
+        torch_dtype: dtype of all that is not quantized, named like the one above. None is the compute dtype
+            with 4 bits and float16 with 8 bits.
+        skip_modules: names of modules that are not quantized. None finds the output layer and tied ones.
+        keep_in_fp32_modules: names of modules that are not quantized and are float32.
+
+    Attributes:
+        target_dtype: dtype of the quantized weights, `CustomDtype.INT4` for 4 bits.
+
+    Raises:
+        ConfigurationError: a value that cannot be, or not exactly one of 8 and 4 bits.
+    """
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: str | torch.dtype = "fp16"  # torch's dtype after construction
+    torch_dtype: str | torch.dtype | None = None  # torch's dtype after construction
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+    target_dtype: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self._check()
+        self.bnb_4bit_compute_dtype = _dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype_of("torch_dtype", self.torch_dtype)
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+
+    @property
+    def unquantized_modules(self) -> list[str]:
+        """Names of modules that the user keeps from being quantized."""
+        return [*(self.skip_modules or ()), *(self.keep_in_fp32_modules or ())]
+
+    def _check(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise wrong_value(name, value, "it is not a boolean", "Give True or False")
+        if self.load_in_8bit == self.load_in_4bit:
+            problem = "can't be both True" if self.load_in_8bit else "are both False"
+            raise ConfigurationError(
+                f"load_in_8bit and load_in_4bit {problem}: a model is quantized to one of them. "
+                f"Set {'only ' if self.load_in_8bit else ''}one of them to True."
+            )
+        threshold = self.llm_int8_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            raise wrong_value("llm_int8_threshold", threshold, "it is not a number", "Give one, such as 6.0")
+        one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("fp4", "nf4"))
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list):
+                raise wrong_value(name, value, "it is not a list", "Give a list of names of modules")
+
+
+def _dtype_of(name: str, value: object) -> torch.dtype:
+    import torch
+
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        fix = f"Give torch's dtype, or one of {', '.join(_FORMATS)}"
+        raise wrong_value(name, value, "it is no dtype", fix)
+    return getattr(torch, _FORMATS[one_of(name, value, _FORMATS)])  # type: ignore[no-any-return]
