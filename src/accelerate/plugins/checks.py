@@ -1,4 +1,4 @@
-"""Checks that several plugins make on the values they are given."""
+"""What several plugins do with their fields: check the values, and read those that are not given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from enum import Enum
 from numbers import Number
 from typing import TypeVar
 
-from accelerate.base import FALSE_WORDS, TRUE_WORDS, wrong_value
+from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, wrong_value
+from accelerate.settings import Section, decode
 
 Choice = TypeVar("Choice")
 Member = TypeVar("Member", bound=Enum)
@@ -58,3 +59,19 @@ def at_least(name: str, value: float, minimum: float) -> None:
         raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more", TypeError)
     if value < minimum:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
+
+
+def fill_from(plugin: object, section: type[Section], prefix: str, **other_names: str) -> None:
+    """Set fields that are None to what the environment, else by default the section, holds for an option.
+
+    Args:
+        plugin: changed in place; options without a field are left out.
+        section: has the options.
+        prefix: what the options' names have before those of the fields.
+        **other_names: name of an option -> the field, where it has another name.
+    """
+    options = decode(section, current())
+    for row in section.options():
+        field = other_names.get(row.name, row.name.removeprefix(prefix))
+        if getattr(plugin, field, ...) is None:
+            setattr(plugin, field, getattr(options, row.name))

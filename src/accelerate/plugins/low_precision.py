@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from accelerate.base import (
     ConfigurationError,
     CustomDtype,
-    current,
     is_msamp_available,
     parse_flag_from_env,
     require,
     wrong_value,
 )
 from accelerate.devices import is_transformer_engine_available
-from accelerate.plugins.checks import at_least, one_of
+from accelerate.plugins.checks import at_least, fill_from, one_of
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings import decode
 from accelerate.settings.sections import Fp8Section
 
 if TYPE_CHECKING:
@@ -68,7 +66,7 @@ class AORecipeKwargs(KwargsHandler):
             if (value := getattr(self, name)) is not None:
                 reason = "the config given beside it decides this"
                 raise wrong_value(name, value, reason, "Set it in the config")
-        _fill(self)
+        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
         if self.config is None:
             require("torchao", "AORecipeKwargs")
             from torchao.float8 import Float8LinearConfig
@@ -110,7 +108,7 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         self.fp8_format = _upper(self.fp8_format)
-        _fill(self)
+        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
         self.fill({"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
         one_of("fp8_format", self.fp8_format, get_args(FP8Format))
         one_of("amax_compute_algo", self.amax_compute_algo, get_args(AmaxComputeAlgorithm))
@@ -133,7 +131,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: OptLevel | None = None
 
     def __post_init__(self) -> None:
-        _fill(self)
+        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
         one_of("opt_level", self.opt_level, get_args(OptLevel))
 
 
@@ -154,19 +152,11 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        _fill(self)
+        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
         self.backend = _upper(self.backend) or _installed_backend()
         one_of("backend", self.backend, get_args(Backend))
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
-
-
-def _fill(recipe: KwargsHandler) -> None:
-    """Set the fields of a recipe that are not given, from the environment or else to the section's defaults."""
-    section = decode(Fp8Section, current())
-    names = {row.name: row.name.removeprefix("fp8_") for row in Fp8Section.options()}
-    names["fp8_format"] = "fp8_format"
-    recipe.fill({name: getattr(section, row) for row, name in names.items() if hasattr(recipe, name)})
 
 
 def _installed_backend() -> Backend:

@@ -1,4 +1,4 @@
-"""Checks of a MegatronLMPlugin: each answers with all problems it finds, and raises nothing."""
+"""Checks of a MegatronLMPlugin: each returns a line for every problem, and raises nothing."""
 
 from __future__ import annotations
 

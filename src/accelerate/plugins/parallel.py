@@ -6,9 +6,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accelerate.base import ConfigurationError, current
-from accelerate.plugins.checks import at_least, one_of
-from accelerate.settings import decode
+from accelerate.base import ConfigurationError
+from accelerate.plugins.checks import at_least, fill_from, one_of
 from accelerate.settings.sections import ContextParallelSection, SequenceParallelSection
 
 if TYPE_CHECKING:
@@ -70,9 +69,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            section = decode(ContextParallelSection, current())
-            self.cp_comm_strategy = section.parallelism_config_cp_comm_strategy
+        fill_from(self, ContextParallelSection, "parallelism_config_")
         one_of("cp_comm_strategy", self.cp_comm_strategy, COMM_STRATEGIES)
 
 
@@ -98,10 +95,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        section = decode(SequenceParallelSection, current())
-        for name in ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(section, f"parallelism_config_{name}"))
+        fill_from(self, SequenceParallelSection, "parallelism_config_")
         one_of("sp_attn_implementation", self.sp_attn_implementation, ATTENTIONS)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
