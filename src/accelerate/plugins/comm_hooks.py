@@ -54,4 +54,4 @@ WRAPPERS: dict[DDPCommunicationHookType, Wrapper] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
     DDPCommunicationHookType.BF16: lambda hook: renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
-"""What is put around a hook so that its result travels in a number format."""
+"""Wrappers that cast the result of a hook to a number format before it is communicated."""

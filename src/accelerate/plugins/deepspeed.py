@@ -52,7 +52,7 @@ class DeepSpeedPlugin:
     Attributes:
         deepspeed_config: The configuration, the very dictionary of `hf_ds_config`.
         filled: What `prepare` has filled in.
-        dschf: Through this object transformers knows that models are built in shards; None otherwise.
+        dschf: The object from which transformers reads that models are built in shards; None otherwise.
 
     Raises:
         ConfigurationError: Values that cannot be, or do not go together; all of them are named.

@@ -204,7 +204,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two values mean the same: 8 and "8" do, and so does anything and a value nobody gave (None)."""
+    """Whether two values mean the same: 8 and "8" do, and so does anything and a value that is not given."""
     if second is None or first == second:
         return True
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):

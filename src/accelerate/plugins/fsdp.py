@@ -171,7 +171,7 @@ class FullyShardedDataParallelPlugin:
             self.optim_state_dict_config = optimizers
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Let the policy know the model that it cuts into units.
+        """Bind the policy to the model that it cuts into units.
 
         Args:
             model: the model.
@@ -295,7 +295,7 @@ def read_policy(value: Any) -> Policy | None:
 def bind_policy(
     policy: Policy | None, model: nn.Module, layers: Iterable[str] | None, min_params: int | None
 ) -> Policy | None:
-    """Return a policy that knows its model; one that is bound already, or the user's own, as it is.
+    """Return a policy that is bound to its model; one that is bound already, or the user's own, as it is.
 
     Args:
         policy: as `read_policy` returns it.

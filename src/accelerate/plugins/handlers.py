@@ -106,7 +106,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     Args:
         backend: name of the communication library; the default is passed on as "whatever suits the device".
-        init_method: URL that tells how the processes find each other; None takes it from the environment.
+        init_method: URL that specifies how the processes find each other; None takes it from the environment.
         timeout: how long a collective may wait; None is torch's own limit, ten minutes for nccl and thirty
             for the others.
 
@@ -137,15 +137,15 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and how gradients travel.
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
 
     Args:
         dim: dimension along which inputs are scattered.
         broadcast_buffers: whether buffers are broadcast from the first process at each forward.
         bucket_cap_mb: size in MiB of the buckets that gradients are gathered into.
-        find_unused_parameters: whether each step looks for parameters that got no gradient.
+        find_unused_parameters: whether each step searches for parameters that got no gradient.
         check_reduction: kept for older scripts; torch ignores it.
-        gradient_as_bucket_view: whether gradients live inside the buckets, which saves memory.
+        gradient_as_bucket_view: whether gradients are views into the buckets, which saves memory.
         static_graph: whether the same parameters are used in every step.
         comm_hook: compression of gradients; a member or its value ("fp16", "power_sgd", ...).
         comm_wrapper: a number format that the compressed gradients are cast to on top: "no", "fp16", "bf16".
@@ -188,7 +188,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Tell a model how its gradients travel. Called on every rank, once, before the first backward.
+        """Register the communication hook on a model. Called on every rank, once, before the first backward.
 
         Args:
             model: the wrapped model.

@@ -48,7 +48,7 @@ class AORecipeKwargs(KwargsHandler):
             converts all but the first and the last.
         pad_inner_dim: Whether sizes that FP8 kernels cannot take are padded. From
             ACCELERATE_FP8_PAD_INNER_DIM, otherwise yes.
-        enable_fsdp_float8_all_gather: Whether sharded weights travel in FP8. From
+        enable_fsdp_float8_all_gather: Whether sharded weights are gathered in FP8. From
             ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER, otherwise yes.
 
     Raises:

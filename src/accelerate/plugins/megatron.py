@@ -101,7 +101,7 @@ class MegatronLMPlugin:
         recompute_granularity: what is recomputed in backward, "full" or "selective"; otherwise nothing.
         recompute_method: how layers are chosen with "full": "uniform" or "block".
         recompute_num_layers: layers that are recomputed together.
-        attention_backend: "flash", "fused", "unfused", "local" or "auto"; True stands for "auto".
+        attention_backend: "flash", "fused", "unfused", "local" or "auto"; True means "auto".
         expert_model_parallel_size: processes that share the experts of a layer; otherwise 1.
         context_parallel_size: processes that share each sequence; otherwise 1.
         attention_dropout: dropout of attention weights; otherwise 0.
@@ -134,8 +134,8 @@ class MegatronLMPlugin:
         lr_warmup_fraction: the same as a part of the fall.
         min_lr: smallest learning rate.
         consumed_samples: samples of training, validation and test that were read before.
-        no_wd_decay_cond: tells which parameters have no weight decay.
-        scale_lr_cond: tells for which parameters the learning rate is multiplied by `lr_mult`.
+        no_wd_decay_cond: returns whether a parameter has no weight decay.
+        scale_lr_cond: returns whether the learning rate of a parameter is multiplied by `lr_mult`.
         lr_mult: that factor.
         megatron_dataset_flag: whether data are Megatron-LM's own datasets.
         seq_length: tokens of a sequence; otherwise those of the first batch, or what the model can take.

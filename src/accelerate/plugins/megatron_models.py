@@ -18,7 +18,7 @@ Parser = Callable[..., None]
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
 """Model type of a configuration -> the function that reads such configurations."""
 
-_LONGEST_T5 = 1024  # relative positions have no limit, and Megatron-LM wants one
+_LONGEST_T5 = 1024  # relative positions have no limit, and Megatron-LM needs one
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:

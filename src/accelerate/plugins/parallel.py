@@ -59,8 +59,8 @@ class TorchContextParallelConfig:
     """Details of context parallelism.
 
     Args:
-        cp_comm_strategy: How keys and values travel: "allgather" (all at once) or "alltoall" (around a ring).
-            From PARALLELISM_CONFIG_CP_COMM_STRATEGY, otherwise "allgather".
+        cp_comm_strategy: How keys and values are exchanged: "allgather" (all at once) or "alltoall" (around a
+            ring). From PARALLELISM_CONFIG_CP_COMM_STRATEGY, otherwise "allgather".
 
     Raises:
         ConfigurationError: Another strategy.

@@ -111,7 +111,7 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
 
     Returns:
         The mapping for FSDP 2; one that is for FSDP 2 already comes back as it is. What FSDP 2 has no setting
-        for is left out, and keys that nobody knows stay as they are: `fsdp2_notes` says which.
+        for is left out, and unknown keys stay as they are: `fsdp2_notes` lists them.
 
     Raises:
         ConfigurationError: the file is not for FSDP, or holds settings that contradict each other.

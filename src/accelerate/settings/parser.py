@@ -182,7 +182,7 @@ class CustomHelpFormatter(OneSpellingFormatter):
             super().add_argument(action)
 
     def add_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Show the short usage: more than a hundred flags help nobody there."""
+        """Show the short usage: there are more than a hundred flags."""
         prog = self._prog
         super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
 
