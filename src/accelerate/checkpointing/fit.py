@@ -53,13 +53,6 @@ def check_weights(
 
     Args:
         own: what the model has by name: anything with `shape` and `dtype`, or extra state.
-        state: what was read.
-        path: where it was read, for messages.
-        model: named in messages.
-        strict: whether each name must be there on both sides.
-
-    Raises:
-        CheckpointError: names, shapes or kinds do not fit.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -74,17 +67,7 @@ def check_weights(
 
 
 def check_dtypes(own: Mapping[str, Any], state: Mapping[str, Any], path: object, model: nn.Module) -> None:
-    """Refuse weights that torch would copy into those of a model with a loss.
-
-    Args:
-        own: what the model has by name: anything with `dtype`, or extra state.
-        state: what was read.
-        path: where it was read, for messages.
-        model: named in messages.
-
-    Raises:
-        CheckpointError: a tensor is complex, and that of the model is not.
-    """
+    """Refuse complex weights for a tensor that is not complex: torch would drop the imaginary part."""
     pairs = [(name, own[name], value) for name, value in state.items() if name in own and not is_extra(name)]
     tensors = [(name, mine, value) for name, mine, value in pairs if isinstance(value, Tensor)]
     _refuse(path, model, [refuse_dtype(name, mine.dtype, value.dtype) for name, mine, value in tensors])
@@ -102,11 +85,7 @@ def _refuse(path: object, model: nn.Module, reasons: Sequence[str]) -> None:
 def refuse_names(
     path: object, model: nn.Module, missing: Sequence[object], strange: Sequence[object]
 ) -> None:
-    """Refuse names that only one side has.
-
-    Raises:
-        CheckpointError: there are any.
-    """
+    """Refuse names that only one side has."""
     if not missing and not strange:
         return
     lacks = f" It lacks {listed([str(name) for name in missing])}." if missing else ""
@@ -129,11 +108,7 @@ def _misfit(name: str, own: Any, value: Any) -> str:
 
 
 def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
-    """Say why numbers of a format cannot be brought to another one without losing a part of them.
-
-    Returns:
-        The reason, or nothing.
-    """
+    """Return why a dtype cannot be copied to another one without loss, or an empty text."""
     loses = read.is_complex and not own.is_complex
     return f"{name} has the dtype {read} instead of {own}" if loses else ""
 
@@ -158,14 +133,7 @@ _OVERRIDABLE = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Compare the state that an optimizer of torch has got with what it needs to step.
-
-    Args:
-        optimizer: one of another origin is taken to have checked its state.
-
-    Raises:
-        CheckpointError: a group or a state has something else than this optimizer needs.
-    """
+    """Compare the state of one of torch's optimizers with what it needs to step; others check their own."""
     kind = type(optimizer)
     if kind.__name__ not in NEEDED or not kind.__module__.startswith("torch.optim."):
         return
@@ -228,16 +196,7 @@ def _is_shaped(value: Any, parameter: Tensor, may_be_none: bool) -> bool:
 
 
 def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -> None:
-    """Compare what an optimizer keeps for a parameter with the shape of that.
-
-    Args:
-        name: of the state, for messages.
-        state: numbers, tensors of one element, and tensors of that shape.
-        wanted: the shape.
-
-    Raises:
-        CheckpointError: a tensor has another one.
-    """
+    """Compare what an optimizer keeps for a parameter with the shape of that."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != wanted:
             raise CheckpointError(
@@ -246,11 +205,7 @@ def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -
 
 
 def check_form(state: Any) -> None:
-    """Refuse what is no state of an optimizer at all.
-
-    Raises:
-        CheckpointError: it has not the form that `torch.optim.Optimizer.state_dict` gives.
-    """
+    """Refuse what does not have the form that `torch.optim.Optimizer.state_dict` gives."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     has_groups = isinstance(groups, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups

@@ -70,11 +70,7 @@ class StagingFolder:
     inside: bool = False
 
     def open(self) -> None:
-        """Make the folder.
-
-        Raises:
-            CheckpointError: it cannot be made, or another process writes the same checkpoint.
-        """
+        """Make the folder."""
         try:
             if self.target.exists() and not self.target.is_dir():
                 raise NotADirectoryError(20, "it is a file", str(self.target))
@@ -114,7 +110,6 @@ class StagingFolder:
 
         Raises:
             OSError: it could not be given its name, and what was there before is there still.
-            CheckpointError: the same; a link in what was there leads out of it.
         """
         sync_folder(self.folder)
         if self.inside or not self._takes_the_name():
@@ -161,11 +156,7 @@ def plan_staging_folder(target: Path) -> StagingFolder:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it is gone at once, whatever happens while its files are deleted.
-
-    Raises:
-        OSError: it cannot be.
-    """
+    """Remove a checkpoint: it is gone at once, whatever happens while its files are deleted."""
     try:
         temporary.dispose(folder, folder.name)
     except OSError as error:
@@ -218,11 +209,7 @@ def _writers(target: Path) -> list[HiddenFolder]:
 
 
 def _refuse_writers(target: Path) -> None:
-    """Refuse to write a checkpoint that another process writes.
-
-    Raises:
-        CheckpointError: tells which process that is, and since when.
-    """
+    """Refuse to write a checkpoint that another process writes."""
     for writer in _writers(target):
         since = datetime.fromtimestamp(writer.since, timezone.utc).isoformat() if writer.since else ""
         raise CheckpointError(
@@ -277,8 +264,6 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
     Where the file system can swap names, there is a folder of that name at every moment.
 
     Args:
-        folder: the new one.
-        target: its name.
         aside: the name for what is there.
 
     Raises:
@@ -384,13 +369,10 @@ def exchange_files(folder: Path, target: Path, aside: Path) -> None:
     """Put the files of one folder in the place of those of another.
 
     Args:
-        folder: the new files.
-        target: the folder that they come to.
         aside: for the files that are there. When that is gone, the exchange is done.
 
     Raises:
         OSError: all is as before.
-        CheckpointError: the same; a link in the target leads out of it.
     """
     aside.mkdir()
     try:

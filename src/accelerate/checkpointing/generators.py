@@ -27,10 +27,6 @@ def check(states: Any) -> dict[str, Any]:
 
     Args:
         states: content of the file; the device's may be a list with one state for each device.
-
-    Raises:
-        CheckpointError: one that this process has is not among them.
-        Exception: one does not fit.
     """
     if not isinstance(states, Mapping):
         raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
@@ -53,9 +49,6 @@ def try_on_cpu(states: Mapping[str, Any]) -> None:
 
     Args:
         states: by the names that `rng.capture_on_cpu` gives them.
-
-    Raises:
-        Exception: one is missing, or does not fit.
     """
     random.Random().setstate(states["python"])
     np.random.RandomState(0).set_state(states["numpy"])
@@ -71,21 +64,12 @@ def _check_device(name: str, current: Any, state: Any) -> None:
 
 
 def restore(states: Any) -> None:
-    """Set the generators of this process.
-
-    Raises:
-        CheckpointError: one that this process has is not among them.
-    """
+    """Set the generators of this process."""
     rng.restore(check(states))
 
 
 def reseed(states: Any, rank: int) -> None:
-    """Give this process generators that follow from the states of another one.
-
-    Args:
-        states: content of the file of rank 0.
-        rank: this process.
-    """
+    """Give this process generators that follow from the states of another one."""
     rng.set_seed(seed_of(states, rank))
 
 
@@ -94,7 +78,6 @@ def seed_of(states: Any, rank: int) -> int:
 
     Args:
         states: content of the file of rank 0.
-        rank: this process; each has its own generators.
     """
     state = states.get(_TORCH) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()

@@ -31,7 +31,6 @@ class _Tensors:
     """Tensors whose values are kept, or watched where there are too many.
 
     Args:
-        tensors: live ones.
         largest: bytes of them that are copied, at most.
     """
 
@@ -46,11 +45,7 @@ class _Tensors:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring back the values.
-
-        Raises:
-            CheckpointError: large ones were changed.
-        """
+        """Bring back the values."""
         for each, _, kept in self._kept:
             if kept is not None and not torch.equal(each, kept):
                 each.copy_(kept)
@@ -68,7 +63,6 @@ def _restore_attributes(
     """Give objects the attributes that they had.
 
     Args:
-        kept: objects with their attributes.
         only: kinds of values; attributes with others stay as they are.
     """
     for owner, attributes in kept:

@@ -53,15 +53,11 @@ class Candidate:
     read, which `agree` notices on all ranks.
 
     Args:
-        folder: the checkpoint.
-        consensus: between the ranks.
-        topology: decides which files this process compares.
         fault: what is known to be wrong with it; nothing is compared then.
         was_complete: whether it was seen as complete just before.
         is_last: whether it is not read again when it was replaced.
 
     Attributes:
-        folder: the checkpoint.
         manifest: what it holds; None for one that other software wrote, or that is damaged.
         was_replaced: whether it is to be read again, as all ranks have agreed.
     """
@@ -111,11 +107,7 @@ class Candidate:
         return not self._fault
 
     def confirm(self) -> None:
-        """Make sure that the checkpoint is still the one that was opened.
-
-        Raises:
-            CheckpointError: another one has its name, or none.
-        """
+        """Make sure that the checkpoint is still the one that was opened."""
         if self._is_other():
             raise CheckpointError(REPLACED)
 
@@ -123,7 +115,6 @@ class Candidate:
         """Wait until all ranks have compared, or read, their files; called on all ranks.
 
         Args:
-            failure: what went wrong on this rank since.
             was_read: whether files were read since the last call.
 
         Raises:
@@ -197,13 +188,7 @@ def open_checkpoint(
     """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
 
     Args:
-        path: the checkpoint.
-        consensus: between the ranks.
-        topology: of the run.
         patience: seconds that the ranks have to come together.
-
-    Raises:
-        StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
@@ -219,15 +204,6 @@ def open_newest(
     """Yield numbered checkpoints that are on all machines and look complete, the newest first.
 
     It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
-
-    Args:
-        parent: the folder of the numbered checkpoints.
-        consensus: between the ranks.
-        topology: of the run.
-        patience: seconds that the ranks have to come together.
-
-    Raises:
-        StateError: a rank did not come in time.
     """
     for left in reversed(range(ATTEMPTS)):
         for source in _open_numbered(parent, consensus, topology, patience, is_last=not left):
@@ -259,11 +235,7 @@ def _survey(parent: Path) -> list[retention.NumberedCheckpoint]:
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy that there is not.
-
-    Raises:
-        ConfigurationError: with the known ones.
-    """
+    """Refuse a policy that there is not."""
     if policy not in WORLD_SIZE_POLICIES:
         raise wrong_value(
             "world_size_policy",
@@ -305,11 +277,7 @@ def announce(source: Candidate, size: int, policy: str) -> None:
 
 
 def announce_surplus(load: Load) -> None:
-    """Say which objects of a checkpoint this run does not have.
-
-    Args:
-        load: how it was read; nothing more is.
-    """
+    """Say which objects of a checkpoint this run does not have."""
     surplus = sorted(
         name for name in load.names or () if OF_OBJECTS.fullmatch(name) and name not in load.wanted
     )
@@ -336,7 +304,6 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
 
     Args:
         folder: what the user named; None for the newest numbered checkpoint.
-        faults: what is wrong with those that there are.
     """
     reasons = "; ".join(faults)
     if folder is not None and reasons.endswith(NO_FOLDER):
@@ -359,8 +326,8 @@ class Progress:
     """What a run takes over that goes on from a checkpoint.
 
     Attributes:
-        step: `Accelerator.step`; None where nothing tells.
-        sync_gradients: whether the last round was one that steps; None where nothing tells.
+        step: `Accelerator.step`; None where the checkpoint does not store it.
+        sync_gradients: whether the last step updated the parameters; None where it is not stored.
         updates: of each optimizer.
         gradient_order: of each model, as its strategy gave it.
     """

@@ -31,7 +31,6 @@ class Shard:
 
     Attributes:
         offsets: where it begins in the whole tensor.
-        tensor: its values, with its shape.
     """
 
     offsets: Shape
@@ -44,8 +43,6 @@ class LocalShards:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: its number format.
-        shards: boxes on this rank.
         owned: whether this process saves them; where several have the same ones, one of them does.
     """
 
@@ -55,11 +52,7 @@ class LocalShards:
     owned: bool = True
 
     def emptied(self, dtype: torch.dtype | None = None) -> LocalShards:
-        """Return the same boxes with memory of their own, on the CPU and without values.
-
-        Args:
-            dtype: number format of the memory; None takes the own one.
-        """
+        """Return the same boxes with memory of their own, on the CPU and without values."""
         kind = self.dtype if dtype is None else dtype
         shards = tuple(
             Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
@@ -100,12 +93,7 @@ def write_item(
 
 @dataclass(frozen=True)
 class Value:
-    """Anything but a tensor.
-
-    Attributes:
-        content: the value.
-        owned: whether this process saves it.
-    """
+    """Anything but a tensor."""
 
     content: Any
     owned: bool = True
@@ -118,7 +106,6 @@ def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
         value: a distributed or plain tensor, or anything else. What is not distributed is taken to be the
             same on all processes, and the first one saves it.
         turn: counts the values, alike on all processes, so that those with the same boxes share the work.
-        rank: of this process.
     """
     if isinstance(value, (LocalShards, Value)):
         return value
@@ -158,7 +145,6 @@ def rejoin(value: Any, like: Any = None) -> Any:
     """Return a tensor from its boxes, distributed like another; anything else as it is.
 
     Args:
-        value: boxes of the same places as those of `like`.
         like: a distributed tensor, or anything else where the boxes are one whole tensor.
     """
     if not isinstance(value, LocalShards):
@@ -183,9 +169,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cut a range of a tensor's elements into boxes, in the order of the elements.
 
     Args:
-        shape: of the tensor.
         start: first element, counted row by row.
-        stop: the one after the last.
     """
     if start >= stop:
         return
@@ -213,7 +197,6 @@ def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[S
 
     Args:
         values: the elements, one after another; the boxes are views of them.
-        shape: of the whole tensor.
         start: number of the first element, counted row by row.
     """
     shards, done = [], 0

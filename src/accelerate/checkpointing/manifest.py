@@ -29,16 +29,10 @@ class Manifest:
 
     Attributes:
         files: all files but this one, by path.
-        world_size: number of processes that saved it.
-        step: `Accelerator.step` at that time.
         epoch: number of the epoch that the first loader was in.
         iteration: number of the checkpoint under automatic naming; None for a folder that the user named.
         created: when, as ISO 8601 in UTC.
-        software: name and version of what wrote it.
-        torch: version of torch.
         run: further facts of the run, plain values.
-        algorithm: of the checksums.
-        format: version of this layout.
     """
 
     files: Mapping[str, FileRecord]
@@ -59,20 +53,12 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write this into a folder whose files are all on the disk.
-
-        Raises:
-            CheckpointError: `read` would refuse it.
-        """
+        """Write this into a folder whose files are all on the disk."""
         with replace_files([folder / NAME]) as (temporary,):
             temporary.write_text(self.spell(), encoding="utf-8")
 
     def spell(self) -> str:
-        """Return this as JSON, with a checksum of itself.
-
-        Raises:
-            CheckpointError: `read` would refuse it.
-        """
+        """Return this as JSON, with a checksum of itself."""
         content = {**vars(self), "files": {name: asdict(record) for name, record in self.files.items()}}
         for record in content["files"].values():
             del record["name"]
@@ -128,11 +114,7 @@ def stamp(folder: Path) -> str:
 
 
 def renew(folder: Path) -> None:
-    """Give a checkpoint another stamp: another one had its name for a moment, and may have been read.
-
-    Raises:
-        OSError: it could not be.
-    """
+    """Give a checkpoint another stamp: another one had its name for a moment, and may have been read."""
     path = folder / NAME
     if path.is_file():
         facts = path.stat()
@@ -145,8 +127,6 @@ def problems(
     """Say what is wrong with the files of a checkpoint, one line each.
 
     Args:
-        folder: the checkpoint.
-        manifest: of this folder.
         names: the files to look at; None for all.
         deep: read them whole and compare checksums; otherwise sizes only.
     """
@@ -180,13 +160,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
 class Rule(NamedTuple):
-    """What a field may be.
-
-    Attributes:
-        expected: in words.
-        fits: whether a value, as JSON gives it, is one.
-        required: whether there is no default.
-    """
+    """What a field may be."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -247,9 +221,6 @@ def check_fields(content: Mapping[str, Any]) -> None:
 
     Args:
         content: all fields, as JSON gives them, without the seal.
-
-    Raises:
-        CheckpointError: names the field, its value and what is expected.
     """
     _check(content, _FIELDS, "")
     for name, record in content["files"].items():
@@ -264,11 +235,7 @@ def check_fields(content: Mapping[str, Any]) -> None:
 
 
 def refuse_name(name: object) -> str | None:
-    """Say why a name cannot be that of a file of a checkpoint; None where it can.
-
-    Args:
-        name: path of a file, relative to the folder.
-    """
+    """Say why a name cannot be that of a file of a checkpoint; None where it can."""
     if reason := refuse_outside(name):
         return reason
     assert isinstance(name, str)
@@ -325,7 +292,6 @@ class FileRecord:
         name: path inside the folder, with `/`.
         size: in bytes.
         checksum: xxh3 of the content, 64 bits, in hexadecimal.
-        rank: process that wrote it.
     """
 
     name: str
@@ -335,16 +301,7 @@ class FileRecord:
 
 
 def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:
-    """Bring a written file to the disk and describe it.
-
-    Args:
-        folder: the checkpoint.
-        name: path of the file in it.
-        rank: process that wrote it.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Bring a written file to the disk and describe it."""
     sync_file(folder / name)
     size, checksum = measure(folder / name)
     return FileRecord(name, size, checksum, rank)

@@ -112,12 +112,7 @@ def _make_path_check() -> Check:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A class of which the file may hold instances; the file never gets at the class itself.
-
-    Attributes:
-        make: the class.
-        fields: for each field, whether a value fits.
-    """
+    """A class of which the file may hold instances; the file never gets at the class itself."""
 
     make: type
     fields: Mapping[str, Check]
@@ -357,11 +352,7 @@ class _Careful(_PythonReader):  # type: ignore[misc]
 
 
 def _check(metadata: Metadata) -> None:
-    """Compare the parts with each other: nothing may claim more than there is.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
+    """Compare the parts with each other: nothing may claim more than there is."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
     stored: dict[str, int] = {}

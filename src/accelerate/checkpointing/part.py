@@ -37,11 +37,8 @@ class Change:
     """Brings an object to a state that was read.
 
     Attributes:
-        apply: does so.
-        name: what messages call the object.
         keep: takes what is needed of the state that the object has, and returns what brings it back, which
             raises where it cannot; None: it cannot be brought back.
-        stage: when it comes.
         first: changes that come before, in their own stages.
     """
 
@@ -68,10 +65,6 @@ nothing = Change(_do_nothing, keep=lambda: _do_nothing)
 
 def apply_all(changes: Sequence[Change], agree: Agree) -> None:
     """Change all objects on all ranks, or bring back what was changed; called on all ranks.
-
-    Args:
-        changes: in the order in which those of one stage come.
-        agree: agrees between the ranks.
 
     Raises:
         CheckpointError: a change failed on any rank; on all ranks, and says what did not come back.
@@ -131,9 +124,7 @@ class Load:
     """How a checkpoint is read.
 
     Attributes:
-        folder: the checkpoint.
         names: its files; others in the folder are none of its own. None where nothing tells.
-        wanted: names that were asked for.
         device: where weights and states of optimizers are read to.
         reading: arguments of `torch.load`.
         model: arguments of `load_state_dict` of models.
@@ -164,11 +155,7 @@ class Load:
         return read_torch(self.existing(name), device, **self.reading)
 
     def existing(self, name: str) -> Path:
-        """Return the path of a file.
-
-        Raises:
-            CheckpointError: it is not there.
-        """
+        """Return the path of a file."""
         if not self.has(name):
             error = CheckpointError(
                 f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
@@ -204,7 +191,6 @@ class Payload:
     """The content of one file, taken from a live object.
 
     Attributes:
-        name: the file.
         content: nested lists, tuples and dictionaries of tensors and other values.
         write: writes such content to a path; returns what `finish` needs to know of it.
         finish: for files that several processes write to one folder: takes that folder and what `write` has
@@ -229,11 +215,7 @@ class Part(Protocol):
         ...
 
     def read(self, options: Load) -> Change:
-        """Read its files; what is returned brings the object to that state.
-
-        Raises:
-            CheckpointError: a file is missing or broken, or is known not to fit the object.
-        """
+        """Read its files; what is returned brings the object to that state."""
         ...
 
 

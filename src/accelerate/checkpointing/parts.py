@@ -66,11 +66,7 @@ class StatePart:
     """An object with `state_dict` and `load_state_dict`: optimizer, scheduler, scaler, or the user's own.
 
     Attributes:
-        name: its file.
-        owner: the object.
         on_device: whether its state is read to the device of the run.
-        is_optimizer: whether it is one, or wraps one.
-        write: writes its state to a path.
         may_lack: whether a checkpoint of other software may be without it; the object stays as it is then.
     """
 
@@ -129,10 +125,8 @@ class ModelPart:
     """The weights of one model.
 
     Attributes:
-        index: its place among the models of the run.
         state: its weights by name; None where only loading is meant.
         model: the module that is filled; None where only saving is meant.
-        safe: whether safetensors is written.
         load: brings weights into a prepared model, with what fills a module; None fills the model itself.
         live: returns what the prepared model has by name; None asks the model itself.
     """
@@ -196,11 +190,7 @@ def weights_change(
     path: Path,
     options: Load,
 ) -> Change:
-    """Compare weights with a model, and return what fills it.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
+    """Compare weights with a model, and return what fills it."""
     keep = None
     try:
         check_weights(own, state, path, model, strict=options.model.get("strict", True))
@@ -242,14 +232,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
     """Load weights into a module, where names that share a tensor need be there once.
 
     Args:
-        model: the module.
-        state: tensors by name.
-        path: where they come from, for messages.
         options: arguments of `load_state_dict`; `strict` is True unless given.
-
-    Raises:
-        CheckpointError: names do not fit.
-        RuntimeError: shapes do not.
     """
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
@@ -262,7 +245,6 @@ class GeneratorsPart:
     """The random generators of one process.
 
     Attributes:
-        rank: the process.
         step: `Accelerator.step`, which is in the same file.
     """
 
@@ -293,9 +275,6 @@ class LoaderPart:
     """The order and position of one prepared loader, and the state of an iterable dataset on each process.
 
     Attributes:
-        index: its place among the loaders of the run.
-        loader: the loader; a plain torch loader has neither.
-        rank: of this process.
         resized: whether another number of processes saved it.
     """
 
@@ -354,11 +333,7 @@ class LoaderPart:
 
 
 def _check_position(state: Any, stream: Any) -> None:
-    """Refuse what a loader would notice when its next pass begins.
-
-    Raises:
-        Exception: something is missing, or of another kind.
-    """
+    """Refuse what a loader would notice when its next pass begins."""
     if not resume.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
     start = state.get("start")
@@ -377,14 +352,7 @@ def number(stem: str, index: int, suffix: str) -> str:
 def state_parts(
     optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()
 ) -> list[StatePart]:
-    """Return the parts of everything that has a `state_dict`, models and loaders left out.
-
-    Args:
-        optimizers: in the order of preparation, as are the others.
-        schedulers: learning-rate schedulers.
-        scaler: the gradient scaler; None without one.
-        custom: the user's own objects.
-    """
+    """Return the parts of everything that has a `state_dict`, models and loaders left out."""
     return [
         *(
             StatePart(number(OPTIMIZER_NAME, index, ".bin"), each, on_device=True, is_optimizer=True)

@@ -28,8 +28,6 @@ class NumberedCheckpoint:
     """One numbered folder.
 
     Attributes:
-        number: from its name.
-        path: the folder.
         manifest: what it holds; None when it is not complete.
         fault: why it is not complete; empty when it is.
     """
@@ -62,10 +60,6 @@ def survey(parent: Path, *, deep: bool = False) -> list[NumberedCheckpoint]:
 
 def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
     """Read a checkpoint's manifest and compare its files.
-
-    Args:
-        path: the checkpoint.
-        deep: compare checksums too, and not only sizes.
 
     Returns:
         The manifest, None where there is no usable one, and what is wrong, empty for a complete checkpoint.
@@ -102,11 +96,7 @@ def taken_numbers(parent: Path) -> set[int]:
 
 
 def prune(parent: Path, keep: int) -> list[Path]:
-    """Delete the oldest numbered checkpoints; the newest complete one always stays.
-
-    Returns:
-        The deleted ones, the oldest first.
-    """
+    """Delete the oldest numbered checkpoints but the newest complete one; return them, the oldest first."""
     checkpoints = survey(parent)
     newest = next((checkpoint for checkpoint in checkpoints if not checkpoint.fault), None)
     surplus = [checkpoint for checkpoint in checkpoints[keep:] if checkpoint is not newest]
@@ -126,9 +116,6 @@ def checkpoints_below(top: Path) -> list[Path]:
     The folders in a checkpoint are not searched, nor are links, except numbered checkpoints and folders of
     checkpoints. Of the files only the first bytes of manifests are read. What interrupted saves had moved
     aside is brought back.
-
-    Args:
-        top: a folder; it may be a checkpoint itself.
 
     Returns:
         Their paths, sorted by folder; in each folder the numbered ones first, the newest before the others,

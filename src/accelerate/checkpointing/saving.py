@@ -51,14 +51,9 @@ class Request:
     """What is saved where.
 
     Attributes:
-        target: the folder of the checkpoint.
         patience: seconds that the ranks have to come together.
-        step: `Accelerator.step`.
-        epoch: of the first loader.
         iteration: number under automatic naming; None for a folder that the user named.
         keep: how many numbered checkpoints stay; None for all.
-        run: further facts of the run.
-        custom: types of the user's own objects, for the log.
     """
 
     target: Path
@@ -76,10 +71,7 @@ class Site:
     """Where this rank writes.
 
     Attributes:
-        staging: the folder.
         commits: whether this rank gives it its name.
-        consensus: between the ranks.
-        request: what is saved.
         is_common: whether all ranks write in one folder.
         save: what tells this save from all others, the same on all ranks.
     """
@@ -102,10 +94,6 @@ def open_site(request: Request, consensus: Consensus) -> Site:
 
     Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
     machine; the first of them gives it its name.
-
-    Raises:
-        StateError: a rank did not come in time.
-        CheckpointError: a folder cannot be made.
     """
     target = place_of(request.target)
     opened: list[StagingFolder] = []
@@ -157,11 +145,7 @@ def _spell(staging: StagingFolder) -> dict[str, Any]:
 
 
 def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
-    """Find the staging that another rank has made for the same target.
-
-    Raises:
-        CheckpointError: what it says names no folder in that place.
-    """
+    """Find the staging that another rank has made for the same target."""
     name, inside = str(answer["name"]), bool(answer["inside"])
     if Path(name).name != name or not name.startswith("."):
         raise CheckpointError(
@@ -172,14 +156,6 @@ def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
 
 def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
     """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks.
-
-    Args:
-        site: where.
-        payloads: the files of this rank.
-        threads: files that are written at a time.
-
-    Returns:
-        The folder of the checkpoint.
 
     Raises:
         CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
@@ -307,13 +283,7 @@ def _refuse_failures(failures: Sequence[str]) -> None:
 
 
 def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> list[str]:
-    """Return the lines about what one rank has saved.
-
-    Args:
-        target: the checkpoint.
-        names: its files that this rank has written.
-        custom: types of the user's own objects.
-    """
+    """Return the lines about what one rank has saved."""
     tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
     return [
         _line(text, match, target / top, custom)
@@ -330,13 +300,7 @@ def _line(text: str, match: re.Match[str], path: Path, custom: Sequence[str]) ->
 
 
 def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[str]:
-    """Return the lines about what was loaded.
-
-    Args:
-        folder: the checkpoint.
-        has_scaler: whether the run scales its gradients.
-        custom: types of the user's own objects.
-    """
+    """Return the lines about what was loaded."""
     return [
         *(f"All {what} loaded successfully" for what in LOADED),
         *(["GradScaler state loaded successfully"] if has_scaler else []),

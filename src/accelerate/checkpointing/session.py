@@ -73,7 +73,6 @@ class Session:
         """Return the number of the next checkpoint: the wanted one, or the next one above all that exist.
 
         Args:
-            parent: the folder of the numbered checkpoints; that of rank 0 counts.
             wanted: the number that is due; that of rank 0 counts.
         """
 
@@ -95,8 +94,6 @@ class Session:
         """Return what writes and commits, at once or in the background; called on all ranks.
 
         Args:
-            site: where.
-            payloads: the files of this rank.
             blocking: return only when the checkpoint is committed.
         """
         if not blocking and not self.consensus.is_threaded:

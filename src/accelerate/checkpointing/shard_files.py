@@ -51,8 +51,6 @@ def payload(folder: str, rank: int, state: State) -> Payload:
     """Return the file of one process.
 
     Args:
-        folder: of the shards, in the checkpoint.
-        rank: of the process.
         state: what it has, in the same order on all processes; live objects.
     """
     owned: dict[str, Any] = {}
@@ -78,11 +76,7 @@ def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
 
 
 class _Content(DefaultSavePlanner):
-    """Gives the content of items, which are live objects or staged copies of them.
-
-    Args:
-        content: by the indices of the items.
-    """
+    """Gives the content of items, which are live objects or staged copies of them."""
 
     def __init__(self, content: Mapping[MetadataIndex, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -111,9 +105,6 @@ def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
 
     Returns:
         What the metadata needs to know.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
@@ -148,11 +139,7 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
     """Write the metadata of a folder whose files are all there.
 
     Args:
-        folder: of the shards.
         reports: what `write` returned on each process.
-
-    Raises:
-        CheckpointError: a tensor is not there as a whole, or twice.
     """
     plans: list[SavePlan] = []
     results: list[WriteResult] = []
@@ -194,7 +181,6 @@ class _Targets(DefaultLoadPlanner):
     """Says where the content of items goes.
 
     Args:
-        targets: memory by key; None for values that are no tensors.
         reading: arguments of `torch.load` for those: DCP's planner would run whatever code they hold.
     """
 
@@ -221,15 +207,7 @@ def read(
     One file is read at a time: DCP's reader does not say in which file it failed.
 
     Args:
-        index: what the folder holds.
         targets: boxes with memory to read into; None for other values.
-        reading: arguments of `torch.load` for other values.
-
-    Returns:
-        The same boxes, filled, and the values.
-
-    Raises:
-        CheckpointError: a file is missing, cut off or damaged.
     """
     keys = {index.places[place]: place for place in targets}
     index.check_files(keys)

@@ -26,8 +26,6 @@ class ShardIndex:
     """The tensors and values in a folder of shards.
 
     Attributes:
-        folder: of the shards.
-        metadata: as torch's reader takes it.
         places: place of each tensor and value -> its key.
     """
 
@@ -43,11 +41,7 @@ class ShardIndex:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def check_files(self, keys: Container[str]) -> None:
-        """Compare the sizes of the files that hold some keys with the metadata; nothing is read.
-
-        Raises:
-            CheckpointError: one is missing, or shorter.
-        """
+        """Compare the sizes of the files that hold some keys with the metadata; nothing is read."""
         needed: dict[str, int] = {}
         for index, info in self.metadata.storage_data.items():
             if index.fqn in keys:
@@ -70,12 +64,8 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
     """Read the metadata of a folder.
 
     Args:
-        folder: of the shards.
         root: key of everything; what was saved without one is read as if it had one.
         trusted: build whatever objects the file holds.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or holds other objects.
     """
     name = f"{folder.name}/{NAME}"
     try:

@@ -41,41 +41,22 @@ class ShardOwner(Protocol):
         ...
 
     def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
-        """Return memory for what this process reads; None for other values.
-
-        Raises:
-            CheckpointError: the shards are of something else.
-        """
+        """Return memory for what this process reads; None for other values."""
         ...
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
-        """Return what brings the object to a state that was read.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Return what brings the object to a state that was read."""
         ...
 
 
 def folder_of(root: str, index: int) -> str:
-    """Return the folder of an object's shards in a checkpoint.
-
-    Args:
-        root: MODEL or OPTIMIZER.
-        index: place of the object among those of its kind.
-    """
+    """Return the folder of an object's shards in a checkpoint."""
     return f"{FOLDERS[root]}_{index}"
 
 
 @dataclass(frozen=True)
 class EitherPart:
-    """An object that is read from shards or from one file, whichever a checkpoint has.
-
-    Attributes:
-        folder: of the shards in a checkpoint.
-        owner: gives what reads the shards.
-        whole: reads the file.
-    """
+    """An object that is read from shards or from one file, whichever a checkpoint has."""
 
     folder: str
     owner: Callable[[], ShardOwner]
@@ -93,16 +74,8 @@ class EitherPart:
 def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
     """Read what this process needs of a state in shards.
 
-    Args:
-        folder: of the shards in the checkpoint.
-        owner: what is brought to the state.
-        options: how the checkpoint is read.
-
     Returns:
         What brings it there; nothing is changed yet.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or the shards are of something else.
     """
     from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
 
@@ -145,17 +118,7 @@ class ModuleShards:
 def model_targets(
     module: nn.Module, live: Mapping[Place, Any], index: ShardIndex, options: Load
 ) -> dict[Place, LocalShards | None]:
-    """Return memory for the weights of a model.
-
-    Args:
-        module: the model.
-        live: its weights.
-        index: what the folder holds.
-        options: `strict` of the models, True unless given.
-
-    Raises:
-        CheckpointError: names, shapes or kinds do not fit.
-    """
+    """Return memory for the weights of a model."""
     own = {str(place[1]): value for place, value in live.items()}
     stored = {str(place[1]): index.stored(place) for place in index.places}
     check_weights(own, stored, index.folder, module, strict=options.model.get("strict", True))
@@ -182,7 +145,6 @@ class OptimizerShards:
     """The state of an optimizer of plain or distributed tensors, by the names of its parameters.
 
     Attributes:
-        optimizer: prepared or not.
         names: for each of its groups, for each parameter the names that it has; the first one is saved.
     """
 
@@ -228,12 +190,7 @@ class OptimizerShards:
 
 
 def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Place, Any]:
-    """Return the settings of an optimizer's groups by their places.
-
-    Args:
-        groups: `param_groups`.
-        names: for each group, the names of its parameters.
-    """
+    """Return the settings of an optimizer's groups by their places."""
     return {
         (OPTIMIZER, GROUPS, index, key): list(own) if key == PARAMETERS else value
         for index, (group, own) in enumerate(zip(groups, names, strict=True))
@@ -242,18 +199,7 @@ def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[s
 
 
 def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int, optimizer: Any) -> None:
-    """Refuse the state of another optimizer.
-
-    Args:
-        index: what the folder holds.
-        known: names of the parameters that the optimizer steps.
-        groups: how many groups it has.
-        optimizer: named in the message.
-
-    Raises:
-        CheckpointError: there are states of other parameters, or another number of groups, or files are
-            missing.
-    """
+    """Refuse the state of another optimizer."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     wrong = [place for place in index.places if not _is_place(place)]
     if wrong:
@@ -283,12 +229,7 @@ def loaded_groups(
     """Return the groups of a state dict, with the settings that were read.
 
     Args:
-        optimizer: has the groups.
-        values: what was read.
         places: each name of a parameter -> which one it is; names of the same parameter have the same one.
-
-    Raises:
-        CheckpointError: the groups have other parameters.
     """
     own = optimizer.state_dict()[GROUPS]
     read: list[dict[str, Any]] = [{} for _ in own]
@@ -317,10 +258,8 @@ def optimizer_change(
     """Return what brings an optimizer to a state.
 
     Args:
-        optimizer: prepared or not.
         states: of its parameters, by their order.
         groups: with the numbers of their parameters.
-        options: where it was read from.
     """
 
     def apply() -> None:
@@ -351,12 +290,7 @@ def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 class ByOrder:
     """Loads whole states of an optimizer by the order of its parameters, also those that name them.
 
-    Args:
-        owner: loads them by order.
-        names: gives the names of the parameters, for states that have them.
-
     Attributes:
-        kind: what messages call the owner.
         needs_all_ranks: whether all ranks load together.
     """
 
@@ -371,11 +305,7 @@ class ByOrder:
         return self.owner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state.
-
-        Raises:
-            CheckpointError: it has states of other parameters, or other groups.
-        """
+        """Load a state."""
         check_form(state)
         named = any(isinstance(key, str) for key in state[STATE]) or any(
             isinstance(each, str) for group in state[GROUPS] for each in group[PARAMETERS]

@@ -45,15 +45,7 @@ def save_sharded(
 
     Args:
         state: tensors by name; files of torch take other objects, too, the first file all of them.
-        folder: made where it does not exist.
         max_shard_size: bytes of a file, also as text such as "5GB"; a larger tensor is a file of its own.
-        safe: whether safetensors is written.
-
-    Returns:
-        The files with weights.
-
-    Raises:
-        ConfigurationError: the folder is a file, or the size is none.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -144,10 +136,6 @@ def find_shards(checkpoint: Path) -> list[Path]:
     Args:
         checkpoint: a file, an index of files, or a folder with either: under the names that `save_sharded`
             gives them, or with one index of any name.
-
-    Raises:
-        ConfigurationError: there is nothing of that kind.
-        CheckpointError: the index is damaged, or a file that it names is missing.
     """
     if checkpoint.is_file():
         return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else [checkpoint]

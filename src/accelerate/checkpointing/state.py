@@ -140,9 +140,6 @@ def read_device(map_location: Any) -> Any:
 
     Args:
         map_location: "on_device" is the device of this process, None is the CPU; else a device.
-
-    Raises:
-        ConfigurationError: torch knows no such device; it is a TypeError too.
     """
     if map_location == "on_device":
         return PartialState().device

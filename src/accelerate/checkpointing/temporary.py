@@ -40,11 +40,7 @@ class HiddenFolder:
     """One hidden folder.
 
     Attributes:
-        path: the folder.
         name: of the folder that it shall be, or was, as `spell` gives it.
-        kind: what it is for.
-        host: machine of the process that made it.
-        pid: that process.
         birth: when that process began, which distinguishes it from another process of the same number.
         since: when it was made, in seconds since 1970; 0 where the name does not tell.
     """
@@ -89,13 +85,7 @@ class HiddenFolder:
 
 
 def claim(name: str, parent: Path, kind: str) -> Path:
-    """Choose a path that no other folder has, and need it until `release`; nothing is made.
-
-    Args:
-        name: of the folder that it shall be, or was.
-        parent: its parent folder.
-        kind: what it is for.
-    """
+    """Choose a path that no other folder has, and need it until `release`; nothing is made."""
     mark = f"{birth_of(os.getpid())}x{services.next_number('hidden folders')}x{int(time.time())}"
     path = parent / f".{spell(name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
     services.of_process(_Needed).add(path.name)
@@ -156,10 +146,6 @@ def dispose(folder: Path, name: str) -> None:
 
     Args:
         folder: what is removed; of a link, the link alone.
-        name: what it was called.
-
-    Raises:
-        OSError: it is still there.
     """
     if folder.is_symlink():
         folder.unlink()

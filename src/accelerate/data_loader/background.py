@@ -80,13 +80,11 @@ class ReadAhead(Generic[T]):
     The thread ends with the items, at `close`, and at the exit of the interpreter.
 
     Args:
-        items: What is read.
         stays: Called after the first item: whether reading has to stay in the caller's thread.
         enter: Called once in the thread before it reads.
 
     Attributes:
         thread: The thread that reads; None while the caller's does.
-        takes: How often items were taken.
     """
 
     def __init__(

@@ -289,23 +289,14 @@ class DataLoaderAdapter(_Base):
 
 
 def get_batch_metadata(loader: Any) -> BatchMetadata:
-    """Return the metadata of the batch just yielded, for batches that are used later than they are read.
-
-    Args:
-        loader: a prepared loader that is being read, or None, which has none.
-    """
+    """Return the metadata of the batch just yielded, for batches that are used later than they are read."""
     metadata = {name: getattr(loader, name) for name in _OF_BATCH if hasattr(loader, name)}
     position = getattr(loader, "position", None)
     return metadata | {name: getattr(position, name) for name in _OF_POSITION if position is not None}
 
 
 def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
-    """Set the attributes of a loader to what they were for a batch.
-
-    Args:
-        loader: the prepared loader that yielded the batch, or None.
-        metadata: what `get_batch_metadata` returned.
-    """
+    """Set the attributes of a loader to what they were for a batch."""
     for name, value in metadata.items():
         setattr(loader.position if name in _OF_POSITION else loader, name, value)
 
@@ -322,7 +313,6 @@ def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
 
     Args:
         index_sampler: What the loader reads by, or is going to.
-        loader: The loader.
     """
     inner = innermost(index_sampler)
     return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)

@@ -38,7 +38,6 @@ class RoundBuilder:
     """Builds rounds of one part for each group; the last one is filled from the beginning of the epoch.
 
     Attributes:
-        groups: How many groups there are.
         split: Cut each batch in `groups` parts, instead of one batch for each group.
         drop_last: Drop a last round that has not a batch for each group.
         cut: The user's `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts tensors and lists.
@@ -63,7 +62,6 @@ class RoundBuilder:
         """Yield rounds until there are no batches left, reading one round ahead.
 
         Args:
-            batches: Where they come from.
             capture: Returns the state of the source. Called when a round is complete, before the next one is
                 read, and once more behind the last one.
             first: The first round of the epoch, where these batches begin later; None: they begin there.

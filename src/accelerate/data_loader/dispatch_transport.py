@@ -42,8 +42,6 @@ class Round:
     """One step of all groups.
 
     Attributes:
-        parts: The batch of each group.
-        is_last: Whether this is the last round of the pass.
         counts: Real samples in each part, None when all are and the parts have equally many.
         state: The state of the source when this round was complete.
     """
@@ -60,8 +58,6 @@ class Spec(NamedTuple):
     Attributes:
         outline: The part, with a `TensorInformation` in place of each tensor.
         size: Bytes of its chunk, a multiple of `ALIGNMENT`.
-        counts: See `Round`.
-        is_last: Whether it is the last batch.
     """
 
     outline: Any
@@ -156,7 +152,6 @@ class Packed(NamedTuple):
     """A round that is ready to be sent.
 
     Attributes:
-        round: The round.
         parts: The part of each group of another process.
         size: Bytes of the largest of them.
     """
@@ -167,11 +162,7 @@ class Packed(NamedTuple):
 
 
 class Sender:
-    """The sending end, on process 0.
-
-    Args:
-        route: The route to the other processes.
-    """
+    """The sending end, on process 0."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -207,11 +198,7 @@ class Sender:
 
 
 def receive(route: Route) -> Iterator[Arrival]:
-    """Receive the batches of one pass, on the other processes.
-
-    Args:
-        route: The route from process 0.
-    """
+    """Receive the batches of one pass, on the other processes."""
     specs: list[Spec] = []
     is_end = 0
     while not is_end:
@@ -257,7 +244,6 @@ class Route:
     All processes make the same calls: process 0 `send`s, the others `receive`.
 
     Args:
-        transport: Between all processes.
         group_of: The data-parallel group of each process, in rank order.
         device: Where blocks are when they are sent.
     """
@@ -350,7 +336,6 @@ class SharedMemory:
 
     Args:
         descriptor: An open file in memory; closed with this object.
-        num_blocks: How many blocks a slot has.
     """
 
     def __init__(self, descriptor: int, num_blocks: int) -> None:
@@ -388,10 +373,6 @@ class _Offer(NamedTuple):
 
 def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
     """Open memory that all processes share; called on all of them.
-
-    Args:
-        transport: Between the processes.
-        num_blocks: How many blocks a slot of it has.
 
     Returns:
         The memory; None on every process when one of them cannot have it: another machine or container,

@@ -46,12 +46,7 @@ def fill(items: Iterable[T], first: Iterable[T], size: int) -> list[T]:
 
 
 def first_samples(first: Sequence[Any], count: int) -> Iterator[Any]:
-    """Yield batches of `count` samples in all from the beginning of the epoch, repeated where it is shorter.
-
-    Args:
-        first: The batches that the epoch began with.
-        count: How many samples.
-    """
+    """Yield batches of `count` samples in all from the first batches of the epoch, repeated where needed."""
     beginning = join(first)
     samples = count_samples(beginning) or 1
     while count > 0:

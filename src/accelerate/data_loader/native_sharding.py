@@ -29,8 +29,6 @@ class OwnShare(NamedTuple):
     """The shard of a group that a dataset makes itself.
 
     Attributes:
-        dataset: The share, read instead of the whole.
-        why: How it was made, for people.
         is_given: Whether the user has sharded the dataset, so that no rank can read the whole.
     """
 
@@ -43,11 +41,6 @@ def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
     """Return the shard of one group in a dataset that shards itself; None for one that does not.
 
     All shares together are the dataset, each sample once; they may differ in length.
-
-    Args:
-        dataset: An iterable dataset.
-        groups: Number of data-parallel groups.
-        group: Which of them, from 0.
     """
     shares = (shard(dataset, groups, group) for shard in _SHARDINGS)
     return next((share for share in shares if share is not None), None)
@@ -58,10 +51,6 @@ def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
 
     Datasets differ by random generators with different seeds: all generators in the dataset are compared, and
     the number of its shards.
-
-    Args:
-        dataset: One that shards itself.
-        transport: Between the ranks.
     """
     mine = (_num_shards(dataset), [_state_of(generator) for generator in _generators_within(dataset)])
     return all(other == mine for other in transport.gather_object(mine))
@@ -75,8 +64,6 @@ class Join:
     for the next round before a batch is yielded, so every rank knows which batch is the last.
 
     Args:
-        transport: Between the ranks.
-        group_of: The data-parallel group of each rank.
         first_round: Its item is the first batch of this rank's share in the epoch; empty where that is not
             read yet.
         fills_short: Whether a short batch is filled; otherwise only a missing one is replaced.
@@ -109,10 +96,7 @@ class Join:
         """Yield the batches of this rank, each with whether it is the last one.
 
         Args:
-            batches: Its share; read one ahead.
             capture: Captures the state of the source behind the batch just read; None: it has none.
-            keep: Called with the state of each batch before it is yielded.
-            number: Number of the first batch.
             fillers: Filled with the real samples of each rank, for batches where they differ and the last.
         """
         current = next(batches, _END)

@@ -19,11 +19,6 @@ def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given:
 
     The samples have to be the same: if each share dropped its short batch, others would be missing. A dataset
     that the user has sharded cannot be read otherwise.
-
-    Args:
-        loader: The user's loader, over a dataset that shards itself.
-        dispatch: See `plan`.
-        given: Whether the user has sharded it.
     """
     return not dispatch if given else dispatch is None and not loader.drop_last
 
@@ -42,13 +37,10 @@ class ShardPlan:
         how: `leave` (one group reads everything), `shard` (each group reads its share), `dataset_shards` (the
             dataset makes a share for each group, of any length) or `dispatch` (process 0 reads, the others
             receive).
-        groups: Number of data-parallel groups.
-        group: The group of this process, from 0.
         batch_size: Batch size of one group, None where the user's loader doesn't build batches of one size
             itself.
         split: Whether the user's batch is the global one.
         even: Whether the short end is filled; always so for iterable datasets and dispatched loaders.
-        why: The reason for `how`, for people.
     """
 
     how: Literal["leave", "shard", "dataset_shards", "dispatch"] = "leave"
@@ -97,7 +89,6 @@ def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int,
         mesh: The `DeviceMesh` of the run, or None. Ranks along a tensor, context, sequence or pipeline axis
             share their batches.
         num_processes: Number of processes; where it differs from the mesh's size, groups are already counted.
-        process_index: Rank of this process.
 
     Returns:
         Number of groups and index of this process' group.
@@ -143,18 +134,8 @@ def plan(
     """Decide how the batches of a loader are shared.
 
     Args:
-        loader: The user's loader.
-        num_processes: Number of processes; several may make up one group.
-        groups: Number of data-parallel groups.
-        group: The group of this process.
-        split: Cut each batch instead of sharing whole ones.
-        even: Fill the short end, where a batch sampler is sharded.
         dispatch: Read on process 0 only; None decides by the kind of dataset.
-        put_on_device: Whether batches are moved to the device.
         own_share: Why the dataset's own share is read, where it is.
-
-    Returns:
-        The plan.
 
     Raises:
         ConfigurationError: A batch size that cannot be split, or dispatching without device placement.

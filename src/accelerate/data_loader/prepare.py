@@ -171,12 +171,7 @@ def _upload_in_background(loader: DataLoaderShard) -> Any:
 class _Order:
     """By which indices a loader is read; the user's own samplers are not changed.
 
-    Args:
-        loader: The user's loader.
-        num_processes: How many processes share the data.
-
     Attributes:
-        index_sampler: What torch's loader reads by.
         generator: The one of the sampler, which must be the same on all processes; None without one.
     """
 

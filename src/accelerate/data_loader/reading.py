@@ -38,11 +38,7 @@ class WorkersObserver:
     """Observes worker processes from their start: a service of the run."""
 
     def follow(self, iterator: Any) -> None:
-        """Observe workers; called by the thread that will wait for them.
-
-        Args:
-            iterator: torch's, with its workers.
-        """
+        """Observe workers; called by the thread that will wait for them."""
 
 
 def yield_batches(
@@ -55,11 +51,7 @@ def yield_batches(
     """Yield batches, with the attributes of the loader set for each.
 
     Args:
-        loader: The prepared loader.
-        batches: The batches, each with whether it is the last one.
         fillers: Number of the batch -> real samples on each rank; may grow while batches are read.
-        number: Number of the first batch.
-        move: Moves a batch to its device; None leaves it.
     """
     position, batches_in_round = loader.position, loader.plan.batches_in_round
     for current, is_last in batches:
@@ -80,9 +72,7 @@ def open_pass(
     """Start a pass.
 
     Args:
-        loader: The prepared loader.
         skip: How many batches are read and dropped; others are skipped by index.
-        wrap: See `IteratorWrapper`; None: the batches come from torch's iterator.
 
     Returns:
         The batches, each with whether it is the last one, and the record of their filler.
@@ -99,8 +89,6 @@ def open_batches(
     """Open torch's iterator; the order of the pass is drawn here.
 
     Args:
-        loader: The prepared loader.
-        skip: How many batches are read and dropped.
         kept: How many of the skipped ones, at the beginning of the epoch, are yielded nevertheless.
         ahead_by: How many batches are read before the one that is yielded; None: those that torch reads
             itself, or their indices.
@@ -211,12 +199,7 @@ def first_number(index_sampler: Any) -> int:
 
 
 def mark_last(loader: Any, source: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch with whether it is the last one, which is known when the next one was read.
-
-    Args:
-        loader: The prepared loader; the state of its source is captured before the next batch is read.
-        source: The batches.
-    """
+    """Yield each batch with whether it is the last one, which is known when the next one was read."""
     capture = source_state(loader)
     current = next(source, _END)
     while current is not _END:
@@ -233,9 +216,6 @@ class IndexAhead:
 
     Nothing is read before it is needed, so random numbers that a dataset draws come in the order in which
     training takes the batches.
-
-    Args:
-        indices: What torch's iterator reads by.
     """
 
     def __init__(self, indices: Iterator[Any]) -> None:
@@ -263,10 +243,7 @@ def after_first(
     """Yield a source, and call a function when its first items have been read.
 
     Args:
-        source: The items.
-        then: The function.
         kept: Further items, before the first ones, that are not counted.
-        count: How many are read before it is called.
     """
     yield from islice(source, kept)
     first = list(islice(source, count))
@@ -279,8 +256,6 @@ def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]
     """Read batches and drop them, for data that can only be read in order; a progress bar shows how far.
 
     Args:
-        source: The batches.
-        count: How many.
         kept: How many of them, at the beginning, are yielded nevertheless.
     """
     yield from islice(source, kept)
@@ -295,12 +270,7 @@ def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]
 
 
 def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return what moves each batch of a pass to a device; decided once for the pass.
-
-    Args:
-        device: Where batches go; None leaves them.
-        non_blocking: Don't wait for copies from pinned memory.
-    """
+    """Return what moves each batch of a pass to a device; decided once for the pass."""
     if device is None:
         return None
     if of_device(torch.device(device)).is_host:

@@ -50,9 +50,7 @@ class ResumePoint:
     """The position of a loader in a loaded checkpoint.
 
     Attributes:
-        offset: the point in the epoch.
         start_states: states of the random generators when the epoch began; None between two epochs.
-        groups: number of data-parallel groups at that time.
         is_over: whether that was behind the last batch of the epoch.
         own_shares: whether the groups read shards that the dataset made.
         rows_in_batch: samples in a batch of the dataset at that time; None where that was not known.
@@ -71,7 +69,6 @@ class LateStart:
     """Where each pass of a loader begins.
 
     Attributes:
-        offset: the point in the epoch.
         origin: the loader of which this one is a late start; both count epochs together.
         skip_source: batches of the dataset that are read and dropped, in addition to `skip_batches`.
         keeps_first_round: whether the first round of the epoch is read nevertheless, to fill its end.
@@ -105,10 +102,6 @@ class Position:
 
     def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
         """Begin a pass; called before anything is drawn for it.
-
-        Args:
-            loader: that is read.
-            offset: where in the epoch the pass begins.
 
         Returns:
             To be called when the order is drawn: restores the random states of the checkpoint from which the
@@ -180,12 +173,7 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
     """Restore the order and position of a prepared loader, from which its next pass resumes.
 
     Args:
-        loader: a prepared one.
         state: what `capture` returned, maybe in a run with another number of processes.
-        stream: the state of its dataset, where that has one.
-
-    Raises:
-        CheckpointError: the state is none, or of a loader with other random generators.
     """
     try:
         version, offset = state["version"], Offset(int(state["seen"]), int(state["consumed"]), stream)
@@ -359,10 +347,6 @@ def start_late(loader: Any, skipped: int) -> Any:
     After a checkpoint of a run with another number of processes or another batch size was loaded, and where
     as many batches are skipped as the loop had taken then, it starts behind the samples that all processes of
     that run had taken.
-
-    Args:
-        loader: does not change; both count epochs together.
-        skipped: batches of this process that are skipped.
     """
     point: ResumePoint | None = loader.position.resume_point
     if point is None or skipped != point.offset.seen:
@@ -379,11 +363,7 @@ def start_late(loader: Any, skipped: int) -> Any:
 
 
 def start_where_saved(loader: Any) -> Any:
-    """Return the late start with which a loader resumes by itself; None where it begins an epoch.
-
-    Args:
-        loader: a prepared one.
-    """
+    """Return the late start with which a loader resumes by itself; None where it begins an epoch."""
     point: ResumePoint | None = loader.position.resume_point
     is_resumed = point is not None and point.offset.seen and loader.use_stateful_dataloader
     if point is None or not is_resumed or loader.start.origin is not None:

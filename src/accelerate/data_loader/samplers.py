@@ -252,9 +252,6 @@ class SamplerShard(Sampler[Any]):
     """The shard of one process of a sampler whose items are whole batches.
 
     Args:
-        sampler: Where the items come from.
-        num_processes: How many processes share them.
-        process_index: Which of them this is, from 0.
         even_batches: Fill the last round with items from the beginning, so that all processes get equally
             many.
     """
@@ -313,8 +310,6 @@ def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
     """Begin a pass over a batch sampler at a later batch, in one step where its kind allows.
 
     Args:
-        batch_sampler: of any kind.
-        number: how many batches are skipped.
         kept: how many of them, at the beginning, are yielded nevertheless.
     """
     if isinstance(batch_sampler, BatchSamplerShard):
@@ -338,12 +333,7 @@ def _batches_from(batch_sampler: BatchSampler, number: int, kept: int) -> Iterat
 
 
 def advance(iterator: Iterator[Any], count: int) -> None:
-    """Skip items of an iterator: in one step where a generator yields them from a list.
-
-    Args:
-        iterator: it is moved.
-        count: how many items; stops where there are no more.
-    """
+    """Skip items of an iterator: in one step where a generator yields them from a list."""
     if count <= 0 or next(iterator, _END) is _END:
         return
     count -= 1
