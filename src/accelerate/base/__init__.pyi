@@ -93,7 +93,7 @@ from accelerate.base.files import (
     sync_file as sync_file,
     sync_folder as sync_folder,
 )
-from accelerate.base.lazy import attach as attach
+from accelerate.base.lazy import attach as attach, without_collection as without_collection
 from accelerate.base.packages import (
     PACKAGES as PACKAGES,
     Package as Package,

@@ -34,7 +34,7 @@ def attach(
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         source, attribute = table[name]
-        with _without_collection():
+        with without_collection():
             if source == module:  # a submodule of this package
                 value: Any = import_module(f"{module}.{attribute}")
             else:
@@ -66,7 +66,7 @@ def read_table(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Keep the garbage collector from walking over all of torch's objects while modules are imported."""
     enabled = gc.isenabled()
     gc.disable()

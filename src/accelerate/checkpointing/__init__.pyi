@@ -12,10 +12,21 @@ from accelerate.base import (
     is_torch_version as is_torch_version,
 )
 from accelerate.checkpointing import (
+    changes as changes,
     generators as generators,
     loading as loading,
     retention as retention,
     saving as saving,
+)
+from accelerate.checkpointing.changes import (
+    Change as Change,
+    Stage as Stage,
+    apply_all as apply_all,
+    inner_optimizers as inner_optimizers,
+    keep_object as keep_object,
+    keep_optimizer as keep_optimizer,
+    keep_weights as keep_weights,
+    nothing as nothing,
 )
 from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
 from accelerate.checkpointing.folder import (
@@ -23,12 +34,6 @@ from accelerate.checkpointing.folder import (
     plan_staging_folder as plan_staging_folder,
     recover as recover,
     remove as remove,
-)
-from accelerate.checkpointing.kept import (
-    inner_optimizers as inner_optimizers,
-    keep_object as keep_object,
-    keep_optimizer as keep_optimizer,
-    keep_weights as keep_weights,
 )
 from accelerate.checkpointing.loading import (
     Candidate as Candidate,
@@ -60,20 +65,13 @@ from accelerate.checkpointing.manifest import (
     refuse_name as refuse_name,
     seal as seal,
 )
-from accelerate.checkpointing.metadata import read_metadata as read_metadata
-from accelerate.checkpointing.part import (
-    Change as Change,
-    Load as Load,
-    Part as Part,
-    Payload as Payload,
-    Stage as Stage,
-    apply_all as apply_all,
-    nothing as nothing,
-)
 from accelerate.checkpointing.parts import (
     GeneratorsPart as GeneratorsPart,
+    Load as Load,
     LoaderPart as LoaderPart,
     ModelPart as ModelPart,
+    Part as Part,
+    Payload as Payload,
     StatePart as StatePart,
     custom_part as custom_part,
     fill as fill,
@@ -84,19 +82,17 @@ from accelerate.checkpointing.parts import (
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (
     LOADED as LOADED,
+    Background as Background,
     Request as Request,
+    Session as Session,
     Site as Site,
+    StagingArea as StagingArea,
     abandon as abandon,
     loaded_lines as loaded_lines,
     open_site as open_site,
     saved_lines as saved_lines,
 )
-from accelerate.checkpointing.session import (
-    Background as Background,
-    Session as Session,
-    StagingArea as StagingArea,
-)
-from accelerate.checkpointing.shard_index import ShardIndex as ShardIndex
+from accelerate.checkpointing.shard_index import ShardIndex as ShardIndex, read_metadata as read_metadata
 from accelerate.checkpointing.sharded import (
     GROUPS as GROUPS,
     MODEL as MODEL,

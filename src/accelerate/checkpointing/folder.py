@@ -139,7 +139,7 @@ class StagingFolder:
         temporary.release(self.folder)
 
 
-def place_of(target: Path) -> Path:
+def absolute_path(target: Path) -> Path:
     """Return the path of a checkpoint: absolute, and behind the link where the name is one."""
     path = Path(os.path.abspath(target))
     return Path(os.path.realpath(path)) if path.is_symlink() else path
@@ -147,7 +147,7 @@ def place_of(target: Path) -> Path:
 
 def plan_staging_folder(target: Path) -> StagingFolder:
     """Choose where a checkpoint is written; nothing is made yet."""
-    target = place_of(target)
+    target = absolute_path(target)
     inside = target.is_dir() and (
         _holds_mount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
     )

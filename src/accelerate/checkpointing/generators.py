@@ -13,8 +13,7 @@ from accelerate import rng
 from accelerate.base import CheckpointError
 from accelerate.checkpointing.manifest import checksum_of
 
-_PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
-_FILE_NAMES = {"python": _PYTHON, "numpy": _NUMPY, "torch": _TORCH}
+_FILE_NAMES = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 
 
 def capture() -> dict[str, Any]:
@@ -39,13 +38,13 @@ def check(states: Any) -> dict[str, Any]:
         )
     own = {name: _own(states[_name_in_file(name)]) for name in current}
     try_on_cpu(own)
-    for name in current.keys() - {"python", "numpy", "torch"}:
+    for name in current.keys() - _FILE_NAMES.keys():
         _check_device(name, current[name], own[name])
     return own
 
 
 def try_on_cpu(states: Mapping[str, Any]) -> None:
-    """Set generators that nobody uses to states of those of Python, numpy and torch.
+    """Set generators that nobody uses to states of those of Python, numpy and torch; raise where one fails.
 
     Args:
         states: by the names that `rng.capture_on_cpu` gives them.
@@ -63,23 +62,13 @@ def _check_device(name: str, current: Any, state: Any) -> None:
         raise CheckpointError(f"The checkpoint holds no state that the random generator of {name} takes.")
 
 
-def restore(states: Any) -> None:
-    """Set the generators of this process."""
-    rng.restore(check(states))
-
-
-def reseed(states: Any, rank: int) -> None:
-    """Give this process generators that follow from the states of another one."""
-    rng.set_seed(seed_of(states, rank))
-
-
 def seed_of(states: Any, rank: int) -> int:
     """Return the seed of a process that follows from the states of another one.
 
     Args:
         states: content of the file of rank 0.
     """
-    state = states.get(_TORCH) if isinstance(states, Mapping) else None
+    state = states.get(_FILE_NAMES["torch"]) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
     return int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS
 

@@ -21,8 +21,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.part import Load
-from accelerate.checkpointing.parts import GeneratorsPart
+from accelerate.checkpointing.parts import GeneratorsPart, Load
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology
 
@@ -144,7 +143,7 @@ class Candidate:
 
     def _begin(self, topology: Topology) -> None:
         if not self.folder.is_dir():
-            folder.recover(folder.place_of(self.folder))
+            folder.recover(folder.absolute_path(self.folder))
         if not self.folder.is_dir():
             raise CheckpointError(NO_FOLDER)
         if not (self.folder / manifest.NAME).is_file():
@@ -191,7 +190,7 @@ def open_checkpoint(
         patience: seconds that the ranks have to come together.
     """
     for left in reversed(range(ATTEMPTS)):
-        consensus.decide(CALL, None, lambda _: folder.recover(folder.place_of(path)), patience)
+        consensus.decide(CALL, None, lambda _: folder.recover(folder.absolute_path(path)), patience)
         source = Candidate(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:

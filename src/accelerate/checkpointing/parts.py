@@ -1,16 +1,18 @@
-"""The kinds of parts that a run has: models, states, random generators, loaders."""
+"""Parts: each saves and loads one kind of object of a run: models, states, random generators, loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from accelerate import rng
 from accelerate.base import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -20,26 +22,14 @@ from accelerate.base import (
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
+    AccelerateError,
     CheckpointError,
+    as_builtin,
+    describe,
+    like,
 )
-from accelerate.checkpointing import generators
-from accelerate.checkpointing.fit import (
-    check_dtypes,
-    check_optimizer,
-    check_weights,
-    loads_its_own_way,
-    refuse_names,
-)
-from accelerate.checkpointing.kept import (
-    inner_optimizers,
-    keep_extra,
-    keep_generators,
-    keep_loader,
-    keep_object,
-    keep_optimizer,
-    keep_weights,
-)
-from accelerate.checkpointing.part import Change, Load, Payload, Stage, Stateful, nothing
+from accelerate.checkpointing import changes, fit, generators
+from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, nothing
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.weights import (
@@ -59,6 +49,111 @@ LOADER_NAME = "dl_state_dict"
 """Where other software keeps the position of a loader."""
 
 Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a checkpoint is read.
+
+    Attributes:
+        names: the files of its manifest; None for a checkpoint without one.
+        device: where weights and states of optimizers are read to.
+        reading: arguments of `torch.load`.
+        model: arguments of `load_state_dict` of models.
+        wanted: names that were asked for.
+        confirm: raises a CheckpointError when a save has replaced the folder; for what reads it only while
+            objects are changed.
+    """
+
+    folder: Path
+    device: str | torch.device = "cpu"
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    names: Collection[str] | None = None
+    wanted: set[str] = field(default_factory=set)
+    confirm: Callable[[], None] = lambda: None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the checkpoint has no manifest: other software wrote it."""
+        return self.names is None
+
+    def has(self, name: str) -> bool:
+        """Whether a file is part of the checkpoint."""
+        self.wanted.add(name)
+        return (self.names is None or name in self.names) and (self.folder / name).is_file()
+
+    def read(self, name: str, device: str | torch.device = "cpu") -> Any:
+        """Read one of torch's files."""
+        return read_torch(self.existing(name), device, **self.reading)
+
+    def existing(self, name: str) -> Path:
+        """Return the path of a file."""
+        if not self.has(name):
+            error = CheckpointError(
+                f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
+                "prepare the same ones in the same order, or choose another checkpoint."
+            )
+            raise as_builtin(error, FileNotFoundError)
+        return self.folder / name
+
+    @contextmanager
+    def fitting(self, name: str, kind: str) -> Iterator[None]:
+        """Name the file, and what kind of object it does not fit, when it does not.
+
+        Raises:
+            CheckpointError: whatever was raised inside, but for errors that name the file themselves, and
+                those of a wrong configuration.
+        """
+        try:
+            yield
+        except Exception as error:  # an object of the user's own may raise anything
+            is_own = isinstance(error, AccelerateError)
+            if is_own and (not isinstance(error, CheckpointError) or name in str(error)):
+                raise
+            reason = str(error) if is_own else describe(error)
+            text = f"{self.folder / name} does not fit this {kind}: {reason}"
+            raise like(CheckpointError(text), error) from error
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The content of one file, taken from a live object.
+
+    Attributes:
+        content: nested lists, tuples and dictionaries of tensors and other values.
+        write: writes such content to a path; returns what `finish` needs to know of it.
+        finish: for files that several processes write to one folder: takes that folder and what `write` has
+            returned on each process, when all are written, and adds what they have in common.
+    """
+
+    name: str
+    content: Any
+    write: Callable[[Any, Path], Any] = write_torch
+    finish: Callable[[Path, Sequence[Any]], None] | None = None
+
+
+class Part(Protocol):
+    """One thing that is saved and loaded."""
+
+    def collect(self, leads: bool = True) -> list[Payload]:
+        """Take the content of the files that this process writes, without copying it.
+
+        Args:
+            leads: whether this process writes what all processes have in common.
+        """
+        ...
+
+    def read(self, options: Load) -> Change:
+        """Read its files; what is returned brings the object to that state."""
+        ...
+
+
+class Stateful(Protocol):
+    """What has a state that can be taken and given back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -87,10 +182,10 @@ class StatePart:
             )
             return nothing
         state = options.read(self.name, options.device if self.on_device else "cpu")
-        if isinstance(self.owner, nn.Module) and not loads_its_own_way(self.owner):
+        if isinstance(self.owner, nn.Module) and not fit.loads_its_own_way(self.owner):
             own = self.owner.state_dict(keep_vars=True)
-            check_weights(own, state, options.folder / self.name, self.owner, strict=True)
-        keep = keep_optimizer if self._optimizers() else keep_object
+            fit.check_weights(own, state, options.folder / self.name, self.owner, strict=True)
+        keep = changes.keep_optimizer if self._optimizers() else changes.keep_object
         stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
         name = f"{self._kind} ({self.name})"
         return Change(partial(self._apply, state, options), name, partial(keep, self.owner), stage)
@@ -103,7 +198,7 @@ class StatePart:
         with options.fitting(self.name, self._kind):
             self.owner.load_state_dict(state)
             for optimizer in self._optimizers():
-                check_optimizer(optimizer)
+                fit.check_optimizer(optimizer)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return inner_optimizers(self.owner) if self.is_optimizer else []
@@ -144,28 +239,23 @@ class ModelPart:
         if not self.safe:
             return [Payload(number(MODEL_NAME, self.index, ".bin"), dict(self.state))]
         kept, aliases = drop_shared(self.state)
-        return [
-            Payload(
-                number(SAFE_MODEL_NAME, self.index, ".safetensors"),
-                kept,
-                lambda content, path: write_whole_tensors(content, aliases, path),
-            )
-        ]
+
+        def write(content: Any, path: Path) -> None:
+            write_whole_tensors(content, aliases, path)
+
+        return [Payload(number(SAFE_MODEL_NAME, self.index, ".safetensors"), kept, write)]
 
     def read(self, options: Load) -> Change:
         if self.model is None:
             return nothing
-        safe, other = (
-            number(SAFE_MODEL_NAME, self.index, ".safetensors"),
-            number(MODEL_NAME, self.index, ".bin"),
-        )
-        foreign = number(FSDP_MODEL_NAME, self.index, ".bin")  # of other software, as is `other` mostly
-        name = next((each for each in (safe, other, foreign) if options.has(each)), safe)
+        safe = number(SAFE_MODEL_NAME, self.index, ".safetensors")
+        pickled = [number(stem, self.index, ".bin") for stem in (MODEL_NAME, FSDP_MODEL_NAME)]
+        name = next((name for name in (safe, *pickled) if options.has(name)), safe)
         path = options.existing(name)
-        if name != safe:
-            state = read_torch(path, options.device, **options.reading)
-        else:
+        if name == safe:
             state = read_safetensors(path, options.device)
+        else:  # the second is of other software, as is the first mostly
+            state = read_torch(path, options.device, **options.reading)
         own = self.model.state_dict(keep_vars=True) if self.live is None else self.live()
         return weights_change(
             partial(self._apply, self.model, state, options, name), self.model, own, state, path, options
@@ -193,18 +283,18 @@ def weights_change(
     """Compare weights with a model, and return what fills it."""
     keep = None
     try:
-        check_weights(own, state, path, model, strict=options.model.get("strict", True))
+        fit.check_weights(own, state, path, model, strict=options.model.get("strict", True))
     except CheckpointError:
-        if not isinstance(state, Mapping) or not loads_its_own_way(model):
+        if not isinstance(state, Mapping) or not fit.loads_its_own_way(model):
             raise
-        check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
-        keep = partial(keep_weights, model)  # its own code may know the names, or fail
+        fit.check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
+        keep = partial(changes.keep_weights, model)  # its own code may know the names, or fail
     name = f"{type(model).__name__} ({path.name})"
     return Change(apply, name, keep, Stage.LAST, first=extra_changes(model, state, options, name))
 
 
 def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
-    """Return what brings what modules keep beside their tensors to a state, before tensors are changed."""
+    """Return the change of the extra state of modules, which comes before that of tensors."""
     modules = {path: module for path, module in model.named_modules() if _has_extra(module)}
     pairs = [(modules[path], value) for key, value in state.items() if (path := _path_of(key)) in modules]
     if not pairs:
@@ -215,7 +305,7 @@ def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, nam
             with options.fitting(name, type(module).__name__):
                 module.set_extra_state(value)
 
-    return (Change(apply, name, partial(keep_extra, [module for module, _ in pairs])),)
+    return (Change(apply, name, partial(changes.keep_extra, [module for module, _ in pairs])),)
 
 
 def _has_extra(module: nn.Module) -> bool:
@@ -237,7 +327,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
         missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
-        refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
+        fit.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
 
 
 @dataclass(frozen=True)
@@ -262,12 +352,12 @@ class GeneratorsPart:
     def read(self, options: Load) -> Change:
         states = options.read(self.name)
         with options.fitting(self.name, "process"):
-            generators.check(states)
-        return self.change(partial(generators.restore, states))
+            own = generators.check(states)
+        return self.change(partial(rng.restore, own))
 
     def change(self, apply: Callable[[], None]) -> Change:
         """Return a change of the generators, which comes last: others may draw from them."""
-        return Change(apply, f"random generators ({self.name})", keep_generators, Stage.LAST)
+        return Change(apply, f"random generators ({self.name})", changes.keep_generators, Stage.LAST)
 
 
 @dataclass(frozen=True)
@@ -283,34 +373,36 @@ class LoaderPart:
     rank: int = 0
     resized: bool = False
 
+    @property
+    def name(self) -> str:
+        """The file of the order and position."""
+        return number(SAMPLER_NAME, self.index, ".bin")
+
+    def _stream_file(self, rank: int) -> str:
+        return f"stream_{self.index}_{rank}.bin"
+
     def collect(self, leads: bool = True) -> list[Payload]:
         state = resume.capture(self.loader) if leads else None
         stream = resume.capture_stream(self.loader)
-        return [
-            *([] if state is None else [Payload(sampler_file(self.index), state)]),
-            *([Payload(stream_file(self.index, self.rank), stream)] if stream else []),
-        ]
+        files = [(self.name, state), (self._stream_file(self.rank), stream or None)]
+        return [Payload(name, content) for name, content in files if content is not None]
 
     def read(self, options: Load) -> Change:
-        name = sampler_file(self.index)
         if not resume.is_tracked(self.loader):
             return nothing
-        if not (self._is_known(options) if options.is_foreign else options.has(name)):
+        if not (self._is_known(options) if options.is_foreign else options.has(self.name)):
             return nothing
-        streams = (stream_file(self.index, rank) for rank in ([] if self.resized else [self.rank]) + [0])
-        stream: Any = next((options.read(each) for each in streams if options.has(each)), {})
-        state = options.read(name)
-        with options.fitting(name, type(self.loader).__name__):
+        streams = map(self._stream_file, [0] if self.resized else [self.rank, 0])
+        stream: Any = next((options.read(file) for file in streams if options.has(file)), {})
+        state, kind = options.read(self.name), type(self.loader).__name__
+        with options.fitting(self.name, kind):
             _check_position(state, stream)
-        return Change(
-            partial(self._apply, state, stream, options),
-            f"{type(self.loader).__name__} ({name})",
-            partial(keep_loader, self.loader),
-        )
+        keep = partial(changes.keep_loader, self.loader)
+        return Change(partial(self._apply, state, stream, options), f"{kind} ({self.name})", keep)
 
     def _is_known(self, options: Load) -> bool:
         """Whether what other software says of order and position can be taken over; a line says if not."""
-        names = [sampler_file(self.index), number(LOADER_NAME, self.index, ".bin")]
+        names = [self.name, number(LOADER_NAME, self.index, ".bin")]
         name = next((name for name in names if options.has(name)), None)
         if name is None:
             return False
@@ -326,7 +418,7 @@ class LoaderPart:
         return False
 
     def _apply(self, state: Any, stream: Any, options: Load) -> None:
-        with options.fitting(sampler_file(self.index), type(self.loader).__name__):
+        with options.fitting(self.name, type(self.loader).__name__):
             resume.restore(self.loader, state, stream.get("dataset"))
             if "torchdata" in stream and state["seen"] and not state["is_over"]:
                 self.loader.go_on_by_torchdata(stream)
@@ -340,7 +432,7 @@ def _check_position(state: Any, stream: Any) -> None:
     if start is not None:
         generators.try_on_cpu(start["global"])
     drawn = [*state["generators"], *([] if start is None else start["generators"])]
-    if not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in drawn):
+    if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")
 
 
@@ -355,25 +447,15 @@ def state_parts(
     """Return the parts of everything that has a `state_dict`, models and loaders left out."""
     return [
         *(
-            StatePart(number(OPTIMIZER_NAME, index, ".bin"), each, on_device=True, is_optimizer=True)
-            for index, each in enumerate(optimizers)
+            StatePart(number(OPTIMIZER_NAME, index, ".bin"), optimizer, on_device=True, is_optimizer=True)
+            for index, optimizer in enumerate(optimizers)
         ),
-        *(StatePart(number(SCHEDULER_NAME, index, ".bin"), each) for index, each in enumerate(schedulers)),
+        *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
-        *(custom_part(index, each) for index, each in enumerate(custom)),
+        *(custom_part(index, owner) for index, owner in enumerate(custom)),
     ]
 
 
 def custom_part(index: int, owner: Stateful) -> StatePart:
     """Return the part of an object of the user's own, by its place among such objects."""
     return StatePart(f"{CUSTOM_NAME}_{index}.pkl", owner, write=write_custom)
-
-
-def sampler_file(index: int) -> str:
-    """Return the file name of the order and position of a loader."""
-    return number(SAMPLER_NAME, index, ".bin")
-
-
-def stream_file(index: int, rank: int) -> str:
-    """Return the file name of the state of a loader's dataset, as one process reads it."""
-    return f"stream_{index}_{rank}.bin"

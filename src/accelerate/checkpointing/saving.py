@@ -1,34 +1,50 @@
-"""Save a list of parts: agree on a folder, write, agree that all is written, rename the folder, log."""
+"""Save a list of parts: agree on a folder, write, agree that all is written, rename the folder, log.
+
+A `Session` has what the saves of one run share: consensus, staged copies, the thread that writes, hooks.
+"""
 
 from __future__ import annotations
 
+import copy
 import datetime
 import re
 import socket
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.folder import StagingFolder, place_of, plan_staging_folder
+from accelerate.checkpointing.folder import StagingFolder, absolute_path, plan_staging_folder
 from accelerate.checkpointing.manifest import SAVE, FileRecord, Manifest, files_under, seal
-from accelerate.checkpointing.part import Payload
+from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
+from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
-from accelerate.state import Consensus
+from accelerate.ops import current_transport, open_consensus
+from accelerate.state import Consensus, rendezvous, services
 
 logger = get_logger(__name__)
 
 CALL = "accelerator.save_state"
 SECONDS_TO_WRITE = 24 * 3600.0
 THREADS = 4
+STORE_TIMEOUT = datetime.timedelta(minutes=5)
+"""How long one request to the store may take."""
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
 
 SAVED = {
     r"(?:pytorch_)?model(?:_\d+)?\.(?:bin|safetensors)": "Model weights saved in {path}",
@@ -95,7 +111,7 @@ def open_site(request: Request, consensus: Consensus) -> Site:
     Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
     machine; the first of them gives it its name.
     """
-    target = place_of(request.target)
+    target = absolute_path(request.target)
     opened: list[StagingFolder] = []
 
     def begin() -> StagingFolder:
@@ -117,10 +133,10 @@ def _agree_on_site(
     answer = consensus.decide(CALL, None, lambda _: _spell(begin()), request.patience)
     first = _staging_folder(target, answer)
     sees = answer["target"] == str(target) and first.folder.is_dir()
-    place = "" if sees else f"{socket.gethostname()}:{target}"
-    places = consensus.decide(CALL, place, list, request.patience)
-    leader = places.index(place)
-    if not any(places):
+    path = "" if sees else f"{socket.gethostname()}:{target}"
+    paths = consensus.decide(CALL, path, list, request.patience)
+    leader = paths.index(path)
+    if not any(paths):
         return Site(first, consensus.rank == 0, consensus, request, save=first.folder.name)
     commits = leader == consensus.rank
     own, failure = first, ""
@@ -136,16 +152,12 @@ def _agree_on_site(
 
 
 def _spell(staging: StagingFolder) -> dict[str, Any]:
-    """Write a staging for the other ranks, which find it beside or in the target that they know."""
-    return {
-        "target": str(staging.target),
-        "name": staging.folder.name,
-        "inside": staging.inside,
-    }
+    """Describe a staging folder for the other ranks, which find it beside or in the target that they know."""
+    return {"target": str(staging.target), "name": staging.folder.name, "inside": staging.inside}
 
 
 def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
-    """Find the staging that another rank has made for the same target."""
+    """Return the staging folder that another rank has made for the same target."""
     name, inside = str(answer["name"]), bool(answer["inside"])
     if Path(name).name != name or not name.startswith("."):
         raise CheckpointError(
@@ -252,15 +264,11 @@ def _commit(site: Site, records: Sequence[FileRecord]) -> None:
     ).write(site.folder)
     site.staging.publish()
     if request.keep is not None:
-        _prune(site.staging.target, request.keep)
-
-
-def _prune(saved: Path, keep: int) -> None:
-    """Delete older checkpoints; that one cannot be deleted does not make the new one worse."""
-    try:
-        retention.prune(saved.parent, keep)
-    except OSError as error:
-        logger.warning(f"{saved} is saved, and older checkpoints could not be deleted: {error}.")
+        try:
+            retention.prune(site.staging.target.parent, request.keep)
+        except OSError as error:  # the new one is whole all the same
+            saved = site.staging.target
+            logger.warning(f"{saved} is saved, and older checkpoints could not be deleted: {error}.")
 
 
 def _attempt(action: Callable[[], Any]) -> str:
@@ -285,18 +293,14 @@ def _refuse_failures(failures: Sequence[str]) -> None:
 def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> list[str]:
     """Return the lines about what one rank has saved."""
     tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    return [
-        _line(text, match, target / top, custom)
-        for pattern, text in SAVED.items()
-        for top in tops
-        if (match := re.fullmatch(pattern, top))
-    ]
-
-
-def _line(text: str, match: re.Match[str], path: Path, custom: Sequence[str]) -> str:
-    number = int(match[1] or 0) if match.re.groups else 0
-    kind = custom[number] if number < len(custom) else "an object"
-    return text.format(path=path, number=number, kind=kind)
+    lines = []
+    for pattern, text in SAVED.items():
+        for top in tops:
+            if match := re.fullmatch(pattern, top):
+                number = int(match[1] or 0) if match.re.groups else 0
+                kind = custom[number] if number < len(custom) else "an object"
+                lines.append(text.format(path=target / top, number=number, kind=kind))
+    return lines
 
 
 def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[str]:
@@ -311,3 +315,168 @@ def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[
             for index, kind in enumerate(custom)
         ),
     ]
+
+
+class Session:
+    """The checkpoints of one run.
+
+    Args:
+        patience: seconds that the ranks have to come together.
+
+    Attributes:
+        save_hooks: called with models, weights and folder before a save.
+        load_hooks: called with models and folder before a load.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._staging = StagingArea()
+
+    @property
+    def consensus(self) -> Consensus:
+        """How the ranks agree; every session of a process counts their decisions together."""
+        return services.get(Consensus, _open_consensus)
+
+    @property
+    def background(self) -> Background:
+        """What writes; the sessions of a process take turns in it, because they agree over one consensus."""
+        return services.get(Background, Background)
+
+    @staticmethod
+    def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+        """Append a hook; the handle takes it away again."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def choose_number(self, parent: Path, wanted: int) -> int:
+        """Return the number of the next checkpoint: the wanted one, or the next one above all that exist.
+
+        Args:
+            wanted: the number that is due; that of rank 0 counts.
+        """
+
+        def choose(wanted_numbers: Sequence[int]) -> int:
+            taken = retention.taken_numbers(parent)
+            return wanted_numbers[0] if wanted_numbers[0] not in taken else max(taken) + 1
+
+        number = int(self.consensus.decide(CALL, wanted, choose, self.patience))
+        if number != wanted:
+            logger.warning(
+                f"{parent} holds a checkpoint {wanted} already: this run goes on with number {number}. "
+                "A project folder for each run keeps them apart."
+            )
+        return number
+
+    def prepare_write(
+        self, site: Site, payloads: Sequence[Payload], *, blocking: bool
+    ) -> Callable[[], object]:
+        """Return what writes and commits, at once or in the background; called on all ranks.
+
+        Args:
+            blocking: return only when the checkpoint is committed.
+        """
+        if not blocking and not self.consensus.is_threaded:
+            logger.warning_once("This run has no store to agree over in the background: saves block.")
+            blocking = True
+        if blocking:
+            return partial(write, site, payloads)
+        staged = self._staging.stage(payloads)
+        return partial(self.background.start, partial(write, site, staged, threads=1))
+
+
+class Background:
+    """At most one job at a time.
+
+    The thread is no daemon: the interpreter waits for it before it ends.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, job: Callable[[], Any]) -> None:
+        """Run a job in a thread, after the one before has ended.
+
+        Raises:
+            Exception: what the job before has raised.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="accelerate-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no job is running any more.
+
+        Raises:
+            Exception: what the last job has raised; once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        try:
+            job()
+        except Exception as error:  # raised again by wait()
+            logger.error(f"A checkpoint was not saved: {error}", main_process_only=False)
+            self._error = error
+
+
+class StagingArea:
+    """Memory for one copy of everything that is saved; kept from one save to the next.
+
+    Fresh memory costs several times as much as the copying into it, so only the first save pays for it.
+    Memory for tensors of an accelerator is pinned: they are copied without a stop in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
+        """Copy the content of files; returns when all of it is in CPU memory.
+
+        Returns:
+            The same with copies. They hold until the next call.
+        """
+        before, self._buffers = self._buffers, {}
+        staged: dict[tuple[Any, ...], Tensor] = {}
+        copies: dict[int, Any] = {}  # by the identities of what is copied, as `deepcopy` takes it
+        for payload in payloads:
+            for number, tensor in enumerate(iterate_tensors(payload.content)):
+                copies[id(tensor)] = self._copy(tensor.detach(), (payload.name, number), before, staged)
+        for device in {key[0] for key in staged if not of_device(key[0]).is_host}:
+            torch.get_device_module(device).synchronize(device)
+        return [replace(payload, content=copy.deepcopy(payload.content, copies)) for payload in payloads]
+
+    def _copy(
+        self,
+        tensor: Tensor,
+        key: tuple[str, int],
+        before: Mapping[tuple[str, int], Tensor],
+        staged: dict[tuple[Any, ...], Tensor],
+    ) -> Tensor:
+        if not of_device(tensor.device).is_addressable:
+            return tensor.cpu()
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.cpu().clone()
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in staged:
+            return staged[identity]  # shared tensors stay shared
+        buffer = before.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+        buffer.copy_(tensor, non_blocking=True)
+        self._buffers[key] = staged[identity] = buffer
+        return buffer
+
+
+def _open_consensus() -> Consensus:
+    # All ranks open theirs in the same order; the store may still hold values from before a reset.
+    purpose = f"checkpoints/{services.next_number('checkpoints')}"
+    return open_consensus(current_transport(), rendezvous.connect_channel(purpose, STORE_TIMEOUT))

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
 from accelerate.checkpointing.local_shards import LocalShards, Place, Value, spread, write_item
-from accelerate.checkpointing.part import Payload
+from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, ShardIndex
 from accelerate.weights import read_torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
 from accelerate.checkpointing import shard_index
+from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, keep_optimizer
 from accelerate.checkpointing.fit import check_form, check_optimizer, check_weights
-from accelerate.checkpointing.kept import inner_optimizers, keep_optimizer
 from accelerate.checkpointing.local_shards import LocalShards, Place, rejoin, spread, whole
-from accelerate.checkpointing.part import Change, Load, Part, Payload, Stage
-from accelerate.checkpointing.parts import extra_changes, fill
+from accelerate.checkpointing.parts import Load, Part, Payload, extra_changes, fill
 from accelerate.checkpointing.shard_index import ShardIndex
 from accelerate.weights import is_extra
 
@@ -26,6 +26,9 @@ STATE = "state"
 GROUPS = "param_groups"
 PARAMETERS = "params"
 FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
+
+Names = Sequence[Sequence[Sequence[str]]]
+"""For each group, for each parameter, the names that it has; the first one is saved."""
 
 
 class ShardOwner(Protocol):
@@ -142,51 +145,49 @@ def memory_for(stored: Tensor | None, own: Any = None) -> LocalShards | None:
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """The state of an optimizer of plain or distributed tensors, by the names of its parameters.
-
-    Attributes:
-        names: for each of its groups, for each parameter the names that it has; the first one is saved.
-    """
+    """The state of an optimizer of plain or distributed tensors, by the names of its parameters."""
 
     optimizer: Any
-    names: Sequence[Sequence[Sequence[str]]]
+    names: Names
     root: str = OPTIMIZER
 
     def state(self) -> dict[Place, Any]:
-        saved = self.optimizer.state_dict()
-        first = [names[0] for group in self.names for names in group]
+        named = by_name(self.optimizer.state_dict(), self.names)
         states = {
-            (OPTIMIZER, STATE, first[index], key): value
-            for index, values in saved[STATE].items()
+            (OPTIMIZER, STATE, name, key): value
+            for name, values in named[STATE].items()
             for key, value in values.items()
         }
-        return {**states, **group_places(saved[GROUPS], [[n[0] for n in group] for group in self.names])}
+        return {**states, **group_places(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
-        by_name = self._by_name()
-        refuse_other_optimizer(index, by_name, len(self.names), self.optimizer)
+        numbers, parameters = _numbers(self.names), self._parameters()
+        refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         return {
-            place: memory_for(index.stored(place), by_name[place[2]][1] if place[1] == STATE else None)
+            place: memory_for(
+                index.stored(place), parameters[numbers[place[2]]] if place[1] == STATE else None
+            )
             for place in index.places
         }
 
     def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
-        by_name = self._by_name()
+        numbers, parameters = _numbers(self.names), self._parameters()
         states: dict[int, dict[str, Any]] = {}
         for place, value in values.items():
             if place[1] == STATE:
-                number, parameter = by_name[place[2]]
-                states.setdefault(number, {})[place[3]] = rejoin(value, parameter)
-        numbers = {name: number for name, (number, _) in by_name.items()}
-        return optimizer_change(
-            self.optimizer, states, loaded_groups(self.optimizer, values, numbers), options
-        )
+                number = numbers[place[2]]
+                states.setdefault(number, {})[place[3]] = rejoin(value, parameters[number])
+        groups = loaded_groups(self.optimizer, values, numbers)
+        return optimizer_change(self.optimizer, states, groups, options)
 
-    def _by_name(self) -> dict[str, tuple[int, Tensor]]:
-        flat = [names for group in self.names for names in group]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        pairs = zip(flat, parameters, strict=True)
-        return {name: (index, p) for index, (names, p) in enumerate(pairs) for name in names}
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _numbers(names: Names) -> dict[str, int]:
+    """Return each name of a parameter with the number that the parameter has in a state dict."""
+    flat = [own for group in names for own in group]
+    return {name: number for number, own in enumerate(flat) for name in own}
 
 
 def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Place, Any]:
@@ -271,18 +272,14 @@ def optimizer_change(
     return Change(apply, f"{type(optimizer).__name__} ({OPTIMIZER})", partial(keep_optimizer, optimizer))
 
 
-Names = Sequence[Sequence[Sequence[str]]]
-"""For each group, for each parameter, the names that it has; the usual one first."""
-
-
 def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return a whole state of an optimizer by the names of its parameters."""
     first = [own[0] for group in names for own in group]
     return {
         STATE: {first[index]: values for index, values in state[STATE].items()},
         GROUPS: [
-            {**group, PARAMETERS: [own[0] for own in each]}
-            for group, each in zip(state[GROUPS], names, strict=False)
+            {**group, PARAMETERS: [own[0] for own in parameters]}
+            for group, parameters in zip(state[GROUPS], names, strict=False)
         ],
     }
 
@@ -307,23 +304,20 @@ class ByOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state."""
         check_form(state)
-        named = any(isinstance(key, str) for key in state[STATE]) or any(
-            isinstance(each, str) for group in state[GROUPS] for each in group[PARAMETERS]
-        )
-        self.owner.load_state_dict(self._ordered(state) if named else state)
+        keys = [*state[STATE], *(parameter for group in state[GROUPS] for parameter in group[PARAMETERS])]
+        is_named = any(isinstance(key, str) for key in keys)
+        self.owner.load_state_dict(self._ordered(state) if is_named else state)
 
     def _ordered(self, state: Mapping[str, Any]) -> dict[str, Any]:
         groups = self._names()
-        flat = [own for group in groups for own in group]
-        places = {name: index for index, own in enumerate(flat) for name in own}
-        strange = sorted(str(name) for name in state[STATE] if name not in places)
+        numbers, count = _numbers(groups), itertools.count()
+        strange = sorted(str(name) for name in state[STATE] if name not in numbers)
         if strange:
             raise CheckpointError(f"The state is that of parameters it does not step: {listed(strange)}.")
         if len(state[GROUPS]) != len(groups):
             raise CheckpointError(f"The state has {len(state[GROUPS])} groups, and there are {len(groups)}.")
-        count = iter(range(len(flat)))
         return {
-            STATE: {places[name]: values for name, values in state[STATE].items()},
+            STATE: {numbers[name]: values for name, values in state[STATE].items()},
             GROUPS: [
                 {**saved, PARAMETERS: [next(count) for _ in group]}
                 for saved, group in zip(state[GROUPS], groups, strict=True)

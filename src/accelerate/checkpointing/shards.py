@@ -56,6 +56,7 @@ def save_sharded(
     weights, aliases = drop_shared(state) if safe else (_tensors_of(state), {})
     others = {name: value for name, value in state.items() if not (safe or name in weights)}
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    index = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
 
@@ -75,9 +76,14 @@ def save_sharded(
     progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
     with replace_files(paths) as temporary, progress:
         write(temporary)
-    _remove_others(folder, pattern, set(files))
+    _remove_others(folder, pattern, {*files}, index)
     if split.is_sharded:
-        _write_index(folder / _index_of(pattern), split.metadata, split.tensor_to_filename)
+        content = {
+            "metadata": dict(split.metadata),
+            "weight_map": dict(sorted(split.tensor_to_filename.items())),
+        }
+        with replace_files([folder / index]) as (written,):
+            written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return paths
 
 
@@ -112,21 +118,11 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _index_of(pattern: str) -> str:
-    return SAFE_WEIGHTS_INDEX_NAME if pattern == SAFE_WEIGHTS_PATTERN_NAME else WEIGHTS_INDEX_NAME
-
-
-def _write_index(path: Path, metadata: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    content = {"metadata": dict(metadata), "weight_map": dict(sorted(places.items()))}
-    with replace_files([path]) as (temporary,):
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _remove_others(folder: Path, pattern: str, kept: set[str]) -> None:
+def _remove_others(folder: Path, pattern: str, kept: set[str], index: str) -> None:
     """Remove weights of the same format that are not part of the new ones."""
     own = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
     for path in folder.iterdir():
-        if (own.fullmatch(path.name) and path.name not in kept) or path.name == _index_of(pattern):
+        if (own.fullmatch(path.name) and path.name not in kept) or path.name == index:
             path.unlink()
 
 
@@ -155,7 +151,7 @@ def find_shards(checkpoint: Path) -> list[Path]:
 
 def _read_index(path: Path) -> list[Path]:
     paths = [path.parent / name for name in sorted(set(read_weight_map(path).values()))]
-    if missing := [each.name for each in paths if not each.is_file()]:
+    if missing := [shard.name for shard in paths if not shard.is_file()]:
         error = CheckpointError(f"{path} names files that are not beside it: {listed(missing)}.")
         raise as_builtin(error, FileNotFoundError)
     return paths

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from accelerate.base import CheckpointError, replace_files, wrong_value
-from accelerate.checkpointing.part import Load, Part, apply_all
+from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.parts import (
     GeneratorsPart,
+    Load,
     LoaderPart,
     ModelPart,
+    Part,
     custom_part,
     state_parts,
 )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Manifest, kept, manifest, seal
+from accelerate.checkpointing import Manifest, changes, manifest, seal
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -289,7 +289,7 @@ def test_large_tensors_that_were_changed_are_named(tmp_path: Path, monkeypatch: 
     seal_again(folder)
     train(accelerator, objects, 2)
     before = facts(accelerator, objects)
-    monkeypatch.setattr(kept, "LARGEST", 8)
+    monkeypatch.setattr(changes, "LARGEST", 8)
     wanted = r"it refuses.*as it was before, but for Counter \(custom_checkpoint_0\.pkl\) \(its tensors were"
     with pytest.raises(CheckpointError, match=wanted):
         accelerator.load_state(folder)

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate import rng
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import generators
+
+
+def restore(states: Any) -> None:
+    rng.restore(generators.check(states))
 
 
 @pytest.fixture(autouse=True)
 def kept() -> Any:
     states = generators.capture()
     yield
-    generators.restore(states)
+    restore(states)
 
 
 def draw() -> tuple[float, float, float]:
@@ -29,12 +34,12 @@ def test_what_is_captured_is_drawn_again() -> None:
     assert set(states) == {"random_state", "numpy_random_seed", "torch_manual_seed"}
     drawn = draw()
     assert draw() != drawn
-    generators.restore(states)
+    restore(states)
     assert draw() == drawn
 
 
 def test_further_states_are_left_alone() -> None:
-    generators.restore({**generators.capture(), "torch_xla_seed": 3, "step": 1})
+    restore({**generators.capture(), "torch_xla_seed": 3, "step": 1})
 
 
 @pytest.mark.parametrize("name", ["random_state", "torch_manual_seed"])
@@ -42,24 +47,24 @@ def test_a_missing_state_is_named(name: str) -> None:
     states = generators.capture()
     del states[name]
     with pytest.raises(CheckpointError, match=r"no state for the random generators .*world_size_policy"):
-        generators.restore(states)
+        restore(states)
 
 
 @pytest.mark.parametrize("content", [None, 3, [1, 2], "text"])
 def test_other_content_is_refused(content: Any) -> None:
     with pytest.raises(CheckpointError, match="holds a"):
-        generators.restore(content)
+        restore(content)
 
 
 def test_each_rank_gets_states_of_its_own_that_follow_from_those_of_rank_0() -> None:
     states = generators.capture()
     drawn = []
     for rank in (0, 1, 0):
-        generators.reseed(states, rank)
+        rng.set_seed(generators.seed_of(states, rank))
         drawn.append(draw())
     assert drawn[0] == drawn[2] != drawn[1]
     torch.manual_seed(77)
-    generators.reseed(generators.capture(), 0)
+    rng.set_seed(generators.seed_of(generators.capture(), 0))
     assert draw() != drawn[0]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpointing import generators
+from accelerate.checkpointing import GeneratorsPart, nothing
 from accelerate.commands.same_run import RUNS, compare
 from accelerate.test_utils.scripts import test_resume as script
 
@@ -38,6 +38,6 @@ def test_every_kind_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_generator_that_is_not_restored_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "CASES", script.CASES[:1])
     monkeypatch.setattr(script, "EPOCHS", 2)
-    monkeypatch.setattr(generators, "restore", lambda states: None)
+    monkeypatch.setattr(GeneratorsPart, "change", lambda self, apply: nothing)
     (verdict,) = compare(*record(monkeypatch, tmp_path))
     assert verdict.weights != "same"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import inner_optimizers, keep_object, keep_optimizer, keep_weights, kept
+from accelerate.checkpointing import changes, inner_optimizers, keep_object, keep_optimizer, keep_weights
 
 
 class Worn(torch.optim.SGD):
@@ -48,7 +48,7 @@ def test_an_optimizer_that_loads_in_place_is_brought_back() -> None:
 
 
 def test_large_states_are_not_copied_and_changes_of_them_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LARGEST", 4)
+    monkeypatch.setattr(changes, "LARGEST", 4)
     optimizer = stepped()
     untouched = keep_optimizer(optimizer)
     untouched()
