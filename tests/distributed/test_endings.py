@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Background, manifest, parts, retention
+from accelerate.checkpointing import Background, parts, retention
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
@@ -68,8 +68,8 @@ def test_the_end_of_the_script_waits_for_the_commit(
     end: Callable[..., Any], tmp_path: Path, how: str, processes: int
 ) -> None:
     end(leave, how, str(tmp_path), processes=processes)
-    (found,) = retention.survey(tmp_path / "project" / "checkpoints", deep=True)
-    assert found.fault == ""
+    (checkpoint,) = retention.survey(tmp_path / "project" / "checkpoints")
+    assert retention.look_at(checkpoint.path, deep=True)[1] == ""
 
 
 def save_with_two() -> Any:
@@ -85,7 +85,7 @@ def save_with_two() -> Any:
     second.load_state()
     first.end_training()
     folders = [Path(name) / "checkpoints" for name in ("project", "other")]
-    return [len(retention.survey(folder, deep=True)) for folder in folders], len(list(other.parameters()))
+    return [len(retention.survey(folder)) for folder in folders], len(list(other.parameters()))
 
 
 def test_accelerators_of_one_run_take_turns(run: Run) -> None:
@@ -106,9 +106,11 @@ def compete(jobs: int) -> list[int]:
     accelerator.save_state()
     left = os.listdir("project/checkpoints")
     assert not [name for name in left if name.startswith(".")], left
-    for each in retention.survey(Path("project/checkpoints"), deep=True):
-        assert each.fault == ""
-        assert manifest.read(each.path).iteration == each.number
+    for checkpoint in retention.survey(Path("project/checkpoints")):
+        read, fault = retention.look_at(checkpoint.path, deep=True)
+        assert fault == ""
+        assert read is not None
+        assert read.iteration == checkpoint.number
     return saved
 
 

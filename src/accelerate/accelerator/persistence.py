@@ -338,9 +338,9 @@ class Persistence:
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.adopt_gradient_order(model, order)
-        match = checkpointing.retention.PATTERN.fullmatch(source.folder.name)
-        if match and project.automatic_checkpoint_naming:
-            project.iteration = int(match[1]) + 1
+        number = checkpointing.retention.number_of(source.folder.name)
+        if number is not None and project.automatic_checkpoint_naming:
+            project.iteration = number + 1
 
 
 def _types(objects: Iterable[object]) -> list[str]:

@@ -1,10 +1,9 @@
-"""A folder that is there as a whole or not at all: written beside its place, then renamed.
+"""A folder that appears when it is whole: written under a hidden name beside the target, then renamed.
 
-While a checkpoint is written it has a hidden name in the same folder, which also tells other processes
-that somebody writes it. One that takes the place of an older folder of the same name swaps names with that.
-Where the file system cannot, it moves that aside first; a crash between the two renames leaves the older one
-under its hidden name, from where `recover` brings it back. Where the folder itself must stay, or cannot be
-renamed, the same is done with the files in it.
+The hidden name shows other processes that the checkpoint is being written. A folder that replaces an older
+one swaps names with it. Where the file system cannot swap, the older one is moved aside first; a crash after
+that leaves it under its hidden name, and `recover` renames it back. Where the folder itself must stay, or
+cannot be renamed, the same is done with the files in it.
 """
 
 from __future__ import annotations
@@ -79,11 +78,10 @@ class StagingFolder:
             temporary.sweep(self.target.parent)
             temporary.sweep(self.target)
             self._make_alone()
-        except CheckpointError:
+        except (CheckpointError, OSError) as error:
             temporary.release(self.folder)
-            raise
-        except OSError as error:
-            temporary.release(self.folder)
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(
                 f"{self.target} cannot be written: {error}. Choose a folder that this process may write to, "
                 "on a disk with space left."
@@ -140,7 +138,7 @@ class StagingFolder:
 
 
 def absolute_path(target: Path) -> Path:
-    """Return the path of a checkpoint: absolute, and behind the link where the name is one."""
+    """Return the absolute path of a checkpoint, resolved where it is a link."""
     path = Path(os.path.abspath(target))
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
@@ -156,7 +154,7 @@ def plan_staging_folder(target: Path) -> StagingFolder:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it is gone at once, whatever happens while its files are deleted."""
+    """Remove a checkpoint: it loses its name first, then its files are deleted."""
     try:
         temporary.dispose(folder, folder.name)
     except OSError as error:
@@ -167,7 +165,7 @@ def remove(folder: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Bring back what an interrupted save had moved aside, if there is anything."""
+    """Restore what an interrupted save had moved aside, if there is anything."""
     for aside in temporary.find(target, temporary.OLD):
         if aside.is_in_use:
             _await(aside.path, there=False)
@@ -185,9 +183,10 @@ def recover(target: Path) -> None:
 
 
 def recover_all(parent: Path) -> None:
-    """Bring back all folders in a folder that interrupted saves had moved aside."""
-    for name in {aside.name for aside in temporary.find(parent, temporary.OLD) if aside.has_whole_name}:
-        recover(parent / name)
+    """Restore the folders in a folder; what belongs to the folder itself is restored when it is loaded."""
+    for aside in temporary.find(parent, temporary.OLD):
+        if aside.has_whole_name and not aside.belongs_to(parent.name):
+            recover(parent / aside.name)
 
 
 def is_changing(target: Path) -> bool:
@@ -196,7 +195,7 @@ def is_changing(target: Path) -> bool:
 
 
 def _writers(target: Path) -> list[HiddenFolder]:
-    """Return the folders by which other processes write a checkpoint of a name at this moment."""
+    """Return the hidden folders of other processes that are writing this checkpoint."""
     hidden = [
         *temporary.find(target.parent, temporary.SAVING),
         *temporary.find(target, temporary.SAVING, temporary.OLD),
@@ -241,7 +240,7 @@ def _make_parents(folder: Path) -> None:
 
 
 def _await(folder: Path, *, there: bool) -> None:
-    """Give another process, which is just replacing a folder, the time to end that."""
+    """Wait for another process that is replacing a folder."""
     end = time.monotonic() + SECONDS_OF_A_REPLACEMENT
     while folder.exists() != there and time.monotonic() < end:
         time.sleep(POLL)
@@ -259,12 +258,9 @@ def _bring_back(aside: Path, target: Path) -> None:
 
 
 def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
-    """Give a folder a name, and what had it another one.
+    """Rename a folder to the target, and the present target to `aside`.
 
-    Where the file system can swap names, there is a folder of that name at every moment.
-
-    Args:
-        aside: the name for what is there.
+    Where the file system can swap names, the target exists without interruption.
 
     Raises:
         OSError: all is as before.
@@ -293,10 +289,10 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
 
 
 def _swaps(folder: Path, target: Path, aside: Path) -> bool:
-    """Try to let the new folder and the old one have each other's names.
+    """Try to swap the names of the new folder and the old one.
 
-    The new one takes the name `aside` first: what is there when a process ends is not needed as long
-    as there is a folder of the name `target`.
+    The new one is renamed to `aside` first: after a crash, a folder of that name is not needed as long as
+    the target exists.
     """
     os.rename(folder, aside)
     try:
@@ -308,7 +304,7 @@ def _swaps(folder: Path, target: Path, aside: Path) -> bool:
 
 
 def _renew(folder: Path) -> None:
-    """Let those who are reading notice that another folder was there for a moment."""
+    """Change the stamp of a folder: a process that reads it notices that another one had its name."""
     try:
         manifest.renew(folder)
     except OSError as error:
@@ -316,7 +312,7 @@ def _renew(folder: Path) -> None:
 
 
 def clear_aside(aside: Path, target: Path) -> None:
-    """Move what the user kept in a replaced checkpoint to the new one, and remove the rest."""
+    """Move the user's own files from a replaced checkpoint to the new one, and remove the rest."""
     if not aside.exists():
         return
     try:
@@ -327,28 +323,24 @@ def clear_aside(aside: Path, target: Path) -> None:
 
 
 def _move_others(source: Path, target: Path, ours: set[str], prefix: str = "") -> None:
-    """Move everything that is not part of a checkpoint and has no namesake."""
+    """Move everything that is not part of a checkpoint and whose name the target does not have."""
     for entry in sorted(source.iterdir()):
-        name, there = prefix + entry.name, target / entry.name
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        if is_folder and (_is_folder(there) or _holds(ours, name)):
-            _move_others(entry, there, ours, f"{name}/")
-        elif name not in ours and not os.path.lexists(there):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(entry, there)
+        name, moved = prefix + entry.name, target / entry.name
+        holds_ours = any(file.startswith(f"{name}/") for file in ours)
+        if _is_folder(entry) and (_is_folder(moved) or holds_ours):
+            _move_others(entry, moved, ours, f"{name}/")
+        elif name not in ours and not os.path.lexists(moved):
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(entry, moved)
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether there is a folder, and not a link to one."""
+    """Whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
-def _holds(files: Iterable[str], folder: str) -> bool:
-    return any(file.startswith(f"{folder}/") for file in files)
-
-
 def _own_files(folder: Path) -> set[str]:
-    """Return the files of a checkpoint; those that a link makes seem to be in its folder are none of them."""
+    """Return the names of the files of a checkpoint, without those that a link leads out of its folder."""
     try:
         names = {*manifest.read(folder).files}
     except CheckpointError:
@@ -361,15 +353,12 @@ def _own_files(folder: Path) -> set[str]:
 
 def _leads_out(folder: Path, inner: str) -> bool:
     """Whether the path of a folder in another one leaves that, by its name or by a link."""
-    root, place = os.path.realpath(folder), os.path.realpath(folder / inner)
-    return os.path.commonpath((root, place)) != root
+    root = os.path.realpath(folder)
+    return os.path.commonpath((root, os.path.realpath(folder / inner))) != root
 
 
 def exchange_files(folder: Path, target: Path, aside: Path) -> None:
-    """Put the files of one folder in the place of those of another.
-
-    Args:
-        aside: for the files that are there. When that is gone, the exchange is done.
+    """Replace the files of the target by those of a folder; when `aside` is gone, the exchange is done.
 
     Raises:
         OSError: all is as before.
@@ -385,7 +374,7 @@ def exchange_files(folder: Path, target: Path, aside: Path) -> None:
 
 
 def undo_exchange_of_files(aside: Path, target: Path) -> None:
-    """Bring files back that were moved aside in the same folder."""
+    """Move files back that were moved aside in the same folder."""
     _renew(aside)
     _shift(aside, target, files_under(aside))
     temporary.dispose(aside, target.name)
@@ -412,7 +401,7 @@ def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def swap(first: Path, second: Path) -> None:
-    """Let two folders or files have each other's names: at no moment is either name without one.
+    """Swap the names of two folders or files in one step.
 
     Raises:
         OSError: nothing was changed; the system or the file system may not be able to.

@@ -42,7 +42,12 @@ ATTEMPTS = 5  # to read a checkpoint that saves replace at the same time
 REPLACED = "another save replaced it while it was read"
 
 WorldSizePolicy = Literal["strict", "reseed", "ignore"]
-WORLD_SIZE_POLICIES = ("strict", "reseed", "ignore")
+WORLD_SIZE_POLICIES = {
+    "strict": "",
+    "reseed": "each process derives new states for its random generators",
+    "ignore": "processes that find a state for their random generators take it, the others keep theirs",
+}
+"""Policy for a checkpoint that another number of processes saved -> what is logged of random states."""
 
 
 class Candidate:
@@ -120,11 +125,11 @@ class Candidate:
             CheckpointError: something did, on any rank; says what, without the folder's name.
         """
         faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
-        place, save = self._identity()
+        path, save = self._identity()
         own = {
             "problems": [line for line in faults if line],
             "replaced": was_read and (self._is_gone or self._is_other()),
-            "place": place,
+            "path": path,
             "save": save,
         }
         answers = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
@@ -137,7 +142,7 @@ class Candidate:
         return manifest.stamp(self.folder) != self._stamp or folder.is_changing(self.folder)
 
     def _identity(self) -> tuple[str, str]:
-        """Return what all ranks must find alike, and where: everywhere, if the manifest names its save."""
+        """Return what must be the same on all ranks with the same path; the path is empty for all ranks."""
         save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
         return ("", save) if save else (f"{socket.gethostname()}:{self.folder}", self._stamp)
 
@@ -171,7 +176,7 @@ def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         return problems, False
     first: dict[str, tuple[int, str]] = {}
     for rank, answer in enumerate(answers):
-        other, save = first.setdefault(answer["place"], (rank, answer["save"]))
+        other, save = first.setdefault(answer["path"], (rank, answer["save"]))
         if save != answer["save"]:
             return (
                 f"process {rank} finds another save under this name than process {other}: let all of them "
@@ -236,12 +241,8 @@ def _survey(parent: Path) -> list[retention.NumberedCheckpoint]:
 def check_policy(policy: str) -> None:
     """Refuse a policy that there is not."""
     if policy not in WORLD_SIZE_POLICIES:
-        raise wrong_value(
-            "world_size_policy",
-            policy,
-            "there is no such policy",
-            f"choose one of {', '.join(WORLD_SIZE_POLICIES)}",
-        )
+        fix = f"choose one of {', '.join(WORLD_SIZE_POLICIES)}"
+        raise wrong_value("world_size_policy", policy, "there is no such policy", fix)
 
 
 def announce(source: Candidate, size: int, policy: str) -> None:
@@ -265,13 +266,9 @@ def announce(source: Candidate, size: int, policy: str) -> None:
             f"{source.folder} was saved by {old} processes, and this run has {size}. Start {old} "
             'processes, or pass world_size_policy="reseed".'
         )
-    random_states = {
-        "reseed": "each process derives new states for its random generators",
-        "ignore": "processes that find a state for their random generators take it, the others keep theirs",
-    }[policy]
     logger.warning(
         f"{source.folder} was saved by {old} processes, and this run has {size}: loaders go on after the "
-        f"samples seen so far, and {random_states} (world_size_policy={policy!r})."
+        f"samples seen so far, and {WORLD_SIZE_POLICIES[policy]} (world_size_policy={policy!r})."
     )
 
 
@@ -339,18 +336,12 @@ class Progress:
 
 def read_progress(source: Candidate, options: Load) -> Progress:
     """Read how far a run was; nothing is changed."""
-    if source.manifest is None:
-        return _of_other_software(options)
-    run = source.manifest.run
-    return Progress(
-        source.manifest.step,
-        run.get("sync_gradients", True),
-        run.get("updates", []),
-        run.get("gradient_order", []),
-    )
-
-
-def _of_other_software(options: Load) -> Progress:
+    if source.manifest is not None:
+        run = source.manifest.run
+        sync_gradients = run.get("sync_gradients", True)
+        return Progress(
+            source.manifest.step, sync_gradients, run.get("updates", []), run.get("gradient_order", [])
+        )
     name = GeneratorsPart(0).name
     states = options.read(name) if options.has(name) else {}
     step = states.get("step") if isinstance(states, Mapping) else None

@@ -14,10 +14,10 @@ from accelerate.checkpointing import folder, manifest, temporary
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-PATTERN = re.compile(r"checkpoint_(\d+)")
 ATTEMPTS = 5  # to look at a checkpoint that saves replace at the same time
 LINKED = "checkpoints"
 """A folder of this name is also searched where it is a link, for instance to another disk."""
+_PATTERN = re.compile(r"checkpoint_(\d+)")
 _START = re.compile(rb'\s*(\{\s*("files"|$)|$)')
 """The first bytes of a manifest; other software has files of the same name. One that is empty is damaged."""
 _BYTES_OF_A_START = 64
@@ -25,16 +25,10 @@ _BYTES_OF_A_START = 64
 
 @dataclass(frozen=True)
 class NumberedCheckpoint:
-    """One numbered folder.
-
-    Attributes:
-        manifest: what it holds; None when it is not complete.
-        fault: why it is not complete; empty when it is.
-    """
+    """One numbered folder; `fault` says why it is not complete, and is empty when it is."""
 
     number: int
     path: Path
-    manifest: manifest.Manifest | None
     fault: str = ""
 
 
@@ -43,33 +37,38 @@ def name_of(number: int) -> str:
     return f"checkpoint_{number}"
 
 
-def survey(parent: Path, *, deep: bool = False) -> list[NumberedCheckpoint]:
-    """Describe the numbered checkpoints of a folder, the newest first.
+def number_of(name: str) -> int | None:
+    """Return the number of a checkpoint; None where it has another name."""
+    match = _PATTERN.fullmatch(name)
+    return int(match[1]) if match else None
 
-    Args:
-        parent: the folder; one that does not exist holds none.
-        deep: compare checksums too, and not only sizes.
-    """
+
+def survey(parent: Path) -> list[NumberedCheckpoint]:
+    """Describe the numbered checkpoints of a folder, which need not exist, the newest first."""
     if not parent.is_dir():
         return []
     folder.recover_all(parent)
-    numbered = ((PATTERN.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
-    checkpoints = [_look_at(int(match[1]), path, deep) for match, path in numbered if match]
+    numbered = [(number_of(path.name), path) for path in parent.iterdir() if path.is_dir()]
+    checkpoints = [
+        NumberedCheckpoint(number, path, look_at(path, deep=False)[1])
+        for number, path in numbered
+        if number is not None
+    ]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.number, reverse=True)
 
 
 def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
-    """Read a checkpoint's manifest and compare its files.
+    """Read a checkpoint's manifest and compare the sizes of its files, with `deep` their checksums too.
 
     Returns:
         The manifest, None where there is no usable one, and what is wrong, empty for a complete checkpoint.
     """
     for _ in range(ATTEMPTS):
         stamp = manifest.stamp(path)
-        result = _read_and_compare(path, deep)
-        if not result[1] or stamp == manifest.stamp(path):
+        read, fault = _read_and_compare(path, deep)
+        if not fault or stamp == manifest.stamp(path):
             break
-    return result
+    return read, fault
 
 
 def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None, str]:
@@ -83,31 +82,20 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
 
 def taken_numbers(parent: Path) -> set[int]:
     """Return the numbers of the checkpoints that are in a folder, or that other processes write to it."""
-    writing = [
-        hidden.name
-        for hidden in temporary.find(parent, temporary.SAVING)
-        if hidden.is_in_use and not hidden.is_own
-    ]
-    numbers = (PATTERN.fullmatch(name) for name in writing)
-    return {
-        *(checkpoint.number for checkpoint in survey(parent)),
-        *(int(match[1]) for match in numbers if match),
-    }
+    writers = temporary.find(parent, temporary.SAVING)
+    written = [number_of(writer.name) for writer in writers if writer.is_in_use and not writer.is_own]
+    saved = [checkpoint.number for checkpoint in survey(parent)]
+    return {number for number in [*saved, *written] if number is not None}
 
 
 def prune(parent: Path, keep: int) -> list[Path]:
     """Delete the oldest numbered checkpoints but the newest complete one; return them, the oldest first."""
     checkpoints = survey(parent)
     newest = next((checkpoint for checkpoint in checkpoints if not checkpoint.fault), None)
-    surplus = [checkpoint for checkpoint in checkpoints[keep:] if checkpoint is not newest]
-    for checkpoint in reversed(surplus):
-        folder.remove(checkpoint.path)
-    return [checkpoint.path for checkpoint in reversed(surplus)]
-
-
-def _look_at(number: int, path: Path, deep: bool) -> NumberedCheckpoint:
-    read, fault = look_at(path, deep=deep)
-    return NumberedCheckpoint(number, path, None if fault else read, fault)
+    surplus = [checkpoint.path for checkpoint in checkpoints[keep:] if checkpoint is not newest][::-1]
+    for path in surplus:
+        folder.remove(path)
+    return surplus
 
 
 def checkpoints_below(top: Path) -> list[Path]:
@@ -129,60 +117,44 @@ def _search(top: Path) -> Iterator[Path]:
     while waiting:
         parent = waiting.pop()
         try:
-            facts = os.stat(parent)
+            status = os.stat(parent)
             files, folders = _content(parent)
         except OSError as error:
             logger.warning(f"{parent} cannot be read, and checkpoints below it are not shown: {error}")
             continue
-        if (facts.st_dev, facts.st_ino) in seen:
+        if (status.st_dev, status.st_ino) in seen:
             continue
-        seen.add((facts.st_dev, facts.st_ino))
-        if manifest.NAME in files and _is_manifest(parent / manifest.NAME):
+        seen.add((status.st_dev, status.st_ino))
+        has_manifest = manifest.NAME in files and _is_manifest(parent / manifest.NAME)
+        if has_manifest or number_of(parent.name) is not None:
             yield parent
-            continue
-        if _is_numbered(parent):
-            yield parent
-        waiting.extend(parent / name for name in folders)
+        if not has_manifest:
+            waiting.extend(parent / name for name in folders)
 
 
 def _content(parent: Path) -> tuple[set[str], list[str]]:
     """Return the names of the files, and of the folders to search."""
-    with os.scandir(parent) as entries:
-        known = list(entries)
-    if any(temporary.is_hidden(entry.name) for entry in known):
-        _recover(parent)
-        with os.scandir(parent) as entries:
-            known = list(entries)
-    folders = [entry.name for entry in known if _is_searched(entry)]
-    return {entry.name for entry in known}.difference(folders), folders
-
-
-def _recover(parent: Path) -> None:
-    """Bring back the folders in a folder; what belongs to the folder itself waits until it is loaded."""
-    for aside in temporary.find(parent, temporary.OLD):
-        if aside.has_whole_name and not aside.belongs_to(parent.name):
-            folder.recover(parent / aside.name)
+    entries = list(os.scandir(parent))
+    if any(temporary.is_hidden(entry.name) for entry in entries):
+        folder.recover_all(parent)
+        entries = list(os.scandir(parent))
+    folders = [entry.name for entry in entries if _is_searched(entry)]
+    return {entry.name for entry in entries}.difference(folders), folders
 
 
 def _is_searched(entry: os.DirEntry[str]) -> bool:
-    if temporary.is_hidden(entry.name):
-        return False
-    follows = entry.name == LINKED or bool(PATTERN.fullmatch(entry.name))
-    return entry.is_dir(follow_symlinks=follows)
+    follows = entry.name == LINKED or number_of(entry.name) is not None
+    return not temporary.is_hidden(entry.name) and entry.is_dir(follow_symlinks=follows)
 
 
 def _is_manifest(path: Path) -> bool:
     """Whether a file was written as a manifest, even where it is damaged or of a numbered checkpoint."""
-    if _is_numbered(path.parent):
+    if number_of(path.parent.name) is not None:
         return True
     with path.open("rb") as file:
         return bool(_START.match(file.read(_BYTES_OF_A_START)))
 
 
-def _is_numbered(path: Path) -> bool:
-    return bool(PATTERN.fullmatch(path.name))
-
-
 def _order(path: Path) -> tuple[Path, bool, int, str]:
-    number = PATTERN.fullmatch(path.name)
-    return path.parent, not number, -int(number[1]) if number else 0, path.name
+    number = number_of(path.name)
+    return path.parent, number is None, -(number or 0), path.name

@@ -313,7 +313,7 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     assert found == []
     assert len(said) == loading.ATTEMPTS
     assert "process 1 finds another save under this name than process 0" in said[-1]
-    (again,) = [agree(Candidate(folder, Pair({"place": "elsewhere", "save": "x"}), ALONE))]
+    (again,) = [agree(Candidate(folder, Pair({"path": "elsewhere", "save": "x"}), ALONE))]
     assert again == ""  # copies on two machines
 
 
