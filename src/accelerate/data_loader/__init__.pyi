@@ -38,18 +38,17 @@ from accelerate.data_loader.dispatch_transport import (
     share_memory as share_memory,
     unpack as unpack,
 )
-from accelerate.data_loader.iterable import IterableDatasetShard as IterableDatasetShard
 from accelerate.data_loader.last_batch import (
     FirstRound as FirstRound,
     count_samples as count_samples,
     cut_batch as cut_batch,
 )
-from accelerate.data_loader.native_sharding import (
-    Join as Join,
+from accelerate.data_loader.plan import (
+    ShardPlan as ShardPlan,
+    data_groups as data_groups,
     is_the_same_everywhere as is_the_same_everywhere,
     own_share as own_share,
 )
-from accelerate.data_loader.plan import ShardPlan as ShardPlan, data_groups as data_groups
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
@@ -64,6 +63,7 @@ from accelerate.data_loader.resume import (
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
+    IterableDatasetShard as IterableDatasetShard,
     SamplerShard as SamplerShard,
     SeedableRandomSampler as SeedableRandomSampler,
     SkipBatchSampler as SkipBatchSampler,
@@ -71,6 +71,7 @@ from accelerate.data_loader.samplers import (
 )
 from accelerate.data_loader.shard import (
     DataLoaderShard as DataLoaderShard,
+    Join as Join,
     SkipDataLoader as SkipDataLoader,
     wrapper_for_xla as wrapper_for_xla,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,10 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base import StateError, is_torchdata_stateful_dataloader_available, require
 from accelerate.data_loader import resume
-from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.last_batch import Counts, FirstRound
 from accelerate.data_loader.plan import BY_HAND
 from accelerate.data_loader.reading import open_iterator, settings_of_workers
+from accelerate.data_loader.samplers import IterableDatasetShard, chain_of
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import current_transport
 from accelerate.state import GradientState
@@ -246,7 +247,8 @@ class DataLoaderAdapter(_Base):
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the innermost sampler."""
-        innermost(self._index_sampler).sampler = sampler
+        *_, inner = chain_of(self._index_sampler)
+        inner.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next pass at an epoch; set it on sampler, batch sampler and dataset where they have one.
@@ -261,11 +263,7 @@ class DataLoaderAdapter(_Base):
 
     def _with_epoch(self) -> list[Any]:
         """The dataset, batch samplers and sampler that have a `set_epoch`."""
-        index_sampler = self._index_sampler
-        owners = [self.dataset, index_sampler]
-        while (index_sampler := getattr(index_sampler, "batch_sampler", None)) is not None:
-            owners.append(index_sampler)
-        owners.append(self.get_sampler())
+        owners = [self.dataset, *chain_of(self._index_sampler), self.get_sampler()]
         different = {id(owner): owner for owner in owners}
         return [owner for owner in different.values() if callable(getattr(owner, "set_epoch", None))]
 
@@ -288,6 +286,18 @@ class DataLoaderAdapter(_Base):
                 loader.iteration = epoch + 1
 
 
+@contextmanager
+def one_pass(loader: Any) -> Iterator[None]:
+    """Make a pass: agree on the epoch, be the active loader, and count the epoch at the end."""
+    epoch = loader._agree_on_epoch()
+    loader.begin()
+    try:
+        yield
+    finally:
+        loader.end()
+        loader._advance(epoch)
+
+
 def get_batch_metadata(loader: Any) -> BatchMetadata:
     """Return the metadata of the batch just yielded, for batches that are used later than they are read."""
     metadata = {name: getattr(loader, name) for name in _OF_BATCH if hasattr(loader, name)}
@@ -301,20 +311,13 @@ def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
         setattr(loader.position if name in _OF_POSITION else loader, name, value)
 
 
-def innermost(index_sampler: Any) -> Any:
-    """The batch sampler, or sampler, under all that wrap it."""
-    while (inner := getattr(index_sampler, "batch_sampler", None)) is not None:
-        index_sampler = inner
-    return index_sampler
-
-
 def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
     """The sampler that orders the indices of a loader, None for a batch sampler that has none.
 
     Args:
         index_sampler: What the loader reads by, or is going to.
     """
-    inner = innermost(index_sampler)
+    *_, inner = chain_of(index_sampler)
     return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.base import PreparationError
 from accelerate.data_loader.background import Draws, ReadAhead
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, one_pass
 from accelerate.data_loader.dispatch_transport import Arrival, Packed, Round, Route, Sender, receive
 from accelerate.data_loader.last_batch import (
     Counts,
@@ -24,7 +24,7 @@ from accelerate.data_loader.last_batch import (
     real_per_part,
 )
 from accelerate.data_loader.plan import ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_move, open_batches
+from accelerate.data_loader.reading import choose_move, one_ahead, open_batches
 from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
 from accelerate.devices import of_device
 from accelerate.ops import Transport, current_transport
@@ -66,14 +66,9 @@ class RoundBuilder:
                 read, and once more behind the last one.
             first: The first round of the epoch, where these batches begin later; None: they begin there.
         """
-        current = self.read(batches)
-        first = first or current
-        while current:
-            state = capture() if capture else None
-            upcoming = self.read(batches)
-            complete = self._share(current, first, is_last=not upcoming)
-            yield replace(complete, state=state if upcoming or capture is None else capture())
-            current = upcoming
+        for current, state, is_last in one_ahead(iter(lambda: self.read(batches), []), capture):
+            first = first or current
+            yield replace(self._share(current, first, is_last=is_last), state=state)
 
     def read(self, batches: Iterator[Any]) -> list[Any]:
         """Read one round; empty at the end."""
@@ -184,20 +179,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if (late := start_where_saved(self)) is not None:
             yield from late
             return
-        epoch = self._agree_on_epoch()
-        self.begin()
-        try:
-            transport = current_transport()
+        transport = current_transport()
+        with one_pass(self), closing(self._arrivals(transport)) as arrivals:
             if transport.rank:  # nothing is drawn here
                 self.position.begin(self, self.start.offset)()
             move = choose_move(self.device, self._non_blocking)
-            with closing(self._arrivals(transport)) as arrivals:
-                for arrival in arrivals:
-                    self._describe(arrival)
-                    yield arrival.part if move is None else move(arrival.part)
-        finally:
-            self.end()
-            self._advance(epoch)
+            for arrival in arrivals:
+                self._describe(arrival)
+                yield arrival.part if move is None else move(arrival.part)
 
     def _describe(self, arrival: Arrival) -> None:
         """Set the attributes for the batch that is yielded next."""

@@ -1,15 +1,25 @@
-"""Who reads which batch of a loader: decided once, from the loader, the mesh and the settings."""
+"""Who reads which batch of a loader: decided once, from the loader, the mesh, the settings, and its dataset.
+
+Iterable datasets may shard themselves: which do, and how, is here too.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.base import ConfigurationError, wrong_value
-from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.base import ConfigurationError
+from accelerate.data_loader.samplers import IterableDatasetShard, check_split
+from accelerate.ops import Transport
 
+_DEPTH = 12  # of objects in a dataset that are searched for random generators
 SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 """Mesh axes whose ranks work on the same batch together."""
 
@@ -147,13 +157,8 @@ def plan(
             "Leave device placement on, or dispatch_batches off."
         )
     size = nominal_batch_size(loader)
-    if split and size is not None and size % groups:
-        raise wrong_value(
-            "batch_size",
-            size,
-            f"with split_batches each batch is cut into {groups} equal parts",
-            f"Take a multiple of {groups}, or leave split_batches off",
-        )
+    if split and size is not None:
+        check_split(size, groups)
     part = size // groups if split and size is not None else size
     if groups > 1 and not dispatch and is_sharded(loader, groups, group):
         return ShardPlan("shard", groups, group, part, split, why="the dataset is sharded already")
@@ -167,3 +172,128 @@ def plan(
         return ShardPlan("leave", batch_size=size, split=split, even=even, why=why)
     why = "each process iterates the whole dataset" if iterable else "by the batch sampler"
     return ShardPlan("shard", groups, group, part, split, even or iterable, why)
+
+
+# Datasets that shard themselves
+
+
+class OwnShare(NamedTuple):
+    """The shard of a group that a dataset makes itself.
+
+    Attributes:
+        is_given: Whether the user has sharded the dataset, so that no rank can read the whole.
+    """
+
+    dataset: Any
+    why: str
+    is_given: bool = False
+
+
+def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
+    """Return the shard of one group in a dataset that shards itself; None for one that does not.
+
+    All shares together are the dataset, each sample once; they may differ in length.
+    """
+    shares = (shard(dataset, groups, group) for shard in _SHARDINGS)
+    return next((share for share in shares if share is not None), None)
+
+
+def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
+    """Whether a dataset yields the same samples in the same order on all ranks; called on all of them.
+
+    Datasets differ by random generators with different seeds: all generators in the dataset are compared, and
+    the number of its shards.
+    """
+    mine = (_num_shards(dataset), [_state_of(generator) for generator in _generators_within(dataset)])
+    return all(other == mine for other in transport.gather_object(mine))
+
+
+def _by_datasets(dataset: Any, groups: int, group: int) -> OwnShare | None:
+    """Streams of the library `datasets`: by their files, or by every n-th sample."""
+    if not type(dataset).__module__.startswith("datasets."):
+        return None
+    given = getattr(dataset, "_distributed", None)
+    if given is not None:
+        is_ours = (given.rank, given.world_size) == (group, groups)
+        return OwnShare(dataset, "sharded by split_dataset_by_node", True) if is_ours else None
+    from datasets.distributed import split_dataset_by_node
+
+    share = split_dataset_by_node(dataset, rank=group, world_size=groups)
+    return OwnShare(share, "the dataset shards itself, by split_dataset_by_node")
+
+
+def _by_webdataset(dataset: Any, groups: int, group: int) -> OwnShare | None:
+    """Pipelines of the library `webdataset` in which a stage takes the shards of this process."""
+    stages = getattr(dataset, "pipeline", None)
+    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list):
+        return None
+    splits = any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages)
+    return OwnShare(dataset, "sharded by split_by_node", True) if splits else None
+
+
+def _by_shards(dataset: Any, groups: int, group: int) -> OwnShare | None:
+    """Datasets with `shard(num_shards=, index=)` that have at least as many shards as there are groups."""
+    shard, num_shards = getattr(dataset, "shard", None), _num_shards(dataset)
+    if not callable(shard) or num_shards is None or num_shards < groups:
+        return None
+    return OwnShare(shard(num_shards=groups, index=group), f"the dataset has {num_shards} shards")
+
+
+_SHARDINGS: tuple[Callable[[Any, int, int], OwnShare | None], ...] = (
+    _by_datasets,
+    _by_webdataset,
+    _by_shards,
+)
+"""How datasets shard themselves; the first that returns a share is used."""
+
+
+def _num_shards(dataset: Any) -> int | None:
+    for name in ("num_shards", "n_shards"):
+        number = getattr(dataset, name, None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def _generators_within(dataset: Any) -> list[Any]:
+    """The random generators that a dataset, or what it is made of, holds."""
+    package = type(dataset).__module__.partition(".")[0]
+    kinds = tuple(_state_getters())
+    seen: set[int] = set()
+
+    def walk(value: Any, depth: int) -> Iterator[Any]:
+        if depth > _DEPTH or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            yield value
+            return
+        for part in _parts_of(value, package):
+            yield from walk(part, depth + 1)
+
+    return list(walk(dataset, 0))
+
+
+def _parts_of(value: Any, package: str) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    is_of_the_dataset = type(value).__module__.partition(".")[0] == package
+    return list(vars(value).values()) if is_of_the_dataset and hasattr(value, "__dict__") else []
+
+
+@cache
+def _state_getters() -> dict[type, Callable[[Any], Any]]:
+    """Kind of generator -> what returns its state; numpy loads its own kinds here."""
+    return {
+        torch.Generator: lambda generator: generator.get_state().tolist(),
+        random.Random: lambda generator: generator.getstate(),
+        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+        np.random.RandomState: lambda generator: repr(generator.get_state()),
+    }
+
+
+def _state_of(generator: Any) -> Any:
+    getters = _state_getters().items()
+    return next(get_state(generator) for kind, get_state in getters if isinstance(generator, kind))

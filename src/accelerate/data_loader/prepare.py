@@ -12,11 +12,23 @@ from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.dispatch import DataLoaderDispatcher
-from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.last_batch import FirstRound
-from accelerate.data_loader.native_sharding import OwnShare, is_the_same_everywhere, own_share
-from accelerate.data_loader.plan import ShardPlan, data_groups, is_sharded, may_read_own_share, plan
-from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from accelerate.data_loader.plan import (
+    OwnShare,
+    ShardPlan,
+    data_groups,
+    is_sharded,
+    is_the_same_everywhere,
+    may_read_own_share,
+    own_share,
+    plan,
+)
+from accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SamplerShard,
+    SeedableRandomSampler,
+)
 from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.devices import of_device
 from accelerate.ops import current_transport

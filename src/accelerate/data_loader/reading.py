@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,13 +21,14 @@ from accelerate.data_loader.last_batch import (
     untagged,
 )
 from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
-from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
 from accelerate.display import track
 from accelerate.nested import find_device, send_to_device
 from accelerate.state import services
 
 _END = object()
+T = TypeVar("T")
 _GOLDEN = 0x9E3779B97F4A7C15  # odd and without pattern: seeds of neighbouring groups share no bits
 
 IteratorWrapper = Callable[[Iterator[Any]], Iterator[Any]]
@@ -183,32 +184,29 @@ def _fillers_of(index_sampler: Any) -> Fillers:
     return {} if shard is None else shard.fillers
 
 
-def shard_of(index_sampler: Any) -> BatchSamplerShard | SamplerShard | None:
-    """The shard in a chain of samplers, None where nothing is sharded."""
-    while isinstance(index_sampler, SkipBatchSampler):
-        index_sampler = index_sampler.batch_sampler
-    return index_sampler if isinstance(index_sampler, (BatchSamplerShard, SamplerShard)) else None
+def one_ahead(items: Iterator[T], capture: Callable[[], Any] | None) -> Iterator[tuple[T, Any, bool]]:
+    """Yield each item with the state of its source, and whether it is the last one.
 
-
-def first_number(index_sampler: Any) -> int:
-    """Number, in the whole epoch, of the first batch that a chain of samplers yields."""
-    number = 0
-    while isinstance(index_sampler, SkipBatchSampler):
-        number, index_sampler = number + index_sampler.skip_batches, index_sampler.batch_sampler
-    return number
+    The next item is read before an item is yielded. The state is captured before that is read, and for the
+    last item once more behind the end.
+    """
+    current: Any = next(items, _END)
+    while current is not _END:
+        state = capture() if capture else None
+        upcoming = next(items, _END)
+        if capture and upcoming is _END:
+            state = capture()
+        yield current, state, upcoming is _END
+        current = upcoming
 
 
 def mark_last(loader: Any, source: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each batch with whether it is the last one, which is known when the next one was read."""
     capture = source_state(loader)
-    current = next(source, _END)
-    while current is not _END:
-        state = capture() if capture else None
-        upcoming = next(source, _END)
+    for batch, state, is_last in one_ahead(source, capture):
         if capture:
-            keep_source_state(loader, state if upcoming is not _END else capture())
-        yield current, upcoming is _END
-        current = upcoming
+            keep_source_state(loader, state)
+        yield batch, is_last
 
 
 class IndexAhead:

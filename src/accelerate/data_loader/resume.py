@@ -18,9 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import rng
 from accelerate.base import CheckpointError, wrong_value
-from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.plan import BY_HAND
-from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+from accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SamplerShard,
+    SkipBatchSampler,
+    chain_of,
+)
 
 VERSION = 1
 
@@ -234,10 +239,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that belong to a loader, its samplers and its dataset, each once."""
     dataset = loader.dataset
     owners: list[Any] = [loader, loader.get_sampler(), dataset, getattr(dataset, "dataset", None)]
-    index_sampler = loader._index_sampler
-    while index_sampler is not None:
-        owners.append(index_sampler)
-        index_sampler = getattr(index_sampler, "batch_sampler", None)
+    owners += chain_of(loader._index_sampler)
     generators = [
         generator
         for name in ("generator", "synchronized_generator")

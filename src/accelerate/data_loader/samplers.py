@@ -1,19 +1,19 @@
-"""Which indices each process takes: sharded batch samplers, a seeded shuffle, skipped batches."""
+"""Which indices or samples each process takes: shards of samplers and datasets, a seeded shuffle, skips."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sized
-from itertools import chain, count, islice
+from itertools import chain, count, dropwhile, islice, takewhile
 from operator import length_hint
 from types import GeneratorType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from accelerate.base import wrong_value
-from accelerate.data_loader.last_batch import Fillers, fill, real_per_part
+from accelerate.data_loader.last_batch import Fillers, FirstRound, Tagged, fill, real_per_part
 
 Batch = list[Any]
 _SEED_RANGE = 2**64
@@ -53,6 +53,17 @@ class SeedableRandomSampler(RandomSampler):
 _END = object()
 _SEEKABLE: tuple[type, ...] = (type(iter([])), type(iter(range(0))))  # can be moved to any index
 _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRandomSampler})
+
+
+def check_split(batch_size: int | None, parts: int, fix: str = "Take") -> None:
+    """Refuse a batch size that cannot be cut into equal parts."""
+    if not batch_size or batch_size % parts:
+        raise wrong_value(
+            "batch_size",
+            batch_size,
+            f"with split_batches each batch is cut into {parts} equal parts",
+            f"{fix} a multiple of {parts}, or leave split_batches off",
+        )
 
 
 class BatchSamplerShard(BatchSampler):
@@ -99,14 +110,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = cast(int, getattr(batch_sampler, "batch_size", None))
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.fillers: Fillers = {}
-        if split_batches and (not self.batch_size or self.batch_size % num_processes):
-            raise wrong_value(
-                "batch_size",
-                self.batch_size,
-                f"with split_batches each batch is cut into {num_processes} equal parts",
-                f"Give a batch sampler whose batch_size is a multiple of {num_processes}, or leave "
-                "split_batches off",
-            )
+        if split_batches:
+            check_split(self.batch_size, num_processes, "Give a batch sampler whose batch_size is")
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -133,7 +138,14 @@ class BatchSamplerShard(BatchSampler):
             return start_at(self.batch_sampler, number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
             return self._slices(self.sampler, self.fillers, number)
-        batches = self._iter_with_split() if self.split_batches else self._iter_with_no_split()
+        source = iter(self.batch_sampler)
+        if self.split_batches:
+            batches = self._parts(source, self.fillers)
+        elif self.drop_last:
+            batches = self._whole_rounds(source)
+        else:
+            rounds = self._even_rounds if self.even_batches else self._uneven_rounds
+            batches = rounds(source, self.fillers)
         return islice(batches, number, None)
 
     def __len__(self) -> int:
@@ -180,13 +192,9 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
         next(source, None)  # lets the sampler end its pass
 
-    def _iter_with_no_split(self) -> Iterator[Batch]:
-        source = iter(self.batch_sampler)
-        if self.drop_last:
-            return _whole_rounds(source, self.num_processes, self.process_index)
-        if self.even_batches:
-            return self._even_rounds(source, self.fillers)
-        return self._uneven_rounds(source, self.fillers)
+    def _whole_rounds(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        while len(current := list(islice(source, self.num_processes))) == self.num_processes:
+            yield current[self.process_index]
 
     def _uneven_rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
         processes, index = self.num_processes, self.process_index
@@ -221,9 +229,6 @@ class BatchSamplerShard(BatchSampler):
         if len(set(real)) > 1 or list(map(len, whole)) != real:
             fillers[number] = tuple(real)
         yield whole[index]
-
-    def _iter_with_split(self) -> Iterator[Batch]:
-        return self._parts(iter(self.batch_sampler), self.fillers)
 
     def _parts(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
         processes, index = self.num_processes, self.process_index
@@ -272,6 +277,102 @@ class SamplerShard(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.shard)
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The shard of one process of the samples of an iterable dataset.
+
+    Every process iterates the whole dataset and keeps its part of each global batch: process `i` takes the
+    `i`-th part. The dataset must therefore give the same samples in the same order everywhere: one that
+    shuffles does so by its `set_epoch`, or with a `torch.Generator` in its attribute `generator`, which is
+    seeded anew for each epoch. A short global batch at the end is dropped with `drop_last`, else filled with
+    samples from the beginning of the pass.
+
+    Args:
+        dataset: The dataset to share.
+        batch_size: Size of the batch of one process, or of the global batch with `split_batches`.
+        drop_last: Leave the short global batch at the end out.
+        num_processes: How many processes share the samples.
+        process_index: Which of them this is, from 0.
+        split_batches: Whether `batch_size` is that of the global batch.
+        even_batches: Fill the short global batch; otherwise it is shared as it is, and ranks may get fewer
+            samples.
+
+    Raises:
+        ConfigurationError: `split_batches` with a batch size that `num_processes` does not divide.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        if split_batches:
+            check_split(batch_size, num_processes)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.epoch = 0
+        generator = getattr(dataset, "generator", None)
+        self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
+        self.skip_samples = 0
+        """Samples at the beginning of each pass that an earlier run has used."""
+        self.first_round = FirstRound()
+        self.tagged = False
+        """Whether a batch with filler is tagged with its counts; set where the reader removes the tags."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, here and in the dataset where it has one."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def part_size(self) -> int:
+        """How many samples of each global batch this process takes."""
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def __len__(self) -> int:
+        whole = self.part_size * self.num_processes
+        rounds, rest = divmod(max(len(self.dataset) - self.skip_samples, 0), whole)
+        if self.drop_last:
+            return rounds * self.part_size
+        if self.even_batches:
+            return (rounds + (rest > 0)) * self.part_size
+        last = real_per_part(rest, self.part_size, self.num_processes)[self.process_index]
+        return rounds * self.part_size + last
+
+    def __iter__(self) -> Iterator[Any]:
+        part, processes = self.part_size, self.num_processes
+        start, stop, whole = self.process_index * part, (self.process_index + 1) * part, part * processes
+        self._reseed()
+        source = islice(self.dataset, self.skip_samples, None)
+        current = list(islice(source, whole))
+        self.first_round.items = self.first_round.take_restored() or current
+        while len(current) == whole:
+            yield from current[start:stop]
+            current = list(islice(source, whole))
+        if not current or self.drop_last:
+            return
+        last = fill(current, self.first_round.items, whole) if self.even_batches else current
+        mine = last[start:stop]
+        if self.tagged and mine:
+            mine[0] = Tagged(mine[0], tuple(real_per_part(len(current), part, processes)))
+        yield from mine
+
+    def _reseed(self) -> None:
+        """Seed the dataset's own generator for the epoch, unless its `set_epoch` does."""
+        if self._seed is not None and not hasattr(self.dataset, "set_epoch"):
+            self.dataset.generator.manual_seed((self._seed + self.epoch) % 2**64)
 
 
 class SkipBatchSampler(BatchSampler):
@@ -354,12 +455,29 @@ def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: 
         fillers[number] = tuple(sizes)
 
 
-def _whole_rounds(source: Iterator[Batch], processes: int, index: int) -> Iterator[Batch]:
-    while len(current := list(islice(source, processes))) == processes:
-        yield current[index]
-
-
 def _filled_round(current: list[Batch], first: list[Batch], processes: int, size: int) -> list[Batch]:
     """A round of equal batches: the last indices, then indices from the beginning of the epoch."""
     indices = fill(chain.from_iterable(current), chain.from_iterable(first), size * processes)
     return [indices[start : start + size] for start in range(0, size * processes, size)]
+
+
+def chain_of(index_sampler: Any) -> Iterator[Any]:
+    """Yield what a loader reads by, and each batch sampler under it."""
+    while index_sampler is not None:
+        yield index_sampler
+        index_sampler = getattr(index_sampler, "batch_sampler", None)
+
+
+def _skips(index_sampler: Any) -> bool:
+    return isinstance(index_sampler, SkipBatchSampler)
+
+
+def shard_of(index_sampler: Any) -> BatchSamplerShard | SamplerShard | None:
+    """Return the shard in a chain of samplers, None where nothing is sharded."""
+    first = next(dropwhile(_skips, chain_of(index_sampler)), None)
+    return first if isinstance(first, (BatchSamplerShard, SamplerShard)) else None
+
+
+def first_number(index_sampler: Any) -> int:
+    """Return the number, in the whole epoch, of the first batch that a chain of samplers yields."""
+    return sum(sampler.skip_batches for sampler in takewhile(_skips, chain_of(index_sampler)))

@@ -2,33 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from accelerate.base import RNGType
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
-from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.last_batch import Fillers
-from accelerate.data_loader.native_sharding import Join
+from accelerate.base import PreparationError, RNGType
+from accelerate.data_loader.base import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    kept_settings,
+    one_pass,
+)
+from accelerate.data_loader.last_batch import Counts, Fillers, FirstRound, count_samples, first_samples, join
 from accelerate.data_loader.reading import (
     IteratorWrapper,
     choose_move,
-    first_number,
     open_batches,
     open_pass,
-    shard_of,
     yield_batches,
 )
 from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
-from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
+from accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SamplerShard,
+    first_number,
+    shard_of,
+)
 from accelerate.devices import upload_options
-from accelerate.ops import current_transport
+from accelerate.ops import Transport, current_transport
 from accelerate.rng import synchronize_rng_states
 from accelerate.state import GradientState
+
+_END = object()
+
+
+class Join:
+    """Joins ranks with uneven shares: each takes a batch in every round, as long as any rank has one.
+
+    The batch of a rank that has fewer samples than the others in a round, or none, is filled from the first
+    batch of its share. One small collective in each round exchanges how many samples each rank has; it runs
+    for the next round before a batch is yielded, so every rank knows which batch is the last.
+
+    Args:
+        first_round: Its item is the first batch of this rank's share in the epoch; empty where that is not
+            read yet.
+        fills_short: Whether a short batch is filled; otherwise only a missing one is replaced.
+        drop_last: End when the first rank does, instead of filling.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group_of: Sequence[int],
+        first_round: FirstRound,
+        *,
+        fills_short: bool,
+        drop_last: bool,
+    ) -> None:
+        self._transport = transport
+        self._first_ranks = [group_of.index(group) for group in sorted(set(group_of))]
+        self._fills_short = fills_short
+        self._goes_on: Callable[[Counts], bool] = all if drop_last else any
+        self._first_round = first_round
+
+    def take(
+        self,
+        batches: Iterator[Any],
+        capture: Callable[[], Any] | None,
+        keep: Callable[[Any], None],
+        number: int,
+        fillers: Fillers,
+    ) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches of this rank, each with whether it is the last one.
+
+        Args:
+            capture: Captures the state of the source behind the batch just read; None: it has none.
+            fillers: Filled with the real samples of each rank, for batches where they differ and the last.
+        """
+        current = next(batches, _END)
+        if begins := not self._first_round.items:
+            self._first_round.items = [current]
+        state = capture() if capture else None
+        counts = self._exchange(current)
+        if begins and self._goes_on is any:
+            _refuse_empty_shares(counts)
+        while self._goes_on(counts):
+            upcoming = next(batches, _END)
+            # Behind its end a share would begin anew: a rank without batches keeps the state before its end.
+            upcoming_state = capture() if capture and upcoming is not _END else state
+            upcoming_counts = self._exchange(upcoming)
+            is_last = not self._goes_on(upcoming_counts)
+            if capture:
+                keep(capture() if is_last else state)
+            if is_last or len(set(counts)) > 1:
+                fillers[number] = counts
+            yield self._filled(current, counts), is_last
+            current, state, counts = upcoming, upcoming_state, upcoming_counts
+            number += 1
+
+    def _exchange(self, batch: Any) -> Counts:
+        """The samples of this round's batch on each group; a batch that cannot be counted is one."""
+        samples = 0 if batch is _END else count_samples(batch)
+        gathered = self._transport.gather(torch.tensor([1 if samples is None else samples])).tolist()
+        return tuple(gathered[rank] for rank in self._first_ranks)
+
+    def _filled(self, batch: Any, counts: Counts) -> Any:
+        first = self._first_round.items
+        if not self._fills_short:
+            return first[0] if batch is _END else batch
+        real = [] if batch is _END else [batch]
+        missing = max(counts) - sum(count_samples(batch) or 1 for batch in real)
+        return join([*real, *first_samples(first, missing)])
+
+
+def _refuse_empty_shares(counts: Counts) -> None:
+    empty = [group for group, count in enumerate(counts) if not count]
+    if empty and any(counts):
+        raise PreparationError(
+            f"The dataset shards itself, and the shares {empty} of {len(counts)} are empty, so that "
+            "there is nothing to fill their batches with. Give the dataset at least as many shards as there "
+            "are processes, or prepare its loader with dispatch_batches=True."
+        )
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -89,9 +189,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield from late.read_through(wrap)
             return
         self._synchronize_generators()
-        epoch = self._agree_on_epoch()
-        self.begin()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._release_workers)
+            stack.enter_context(one_pass(self))
             number = first_number(self._index_sampler) + self.skip_batches
             if self.plan.own_shares:
                 batches, fillers = self._open_own_share(number)
@@ -99,10 +199,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batches, fillers = open_pass(self, self.skip_batches, wrap)
             move = choose_move(self.device, self._non_blocking)
             yield from yield_batches(self, batches, fillers, number, move)
-        finally:
-            self.end()
-            self._advance(epoch)
-            self._release_workers()
 
     def _release_workers(self) -> None:
         """Drop torchdata's iterator, so that its workers end with the pass and not with the loader."""
@@ -123,10 +219,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             fills_short=self.batch_sampler is not None,
             drop_last=self._drop_last,
         )
-
-        def keep(state: Any) -> None:
-            keep_source_state(self, state)
-
+        keep = partial(keep_source_state, self)
         return join.take(source, source_state(self), keep, number, fillers), fillers
 
     def _synchronize_generators(self) -> None:
@@ -185,14 +278,9 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return cls(loader.dataset, skip_batches=skip_batches, **sizes, **kept_settings(loader))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch = self._agree_on_epoch()
-        self.begin()
-        try:
+        with one_pass(self):
             batches, fillers = open_pass(self, self.skip_batches)
             yield from yield_batches(self, batches, fillers, self.skip_batches, None)
-        finally:
-            self.end()
-            self._advance(epoch)
 
     @property
     def total_batch_size(self) -> int | None:
