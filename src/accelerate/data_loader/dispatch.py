@@ -15,7 +15,6 @@ from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, one_pass
 from accelerate.data_loader.dispatch_transport import Arrival, Packed, Round, Route, Sender, receive
 from accelerate.data_loader.last_batch import (
-    Counts,
     count_samples,
     cut_batch,
     first_samples,
@@ -77,16 +76,24 @@ class RoundBuilder:
 
     def _share(self, batches: list[Any], first: list[Any], *, is_last: bool) -> Round:
         if self._shares_whole(batches, is_last=is_last):
-            return Round(batches, is_last, _uneven_counts(batches))
+            sizes = [count_samples(batch) for batch in batches]
+            counts = [size for size in sizes if size is not None]
+            is_uneven = len(set(sizes)) > 1 and len(counts) == len(sizes)
+            return Round(batches, is_last, tuple(counts) if is_uneven else None)
         whole = join(batches)
-        samples = self._count(whole)
+        samples = count_samples(whole)
+        if samples is None:
+            raise PreparationError(
+                f"A batch of type {type(whole).__name__} cannot be cut for {self.groups} processes. Give "
+                "slice_fn_for_dispatch, or set drop_last=True, or dispatch_batches=False."
+            )
         part = -(-samples // self.groups)
-        counts = real_per_part(samples, part, self.groups)
         missing = part * self.groups - samples
         if missing:
             whole = join([whole, *first_samples(first, missing)])
         parts = [self._slice(whole, index, part, samples + missing) for index in range(self.groups)]
-        return Round(parts, is_last, tuple(counts) if missing else None)
+        real = tuple(real_per_part(samples, part, self.groups))
+        return Round(parts, is_last, real if missing else None)
 
     def _shares_whole(self, batches: list[Any], *, is_last: bool) -> bool:
         """Whether groups get batches as they were read: all but the end of an epoch."""
@@ -96,28 +103,11 @@ class RoundBuilder:
             return True
         return len(batches) == self.groups and len({count_samples(batch) for batch in batches}) == 1
 
-    def _count(self, batch: Any) -> int:
-        samples = count_samples(batch)
-        if samples is None:
-            raise PreparationError(
-                f"A batch of type {type(batch).__name__} cannot be cut for {self.groups} processes. Give "
-                "slice_fn_for_dispatch, or set drop_last=True, or dispatch_batches=False."
-            )
-        return samples
-
     def _slice(self, whole: Any, index: int, part: int, samples: int) -> Any:
         span = slice(index * part, (index + 1) * part)
         if self.cut is not None:
             return self.cut(whole, span, process_index=index, num_processes=self.groups)
         return cut_batch(whole, span, samples)
-
-
-def _uneven_counts(batches: list[Any]) -> Counts | None:
-    """The samples of batches shared whole, where groups get different numbers and all can be counted."""
-    sizes = [count_samples(batch) for batch in batches]
-    if len(set(sizes)) == 1 or None in sizes:
-        return None
-    return tuple(size for size in sizes if size is not None)
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -248,11 +238,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _route_over(self, transport: Transport) -> Route:
         """The route to the other processes; one for all passes."""
         if self._route is None or self._route.transport is not transport:
-            self._route = Route(transport, self.groups_of_ranks(), self._block_device())
+            device = self.device if of_device(self.device).is_addressable else torch.device("cpu")
+            self._route = Route(transport, self.groups_of_ranks(), device)
         return self._route
-
-    def _block_device(self) -> torch.device:
-        return self.device if of_device(self.device).is_addressable else torch.device("cpu")
 
     def __len__(self) -> int:
         rounds, rest = divmod(len(self.base_dataloader), self._builder().take)

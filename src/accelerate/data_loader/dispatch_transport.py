@@ -12,6 +12,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -106,11 +107,14 @@ def pack(complete: Round, group: int) -> PackedPart:
     """
     tensors: list[Tensor] = []
 
+    def is_dense(leaf: Any) -> bool:  # sparse and quantised ones are pickled in the spec
+        return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+
     def take(tensor: Tensor) -> TensorInformation:
         tensors.append(tensor.detach().cpu())
         return TensorInformation(tensor.shape, tensor.dtype)
 
-    outline = recursively_apply(take, complete.parts[group], test_type=_is_dense)
+    outline = recursively_apply(take, complete.parts[group], test_type=is_dense)
     layout = lay_out_once(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
     size = -(-layout.width // ALIGNMENT) * ALIGNMENT
     spec = Spec(outline, size, complete.counts, complete.is_last)
@@ -134,11 +138,6 @@ def unpack(spec: Spec, chunk: Tensor) -> Any:
     return recursively_apply(lambda info: next(tensors), spec.outline, test_type=is_tensor_information)
 
 
-def _is_dense(leaf: Any) -> bool:
-    """Whether a tensor is plain memory; sparse and quantised ones are pickled in the spec."""
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
-
-
 class Arrival(NamedTuple):
     """A batch for this process, with its metadata."""
 
@@ -149,12 +148,7 @@ class Arrival(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A round that is ready to be sent.
-
-    Attributes:
-        parts: The part of each group of another process.
-        size: Bytes of the largest of them.
-    """
+    """A round that is ready to be sent: its part for each group of another process, and the largest size."""
 
     round: Round
     parts: dict[int, PackedPart]
@@ -185,7 +179,8 @@ class Sender:
         for group in self._others if rounds else ():
             chunks = [packed.parts[group].chunk for packed in rounds]
             if is_new:
-                chunks.insert(0, _specs_as_bytes(specs[group]))
+                text = pickle.dumps(specs[group])
+                chunks.insert(0, _padded(len(text).to_bytes(_NUMBER, "little") + text))
                 self._sent_specs[group] = specs[group][-1]
             blocks[group] = chunks
         self._route.send((_NEW_SPECS if is_new else _SAME_SPECS, len(rounds), is_end), blocks)
@@ -207,8 +202,9 @@ def receive(route: Route) -> Iterator[Arrival]:
             pickle.loads(block.cpu().numpy().data).raise_here()
         start = 0
         if kind == _NEW_SPECS:
-            pickled, start = _read_specs(block)
-            specs = [pickle.loads(spec) for spec in pickled]
+            end = _NUMBER + int.from_bytes(block[:_NUMBER].cpu().numpy().tobytes(), "little")
+            specs = [pickle.loads(spec) for spec in pickle.loads(block[_NUMBER:end].cpu().numpy().data)]
+            start = -(-end // ALIGNMENT) * ALIGNMENT
         else:
             specs = specs[-1:] * rounds
         for spec in specs:
@@ -219,18 +215,6 @@ def receive(route: Route) -> Iterator[Arrival]:
             start += spec.size
 
 
-def _specs_as_bytes(specs: list[bytes]) -> torch.Tensor:
-    text = pickle.dumps(specs)
-    return _padded(len(text).to_bytes(_NUMBER, "little") + text)
-
-
-def _read_specs(block: torch.Tensor) -> tuple[list[bytes], int]:
-    """The pickled specs at the beginning of a block, and where the tensors begin."""
-    length = int.from_bytes(block[:_NUMBER].cpu().numpy().tobytes(), "little")
-    end = _NUMBER + length
-    return pickle.loads(block[_NUMBER:end].cpu().numpy().data), -(-end // ALIGNMENT) * ALIGNMENT
-
-
 def _padded(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
 
@@ -239,9 +223,8 @@ class Route:
     """Sends messages from process 0 to the other processes: a header for all, and a block of bytes for each.
 
     Small blocks are sent over the transport. Large blocks on the CPU go through memory that all processes
-    share, where they run on one machine: it is opened after the first of them.
-
-    All processes make the same calls: process 0 `send`s, the others `receive`.
+    share, where they run on one machine: it is opened after the first of them. All processes make the same
+    calls: process 0 `send`s, the others `receive`.
 
     Args:
         group_of: The data-parallel group of each process, in rank order.
@@ -284,7 +267,11 @@ class Route:
         """
         *header, size = self._broadcast_header(torch.zeros(HEADER, dtype=torch.int64)).tolist()
         if size < LARGE or self._memory is None:
-            block = self._receive_by_transport(size)
+            block = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if size and self.transport.size == 2:
+                block = self.transport.broadcast(block, 0)
+            elif size:
+                block = self.transport.scatter(None, block, 0)
             self._share_from_now_on(size)
             return tuple(header), block
         self._memory.turn(size)
@@ -311,21 +298,10 @@ class Route:
         if self.transport.size == 2:  # for one receiver the same, without a block for process 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
             return
-        own = self._unused_block(size)  # process 0 keeps what it has read
-        self.transport.scatter([own, *(joined[group] for group in self._group_of[1:])], own, 0)
-
-    def _receive_by_transport(self, size: int) -> Tensor:
-        block = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if not size:
-            return block
-        if self.transport.size == 2:
-            return self.transport.broadcast(block, 0)
-        return self.transport.scatter(None, block, 0)
-
-    def _unused_block(self, size: int) -> Tensor:
-        if len(self._unused) < size:
+        if len(self._unused) < size:  # for process 0, which keeps what it has read
             self._unused = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self._unused[:size]
+        own = self._unused[:size]
+        self.transport.scatter([own, *(joined[group] for group in self._group_of[1:])], own, 0)
 
 
 class SharedMemory:
@@ -363,14 +339,6 @@ class SharedMemory:
         return self._bytes[start : start + size]
 
 
-class _Offer(NamedTuple):
-    """Where to open the memory file of process 0."""
-
-    home: str
-    process: int
-    descriptor: int
-
-
 def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
     """Open memory that all processes share; called on all of them.
 
@@ -378,28 +346,24 @@ def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
         The memory; None on every process when one of them cannot have it: another machine or container,
         another system than Linux, no right to open what belongs to process 0.
     """
-    offer = transport.broadcast_object(_offer() if transport.rank == 0 else None, 0)
-    descriptor = _accept(offer, transport.rank == 0)
+    is_own = transport.rank == 0
+    offer = transport.broadcast_object(_offer() if is_own else None, 0)
+    descriptor: int | None = None
+    if is_own and offer is not None:
+        descriptor = offer[2]
+    elif offer is not None and offer[0] == process_home():
+        with suppress(OSError):  # other user, hidden processes: everything is sent over the transport
+            descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR | os.O_CLOEXEC)
     memory = None if descriptor is None else SharedMemory(descriptor, num_blocks)
     return memory if all(transport.gather_object(memory is not None)) else None
 
 
-def _offer() -> _Offer | None:
+def _offer() -> tuple[str, int, int] | None:
+    """Return where the other processes open a memory file of process 0: its machine, process, descriptor."""
     home = process_home()
     if home is None or not hasattr(os, "memfd_create"):
         return None
-    return _Offer(home, os.getpid(), os.memfd_create("accelerate-batches"))
-
-
-def _accept(offer: _Offer | None, is_own: bool) -> int | None:
-    if offer is None or is_own:
-        return None if offer is None else offer.descriptor
-    if offer.home != process_home():
-        return None
-    try:
-        return os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # other user, hidden processes: everything is sent over the transport
-        return None
+    return home, os.getpid(), os.memfd_create("accelerate-batches")
 
 
 def _copy_into(block: Tensor, chunks: Sequence[Tensor]) -> None:

@@ -131,10 +131,10 @@ def is_sharded(loader: DataLoader[Any], groups: int, group: int) -> bool:
 
 def plan(
     loader: DataLoader[Any],
-    *,
     num_processes: int,
     groups: int,
     group: int,
+    *,
     split: bool,
     even: bool,
     dispatch: bool | None,

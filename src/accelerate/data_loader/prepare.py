@@ -99,20 +99,15 @@ def prepare_data_loader(
             f"{dataloader!r} is prepared already: sharding it again would lose data. "
             "Prepare the loader it was made from."
         )
-    if num_processes is None:
-        num_processes = PartialState().num_processes
-    if process_index is None:
-        process_index = PartialState().process_index
-    groups, group = data_groups(torch_device_mesh, num_processes, process_index)
+    num_processes = PartialState().num_processes if num_processes is None else num_processes
+    process_index = PartialState().process_index if process_index is None else process_index
+    groups = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    share = (
-        None if _is_xla(target) else _own_share(dataloader, num_processes, groups, group, dispatch_batches)
-    )
+    share = None if _is_xla(target) else _own_share(dataloader, num_processes, groups, dispatch_batches)
     decided = plan(
         dataloader,
-        num_processes=num_processes,
-        groups=groups,
-        group=group,
+        num_processes,
+        *groups,
         split=split_batches,
         even=even_batches,
         dispatch=dispatch_batches,
@@ -122,7 +117,7 @@ def prepare_data_loader(
     order = _Order(dataloader, num_processes)
     if use_seedable_sampler:
         order.make_seedable(data_seed)
-    shared: dict[str, Any] = {
+    settings: dict[str, Any] = {
         # Of ranks that wait for each other, none can read on as torchdata does.
         "use_stateful_dataloader": use_stateful_dataloader and share is None,
         "_drop_last": dataloader.drop_last or bool(getattr(order.index_sampler, "drop_last", False)),
@@ -130,38 +125,31 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
         **kept_settings(dataloader),
     }
+    loader: Any
     if decided.how == "dispatch":
-        cut: dict[str, Any] = {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
-        loader: Any = DataLoaderDispatcher(dataloader.dataset, **cut, **order.arguments(decided), **shared)
+        settings |= {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
+        loader = DataLoaderDispatcher(dataloader.dataset, **order.arguments(decided), **settings)
     else:
-        synchronized = rng_types if num_processes > 1 else None
-        loader = _build_shard(order, decided, share, device=target, rng_types=synchronized, **shared)
+        dataset = order.shard(decided) if share is None else share.dataset
+        settings |= {"device": target, "rng_types": rng_types if num_processes > 1 else None}
+        settings["synchronized_generator"] = order.generator
+        loader = DataLoaderShard(dataset, **order.arguments(decided), **settings)
     loader.use_stateful_dataloader = use_stateful_dataloader
     loader.plan = decided
-    loader.shares_batches = num_processes > groups
-    is_for_xla = decided.how != "dispatch" and _is_xla(target)
-    return _upload_in_background(loader) if is_for_xla else loader  # type: ignore[no-any-return]
-
-
-def _build_shard(
-    order: _Order, decided: ShardPlan, share: OwnShare | None, **settings: Any
-) -> DataLoaderShard:
-    dataset = order.shard(decided) if share is None else share.dataset
-    settings["synchronized_generator"] = order.generator
-    return DataLoaderShard(dataset, **order.arguments(decided), **settings)
+    loader.shares_batches = num_processes > groups[0]
+    if decided.how != "dispatch" and _is_xla(target):  # torch_xla's own loader uploads batches
+        loader.device = None
+        loader = wrapper_for_xla()(loader, target)
+    return loader  # type: ignore[no-any-return]
 
 
 def _own_share(
-    loader: DataLoader[Any],
-    num_processes: int,
-    groups: int,
-    group: int,
-    dispatch: bool | None,
+    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], dispatch: bool | None
 ) -> OwnShare | None:
     """The share that the dataset makes for this group, where that is to be read; called on all ranks."""
-    if groups == 1 or not isinstance(loader.dataset, IterableDataset):
+    if groups[0] == 1 or not isinstance(loader.dataset, IterableDataset):
         return None
-    share = own_share(loader.dataset, groups, group)
+    share = own_share(loader.dataset, *groups)
     if share is None or not may_read_own_share(loader, dispatch=dispatch, given=share.is_given):
         return None
     transport = current_transport()
@@ -172,12 +160,6 @@ def _own_share(
 
 def _is_xla(device: Any) -> bool:
     return device is not None and of_device(torch.device(device)).own_runtime
-
-
-def _upload_in_background(loader: DataLoaderShard) -> Any:
-    """XLA devices: torch_xla's own loader uploads batches and marks the steps of the graph."""
-    target, loader.device = loader.device, None
-    return wrapper_for_xla()(loader, target)
 
 
 class _Order:
@@ -205,7 +187,7 @@ class _Order:
 
     def make_seedable(self, data_seed: int | None) -> None:
         """Make a random order a function of seed and epoch; the seed of the user's generator is kept."""
-        sampler = self._sampler()
+        sampler = sampler_under(self.index_sampler, self.loader)
         if not isinstance(sampler, RandomSampler):
             return
         if data_seed is None:
@@ -237,7 +219,7 @@ class _Order:
 
     def _synchronize(self) -> None:
         """Give a random sampler without a generator one that has the same seed on all processes."""
-        sampler = self._sampler()
+        sampler = sampler_under(self.index_sampler, self.loader)
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:
@@ -247,9 +229,6 @@ class _Order:
             self.index_sampler = _with_sampler(self.index_sampler, seeded, sampler)
             sampler = seeded
         self.generator = sampler.generator
-
-    def _sampler(self) -> Any:
-        return sampler_under(self.index_sampler, self.loader)
 
     def _of_process_0(self, seed: int) -> int:
         return seed if self.num_processes == 1 else int(current_transport().broadcast_object(seed, 0))

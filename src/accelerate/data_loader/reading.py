@@ -110,12 +110,12 @@ def open_batches(
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     if type(source) is torch_private.SingleProcessIterator and is_map_style and not skip:
         indices = torch_private.wrap_indices(source, IndexAhead)
-        fillers = _fillers_of(loader._index_sampler)
+        fillers = _fillers_of(loader)
         if ahead_by is not None:
             return after_first(source, order_is_drawn, kept, ahead_by), None, fillers
         order_is_drawn()
         return source, indices, fillers
-    fillers = {} if _is_tagged(loader) else _fillers_of(loader._index_sampler)
+    fillers = _fillers_of(loader)
     if _is_tagged(loader):
         source = untagged(source, fillers)
     if skip:
@@ -143,12 +143,12 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     write their stacks when asked.
     """
     base = loader.base_dataloader
-    names = ("collate_fn", "generator", "worker_init_fn")
-    settings = {name: getattr(base, name) for name in names}
+    settings = {name: getattr(base, name) for name in ("collate_fn", "generator", "worker_init_fn")}
     if _is_tagged(loader):
         base.collate_fn = CountingCollate(base.collate_fn)
     if loader.plan.group and base.num_workers:
-        base.generator = _generator_of_group(base.generator, loader.plan.group)
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=base.generator).item())
+        base.generator = torch.Generator().manual_seed((drawn + loader.plan.group * _GOLDEN) % 2**64)
     if base.num_workers:
         stack_dumps.offer()
         if not _forks(base):  # a forked worker has the offer of this process
@@ -161,26 +161,18 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
 
 
 def _forks(loader: DataLoader[Any]) -> bool:
-    context = loader.multiprocessing_context
-    if context is not None:
-        return bool(context.get_start_method() == "fork")
+    context: Any = loader.multiprocessing_context or multiprocessing
     # The first of all is the one that is used when none was chosen; to ask otherwise chooses it for good.
-    chosen = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    return chosen == "fork"
-
-
-def _generator_of_group(generator: torch.Generator | None, group: int) -> torch.Generator:
-    """A generator for the seeds of the workers: one draw from the user's, different for each group."""
-    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-    return torch.Generator().manual_seed((drawn + group * _GOLDEN) % 2**64)
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return bool(method == "fork")
 
 
 def _is_tagged(loader: Any) -> bool:
     return getattr(loader.dataset, "tagged", False)
 
 
-def _fillers_of(index_sampler: Any) -> Fillers:
-    shard = shard_of(index_sampler)
+def _fillers_of(loader: Any) -> Fillers:
+    shard = None if _is_tagged(loader) else shard_of(loader._index_sampler)
     return {} if shard is None else shard.fillers
 
 
@@ -271,19 +263,15 @@ def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
     """Return what moves each batch of a pass to a device; decided once for the pass."""
     if device is None:
         return None
-    if of_device(torch.device(device)).is_host:
-        return _MoveToCpu()
-    return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+    if not of_device(torch.device(device)).is_host:
+        return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+    is_needed: bool | None = None  # batches come from CPU memory as a rule: the first one decides
 
+    def move(batch: Any) -> Any:
+        nonlocal is_needed
+        if is_needed is None:
+            own = find_device(batch)
+            is_needed = own is not None and not of_device(own).is_host
+        return send_to_device(batch, "cpu") if is_needed else batch
 
-class _MoveToCpu:
-    """Batches come from CPU memory as a rule: the first one decides for the rest of the pass."""
-
-    def __init__(self) -> None:
-        self._is_needed: bool | None = None
-
-    def __call__(self, batch: Any) -> Any:
-        if self._is_needed is None:
-            device = find_device(batch)
-            self._is_needed = device is not None and not of_device(device).is_host
-        return send_to_device(batch, "cpu") if self._is_needed else batch
+    return move

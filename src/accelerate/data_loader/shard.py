@@ -90,8 +90,13 @@ class Join:
             self._first_round.items = [current]
         state = capture() if capture else None
         counts = self._exchange(current)
-        if begins and self._goes_on is any:
-            _refuse_empty_shares(counts)
+        empty = [group for group, count in enumerate(counts) if not count]
+        if begins and self._goes_on is any and empty and any(counts):
+            raise PreparationError(
+                f"The dataset shards itself, and the shares {empty} of {len(counts)} are empty, so that "
+                "there is nothing to fill their batches with. Give the dataset at least as many shards as "
+                "there are processes, or prepare its loader with dispatch_batches=True."
+            )
         while self._goes_on(counts):
             upcoming = next(batches, _END)
             # Behind its end a share would begin anew: a rank without batches keeps the state before its end.
@@ -119,16 +124,6 @@ class Join:
         real = [] if batch is _END else [batch]
         missing = max(counts) - sum(count_samples(batch) or 1 for batch in real)
         return join([*real, *first_samples(first, missing)])
-
-
-def _refuse_empty_shares(counts: Counts) -> None:
-    empty = [group for group, count in enumerate(counts) if not count]
-    if empty and any(counts):
-        raise PreparationError(
-            f"The dataset shards itself, and the shares {empty} of {len(counts)} are empty, so that "
-            "there is nothing to fill their batches with. Give the dataset at least as many shards as there "
-            "are processes, or prepare its loader with dispatch_batches=True."
-        )
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):

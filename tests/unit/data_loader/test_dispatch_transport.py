@@ -72,8 +72,8 @@ def test_an_offer_is_taken_by_its_own_machine_only() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
     assert share_memory(Meeting(offer), 1) is not None
-    assert share_memory(Meeting(offer._replace(home="another kernel")), 1) is None
-    os.close(offer.descriptor)
+    assert share_memory(Meeting(("another kernel", *offer[1:])), 1) is None
+    os.close(offer[2])
     assert share_memory(Meeting(offer), 1) is None  # cannot be opened (any more)
     assert share_memory(Meeting(None), 1) is None
 
@@ -82,7 +82,7 @@ def test_memory_that_one_process_lacks_is_used_by_none() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
     assert share_memory(Meeting(offer, others_have_it=False), 1) is None
-    os.close(offer.descriptor)
+    os.close(offer[2])
 
 
 def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
