@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -126,7 +126,12 @@ class ReadAhead(Generic[T]):
                 self._wait_for(MESSAGE_BYTES, LINGER)
             if not self._read and self._error is not None:
                 raise self._error
-            taken = self._take_some()
+            taken: list[T] = []
+            size = 0
+            while self._read and (not taken or size + self._read[0].size <= MESSAGE_BYTES):
+                taken.append(self._read.popleft())
+                size += taken[-1].size
+            self._size -= size
             self._changed.notify_all()
         return taken
 
@@ -158,77 +163,58 @@ class ReadAhead(Generic[T]):
             return True
         return bool(self._read) and (self._size >= self._wanted or len(self._read) >= _MOST_ITEMS)
 
-    def _take_some(self) -> list[T]:
-        taken: list[T] = []
-        size = 0
-        while self._read and (not taken or size + self._read[0].size <= MESSAGE_BYTES):
-            taken.append(self._read.popleft())
-            size += taken[-1].size
-        self._size -= size
-        return taken
-
     def _start(self) -> None:
-        modes = _modes_of_this_thread()
+        modes = _torch_modes(
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+        )
         self.thread = threading.Thread(
             target=copy_context().run, args=(self._run, modes), name="accelerate-read-ahead", daemon=True
         )
         services.of_process(_OpenReaders).add(self)
         self.thread.start()
 
-    def _run(self, modes: Callable[[], ExitStack]) -> None:
+    def _run(self, modes: AbstractContextManager[None]) -> None:
         torch.set_num_threads(1)  # holds for this thread: copying must not take the processors from training
         error: BaseException | None = None
         try:
-            with modes():
+            with modes:
                 if self._enter is not None:
                     self._enter()
-                self._read_all()
+                start = time.monotonic()
+                for item in self._items:
+                    self._keep(item, time.monotonic() - start)
+                    if self._is_closed:
+                        break
+                    start = time.monotonic()
         except BaseException as caught:  # raised where the items are taken
             error = caught
         with self._changed:
             self._error, self._is_over = error, True
             self._changed.notify_all()
 
-    def _read_all(self) -> None:
-        clock = time.monotonic
-        start = clock()
-        for item in self._items:
-            with self._changed:
-                self._pace = clock() - start
-                self._read.append(item)
-                self._size += item.size
-                if self._wanted and self._is_enough():
-                    self._changed.notify_all()
-                if self._is_full():
-                    # It waits until half of the items are taken: to wake up for each costs more time.
-                    self._changed.wait_for(self._has_room)
-                if self._is_closed:
-                    return
-            start = clock()
+    def _keep(self, item: T, pace: float) -> None:
+        """Keep an item until it is taken, and wait while there are too many."""
+        with self._changed:
+            self._pace = pace
+            self._read.append(item)
+            self._size += item.size
+            if self._wanted and self._is_enough():
+                self._changed.notify_all()
+            if not self._has_room(_DEPTH):
+                # It waits until half of the items are taken: to wake up for each costs more time.
+                self._changed.wait_for(lambda: self._is_closed or self._has_room(1))
 
-    def _is_full(self) -> bool:
+    def _has_room(self, messages: int) -> bool:
         items = len(self._read)
-        return items >= _DEPTH and (self._size >= _DEPTH * MESSAGE_BYTES or items >= _DEPTH * _MOST_ITEMS)
-
-    def _has_room(self) -> bool:
-        items = len(self._read)
-        return self._is_closed or items < _DEPTH or (self._size < MESSAGE_BYTES and items < _MOST_ITEMS)
+        return items < _DEPTH or (self._size < messages * MESSAGE_BYTES and items < messages * _MOST_ITEMS)
 
 
-def _modes_of_this_thread() -> Callable[[], ExitStack]:
-    """Torch has these modes for each thread; a dataset that computes needs those that its user set."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
-
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad and not inference))
-        if not of_device(device).is_host:
-            stack.enter_context(device)
-        return stack
-
-    return enter
+@contextmanager
+def _torch_modes(grad: bool, inference: bool, device: torch.device) -> Iterator[None]:
+    """Enter modes that torch has for each thread; a dataset that computes needs those that its user set."""
+    default_device = nullcontext() if of_device(device).is_host else device
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference), default_device:
+        yield
 
 
 class _OpenReaders(WeakSet[ReadAhead[Any]]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -202,8 +202,9 @@ class DataLoaderAdapter(_Base):
         if not self.torchdata_resumes:
             return resume.capture(self) or {}
         if self.dl_state_dict is None:
-            self._update_state_dict()
-        return cast(dict[str, Any], self.dl_state_dict)
+            self.dl_state_dict = self.torchdata_state()
+            self.adjust_state_dict_for_prefetch()
+        return self.dl_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a position that `state_dict` returned; needs `use_stateful_dataloader`."""
@@ -226,17 +227,10 @@ class DataLoaderAdapter(_Base):
         if not self.use_stateful_dataloader:
             raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
 
-    def _update_state_dict(self) -> None:
-        """Record the position; called before a batch is read ahead."""
-        self.dl_state_dict = self.torchdata_state()
-        self.adjust_state_dict_for_prefetch()
-
     def torchdata_state(self) -> dict[str, Any]:
         """The position of torchdata's iterator; any thread that reads may ask for it."""
         base = cast(Any, self.base_dataloader)
-        if base._iterator is not None:
-            return cast(dict[str, Any], base.state_dict())
-        with settings_of_workers(self):  # it makes an iterator
+        with nullcontext() if base._iterator is not None else settings_of_workers(self):  # makes an iterator
             return cast(dict[str, Any], base.state_dict())
 
     # The epoch and the sampler
@@ -296,6 +290,8 @@ def one_pass(loader: Any) -> Iterator[None]:
     finally:
         loader.end()
         loader._advance(epoch)
+        if loader.torchdata_resumes and not loader.persistent_workers:
+            loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
 
 
 def get_batch_metadata(loader: Any) -> BatchMetadata:

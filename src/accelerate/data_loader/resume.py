@@ -192,9 +192,9 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
         sampler.initial_seed = state["seed"]
     loader.set_epoch(epoch)
     loader.position.end()
-    own_shares, rows = bool(state.get("own_shares")), state.get("rows_in_batch")
-    is_over = bool(state["is_over"])
-    loader.position.resume_point = ResumePoint(offset, start, groups, is_over, own_shares, rows)
+    own_shares, is_over = bool(state.get("own_shares")), bool(state["is_over"])
+    point = ResumePoint(offset, start, groups, is_over, own_shares, state.get("rows_in_batch"))
+    loader.position.resume_point = point
 
 
 def _match_generators(
@@ -326,21 +326,19 @@ def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
         raise wrong_value(
             "num_batches", num_batches, "batches that were never read cannot be put back", "use 0 or more"
         )
-    late: Any = _skip(dataloader, num_batches)
-    return late  # type: ignore[no-any-return]
-
-
-def _skip(loader: Any, skipped: int) -> Any:
+    loader: Any = dataloader
     inner = getattr(loader, "dataloader", None)
     if is_tracked(inner):  # a loader around a prepared one, as on XLA devices
-        return type(loader)(_skip(inner, skipped), loader.target)
-    if is_tracked(loader):
-        return start_late(loader, skipped)
-    if isinstance(loader.dataset, IterableDataset):
+        late: Any = type(loader)(start_late(inner, num_batches), loader.target)
+    elif is_tracked(loader):
+        late = start_late(loader, num_batches)
+    elif isinstance(loader.dataset, IterableDataset):
         from accelerate.data_loader.shard import SkipDataLoader  # builds on this file
 
-        return SkipDataLoader.from_plain(loader, skipped)
-    return _by_batches(loader, skipped)
+        late = SkipDataLoader.from_plain(loader, num_batches)
+    else:
+        late = _by_batches(loader, num_batches)
+    return late  # type: ignore[no-any-return]
 
 
 def start_late(loader: Any, skipped: int) -> Any:
@@ -367,10 +365,9 @@ def start_late(loader: Any, skipped: int) -> Any:
 def start_where_saved(loader: Any) -> Any:
     """Return the late start with which a loader resumes by itself; None where it begins an epoch."""
     point: ResumePoint | None = loader.position.resume_point
-    is_resumed = point is not None and point.offset.seen and loader.use_stateful_dataloader
-    if point is None or not is_resumed or loader.start.origin is not None:
+    if point is None or not point.offset.seen or loader.start.origin is not None:
         return None
-    if loader.torchdata_resumes and not point.is_over:
+    if not loader.use_stateful_dataloader or (loader.torchdata_resumes and not point.is_over):
         return None
     return start_late(loader, point.offset.seen)
 

@@ -138,14 +138,8 @@ class BatchSamplerShard(BatchSampler):
             return start_at(self.batch_sampler, number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
             return self._slices(self.sampler, self.fillers, number)
-        source = iter(self.batch_sampler)
-        if self.split_batches:
-            batches = self._parts(source, self.fillers)
-        elif self.drop_last:
-            batches = self._whole_rounds(source)
-        else:
-            rounds = self._even_rounds if self.even_batches else self._uneven_rounds
-            batches = rounds(source, self.fillers)
+        share = self._rounds if self.drop_last or not self.even_batches else self._even_rounds
+        batches = (self._parts if self.split_batches else share)(iter(self.batch_sampler), self.fillers)
         return islice(batches, number, None)
 
     def __len__(self) -> int:
@@ -192,15 +186,15 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
         next(source, None)  # lets the sampler end its pass
 
-    def _whole_rounds(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        while len(current := list(islice(source, self.num_processes))) == self.num_processes:
-            yield current[self.process_index]
-
-    def _uneven_rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
+    def _rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
+        """Without filler: an incomplete round is dropped, or shared as it is."""
         processes, index = self.num_processes, self.process_index
         for number in count():
             current = list(islice(source, processes))
-            _note_sizes(fillers, number, current, processes)
+            if self.drop_last and len(current) < processes:
+                return
+            if not self.drop_last:
+                _note_sizes(fillers, number, current, processes)
             if index >= len(current):
                 return
             yield current[index]
@@ -222,7 +216,10 @@ class BatchSamplerShard(BatchSampler):
         if number == 0 and len(current) == 1:
             size = max(size, self.batch_size or 0)
         uniform = uniform and all(len(batch) == size for batch in current[:-1]) and len(current[-1]) <= size
-        whole = _filled_round(current, first, processes, size) if uniform else fill(current, first, processes)
+        whole = fill(current, first, processes)
+        if uniform:  # a round of equal batches: the last indices, then those that the epoch began with
+            indices = fill(chain(*current), chain(*first), size * processes)
+            whole = [indices[start : start + size] for start in range(0, size * processes, size)]
         real = [len(batch) for batch in current] + [0] * (processes - len(current))
         if uniform:
             real = real_per_part(sum(real), size, processes)
@@ -354,7 +351,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         part, processes = self.part_size, self.num_processes
         start, stop, whole = self.process_index * part, (self.process_index + 1) * part, part * processes
-        self._reseed()
+        if self._seed is not None and not hasattr(self.dataset, "set_epoch"):
+            self.dataset.generator.manual_seed((self._seed + self.epoch) % 2**64)
         source = islice(self.dataset, self.skip_samples, None)
         current = list(islice(source, whole))
         self.first_round.items = self.first_round.take_restored() or current
@@ -368,11 +366,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         if self.tagged and mine:
             mine[0] = Tagged(mine[0], tuple(real_per_part(len(current), part, processes)))
         yield from mine
-
-    def _reseed(self) -> None:
-        """Seed the dataset's own generator for the epoch, unless its `set_epoch` does."""
-        if self._seed is not None and not hasattr(self.dataset, "set_epoch"):
-            self.dataset.generator.manual_seed((self._seed + self.epoch) % 2**64)
 
 
 class SkipBatchSampler(BatchSampler):
@@ -453,12 +446,6 @@ def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: 
     sizes = [len(batch) for batch in batches] + [0] * (processes - len(batches))
     if len(set(sizes)) > 1:
         fillers[number] = tuple(sizes)
-
-
-def _filled_round(current: list[Batch], first: list[Batch], processes: int, size: int) -> list[Batch]:
-    """A round of equal batches: the last indices, then indices from the beginning of the epoch."""
-    indices = fill(chain.from_iterable(current), chain.from_iterable(first), size * processes)
-    return [indices[start : start + size] for start in range(0, size * processes, size)]
 
 
 def chain_of(index_sampler: Any) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -184,9 +183,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield from late.read_through(wrap)
             return
         self._synchronize_generators()
-        with ExitStack() as stack:
-            stack.callback(self._release_workers)
-            stack.enter_context(one_pass(self))
+        with one_pass(self):
             number = first_number(self._index_sampler) + self.skip_batches
             if self.plan.own_shares:
                 batches, fillers = self._open_own_share(number)
@@ -194,12 +191,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batches, fillers = open_pass(self, self.skip_batches, wrap)
             move = choose_move(self.device, self._non_blocking)
             yield from yield_batches(self, batches, fillers, number, move)
-
-    def _release_workers(self) -> None:
-        """Drop torchdata's iterator, so that its workers end with the pass and not with the loader."""
-        base: Any = self.base_dataloader
-        if self.torchdata_resumes and not base.persistent_workers:
-            base._iterator = None
 
     def _open_own_share(self, number: int) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
         """Start a pass over a shard that the dataset makes, and whose length other ranks do not know."""
