@@ -6,7 +6,6 @@ A whole run is saved by `Accelerator.save_state`, which also verifies what it lo
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,14 @@ from typing import Any
 from torch import nn
 
 from accelerate import torch_private
-from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, replace_files, wrong_value
+from accelerate.base import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    CheckpointError,
+    replace_files,
+    sync_file,
+    wrong_value,
+)
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
@@ -25,12 +31,14 @@ from accelerate.checkpointing import (
     Load,
     ShardIndex,
     ShardOwner,
+    StagingFolder,
     StatePart,
     apply_all,
     by_name,
     fill,
     folder_of,
     number,
+    plan_staging_folder,
     shard_files,
     shard_index,
     weights_change,
@@ -240,26 +248,34 @@ def _write_whole(path: Path, content: Any) -> None:
 
 
 def _write_shards(target: Path, state: shard_files.State) -> None:
-    """Write a folder, on a disk that all ranks see, under another name; rename it when all have written."""
+    """Write a folder of shards under a hidden name, and rename it when all ranks have written theirs."""
     transport = current_transport()
     payload = shard_files.payload(target.name, transport.rank, state)
-    staging = transport.broadcast_object(target.with_name(f".{target.name}.{os.getpid()}"), 0)
+    own = run_on_rank_0(partial(plan_staging_folder, target))
+    staging: StagingFolder = transport.broadcast_object(own, 0)
 
-    def finish() -> None:
+    def write() -> Any:
+        path = staging.folder / Path(payload.name).name
+        report = payload.write(payload.content, path)
+        sync_file(path)
+        return report
+
+    def publish(reports: Sequence[Any]) -> None:
         assert payload.finish is not None
-        payload.finish(staging, reports)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(staging, target)
+        payload.finish(staging.folder, reports)
+        written = {path.name for path in staging.folder.iterdir()}
+        staging.publish()
+        for path in staging.target.glob("__*_0.distcp"):
+            if path.name not in written:  # of a run with more processes
+                path.unlink()
 
     try:
-        run_on_rank_0(partial(staging.mkdir, parents=True))
-        report = run_on_all_ranks(lambda: payload.write(payload.content, staging / Path(payload.name).name))
-        reports = transport.gather_object(report)
-        run_on_rank_0(finish)
+        run_on_rank_0(staging.open)
+        reports = transport.gather_object(run_on_all_ranks(write))
+        run_on_rank_0(partial(publish, reports))
     finally:
-        if transport.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+        if own is not None:
+            own.discard()
 
 
 def _load_shards(index: ShardIndex, owner: ShardOwner, options: Load) -> None:

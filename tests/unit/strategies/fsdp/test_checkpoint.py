@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import folder
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.fsdp_utils import (
     _get_model_state_dict,
@@ -136,6 +138,36 @@ def test_a_full_disk_leaves_what_was_there(
             save_fsdp_model(plugin(form), accelerator, model, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     load_fsdp_model(plugin(form), accelerator, model, tmp_path)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_crash_while_shards_are_replaced_leaves_a_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    form = plugin("SHARDED_STATE_DICT")
+    accelerator, model, _ = prepared(1)
+    save_fsdp_model(form, accelerator, model, tmp_path)
+    stale = tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp"  # as of a run with more processes
+    stale.write_text("")
+    rename, whole = os.rename, []
+
+    def unable_to_swap(first: Path, second: Path) -> None:
+        raise OSError(38, "Function not implemented")
+
+    def look(old: Any, new: Any) -> None:
+        rename(old, new)
+        folders = [path for path in tmp_path.iterdir() if (path / ".metadata").is_file()]
+        whole.append(len(folders))
+
+    if not swaps:
+        monkeypatch.setattr(folder, "swap", unable_to_swap)
+    monkeypatch.setattr(os, "rename", look)
+    save_fsdp_model(form, accelerator, model, tmp_path)
+    monkeypatch.undo()
+    assert min(whole) >= 1
+    assert not stale.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pytorch_model_fsdp_0"]
+    load_fsdp_model(form, accelerator, model, tmp_path)
 
 
 # Adapters
