@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,24 +148,30 @@ def test_a_crash_while_shards_are_replaced_leaves_a_whole_folder(
     form = plugin("SHARDED_STATE_DICT")
     accelerator, model, _ = prepared(1)
     save_fsdp_model(form, accelerator, model, tmp_path)
-    stale = tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp"  # as of a run with more processes
+    target = tmp_path / "pytorch_model_fsdp_0"
+    stale = target / "__7_0.distcp"  # as of a run with more processes
     stale.write_text("")
-    rename, whole = os.rename, []
+    rename, rmtree, is_whole = os.rename, shutil.rmtree, []
 
     def unable_to_swap(first: Path, second: Path) -> None:
         raise OSError(38, "Function not implemented")
 
-    def look(old: Any, new: Any) -> None:
-        rename(old, new)
-        folders = [path for path in tmp_path.iterdir() if (path / ".metadata").is_file()]
-        whole.append(len(folders))
+    def watched(change: Any) -> Any:
+        def watch(*args: Any, **kwargs: Any) -> None:
+            change(*args, **kwargs)
+            folders = [target, *tmp_path.glob(".*.old-*")]  # those that a crash leaves, or `recover` restores
+            is_whole.append(any((path / ".metadata").is_file() for path in folders))
+
+        return watch
 
     if not swaps:
         monkeypatch.setattr(folder, "swap", unable_to_swap)
-    monkeypatch.setattr(os, "rename", look)
+    monkeypatch.setattr(os, "rename", watched(rename))
+    monkeypatch.setattr(shutil, "rmtree", watched(rmtree))
     save_fsdp_model(form, accelerator, model, tmp_path)
     monkeypatch.undo()
-    assert min(whole) >= 1
+    assert all(is_whole)
+    assert is_whole
     assert not stale.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pytorch_model_fsdp_0"]
     load_fsdp_model(form, accelerator, model, tmp_path)
