@@ -44,8 +44,8 @@ from accelerate.checkpointing.loading import (
     read_progress as read_progress,
 )
 from accelerate.checkpointing.local_shards import (
+    KeyPath as KeyPath,
     LocalShards as LocalShards,
-    Place as Place,
     Shape as Shape,
     Shard as Shard,
     Value as Value,
@@ -105,7 +105,7 @@ from accelerate.checkpointing.sharded import (
     ShardOwner as ShardOwner,
     by_name as by_name,
     folder_of as folder_of,
-    group_places as group_places,
+    group_paths as group_paths,
     loaded_groups as loaded_groups,
     memory_for as memory_for,
     model_targets as model_targets,

@@ -236,14 +236,15 @@ def _entries(value: Any) -> dict[str, Any] | None:
 def keep_weights(model: nn.Module) -> Apply:
     """Keep copies of the tensors of a model: as much memory as it has."""
     modules = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    named = [tensors for _, parameters, buffers in modules for tensors in (parameters, buffers)]
-    values = _Tensors([each for tensors in named for each in tensors.values() if each is not None], math.inf)
+    named = [values for _, parameters, buffers in modules for values in (parameters, buffers)]
+    tensors = [tensor for values in named for tensor in values.values() if tensor is not None]
+    kept = _Tensors(tensors, math.inf)
 
     def restore() -> None:
         for module, parameters, buffers in modules:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        values.restore()
+        kept.restore()
 
     return restore
 

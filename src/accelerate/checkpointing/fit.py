@@ -61,8 +61,8 @@ def check_weights(
         )
     if strict:
         refuse_names(path, model, lacking_names(own, state), [name for name in state if name not in own])
-    common = [(name, own[name], value) for name, value in state.items() if name in own]
-    _refuse(path, model, [_misfit(*each) for each in common])
+    common = [name for name in state if name in own]
+    _refuse(path, model, [_misfit(name, own[name], state[name]) for name in common])
     check_dtypes(own, state, path, model)
 
 
@@ -141,8 +141,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         _check_group(f"Group {index} of the optimizer", group, optimizer.defaults)
         further = NEEDED_WITH.get(kind.__name__, {})
         needed = (*NEEDED[kind.__name__], *(key for option, key in further.items() if group[option]))
-        for place, parameter in enumerate(group["params"]):
-            name = f"The state of parameter {place} in group {index}"
+        for number, parameter in enumerate(group["params"]):
+            name = f"The state of parameter {number} in group {index}"
             _check_state(name, optimizer.state.get(parameter), parameter, needed)
     strange = [str(key) for key in optimizer.state if not isinstance(key, Tensor)]
     if strange:

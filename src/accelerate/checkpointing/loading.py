@@ -176,10 +176,10 @@ def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         return problems, False
     first: dict[str, tuple[int, str]] = {}
     for rank, answer in enumerate(answers):
-        other, save = first.setdefault(answer["path"], (rank, answer["save"]))
+        earlier, save = first.setdefault(answer["path"], (rank, answer["save"]))
         if save != answer["save"]:
             return (
-                f"process {rank} finds another save under this name than process {other}: let all of them "
+                f"process {rank} finds another save under this name than process {earlier}: let all of them "
                 "see the same folder, or copy one checkpoint to all machines",
                 True,
             )

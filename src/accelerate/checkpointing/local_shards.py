@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
 
-Place = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 """The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
 
 Shape = tuple[int, ...]
@@ -130,9 +130,9 @@ def local_part(value: DTensor) -> Tensor:
 
 def _of_distributed(value: DTensor, turn: int) -> LocalShards:
     mesh, local = value.device_mesh, local_part(value)
-    place = mesh.get_coordinate() or [0] * mesh.ndim
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     owned = bool((mesh.mesh == 0).any()) and all(  # other meshes of the run have copies
-        place[dim] == turn % mesh.size(dim)
+        coordinate[dim] == turn % mesh.size(dim)
         for dim, placement in enumerate(value.placements)
         if placement.is_replicate()
     )

@@ -226,10 +226,10 @@ def check_fields(content: Mapping[str, Any]) -> None:
     for name, record in content["files"].items():
         if reason := refuse_name(name):
             raise CheckpointError(f"{NAME} names the file {shorten(name)}, which {reason}")
-        place = f"files[{shorten(name)}]"
+        field = f"files[{shorten(name)}]"
         if not isinstance(record, dict):
-            raise _wrong(place, record, "a JSON object of size, checksum and rank")
-        _check(record, _RECORD, f"{place}.")
+            raise _wrong(field, record, "a JSON object of size, checksum and rank")
+        _check(record, _RECORD, f"{field}.")
     known = {name: value for name, value in content.get("run", {}).items() if name in _RUN}
     _check(known, _RUN, "run.")
 
@@ -263,16 +263,16 @@ _REPR.maxlevel = 2
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
-def _check(content: Mapping[str, Any], rules: Mapping[str, Rule], place: str) -> None:
+def _check(content: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
     for name, rule in rules.items():
         if name not in content:
             if rule.required:
-                raise CheckpointError(f"{NAME} has no field {place}{name}, which holds {rule.expected}")
+                raise CheckpointError(f"{NAME} has no field {prefix}{name}, which holds {rule.expected}")
         elif not rule.fits(content[name]):
-            raise _wrong(f"{place}{name}", content[name], rule.expected)
+            raise _wrong(f"{prefix}{name}", content[name], rule.expected)
     if unknown := [name for name in content if name not in rules]:
         raise CheckpointError(
-            f"{NAME} has a field {place}{shorten(unknown[0])} that format {FORMAT} does not know: "
+            f"{NAME} has a field {prefix}{shorten(unknown[0])} that format {FORMAT} does not know: "
             "other software made it"
         )
 

@@ -32,16 +32,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
-from accelerate.checkpointing.local_shards import LocalShards, Place, Value, spread, write_item
+from accelerate.checkpointing.local_shards import KeyPath, LocalShards, Value, spread, write_item
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, ShardIndex
 from accelerate.weights import read_torch
 
-State = Mapping[Place, Any]
-"""Tensors, local shards of tensors, and other values, by their places."""
+State = Mapping[KeyPath, Any]
+"""Tensors, local shards of tensors, and other values, by their paths."""
 
 Report = list[list[Any]]
-"""For each item that a rank has written: its place, the box of a tensor or None, and its bytes; as JSON."""
+"""For each item that a rank has written: its path, the box of a tensor or None, and its bytes; as JSON."""
 
 UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionError, pickle.PickleError)
 """What DCP's reader raises for a file that is cut off or damaged."""
@@ -54,20 +54,20 @@ def payload(folder: str, rank: int, state: State) -> Payload:
         state: what it has, in the same order on all processes; live objects.
     """
     owned: dict[str, Any] = {}
-    places: dict[str, Place] = {}
-    for turn, (place, value) in enumerate(state.items()):
+    paths: dict[str, KeyPath] = {}
+    for turn, (path, value) in enumerate(state.items()):
         own = spread(value, turn, rank)
         if own.owned:
-            key = _key(place)
-            places[key] = place
+            key = _key(path)
+            paths[key] = path
             owned[key] = own.content if isinstance(own, Value) else own
-    plan = replace(create_default_local_save_plan(owned, is_coordinator=True), planner_data=places)
+    plan = replace(create_default_local_save_plan(owned, is_coordinator=True), planner_data=paths)
     content = [_look_up(owned, item.index) for item in plan.items]
     return Payload(f"{folder}/__{rank}_0.distcp", content, partial(write, plan, rank), finish)
 
 
-def _key(place: Iterable[Any]) -> str:
-    return ".".join(map(str, place))
+def _key(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
 
 
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
@@ -127,12 +127,12 @@ def _memory(value: Any) -> Any:
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _report(places: Mapping[str, Place], item: WriteItem, info: Any) -> list[Any]:
+def _report(paths: Mapping[str, KeyPath], item: WriteItem, info: Any) -> list[Any]:
     data, box = item.tensor_data, None
     if data is not None:
         dtype = str(data.properties.dtype).removeprefix("torch.")
         box = [data.size, dtype, data.chunk.offsets, data.chunk.sizes]
-    return [places[item.index.fqn], box, [info.relative_path, info.offset, info.length]]
+    return [paths[item.index.fqn], box, [info.relative_path, info.offset, info.length]]
 
 
 def finish(folder: Path, reports: Iterable[Report]) -> None:
@@ -143,12 +143,12 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
     """
     plans: list[SavePlan] = []
     results: list[WriteResult] = []
-    places: dict[str, Place] = {}
+    paths: dict[str, KeyPath] = {}
     for report in reports:
         items = []
-        for place, box, info in report:
-            key = _key(place)
-            places[key] = tuple(place)
+        for path, box, info in report:
+            key = _key(path)
+            paths[key] = tuple(path)
             if box is None:
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
             else:
@@ -158,7 +158,7 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
         plans.append(SavePlan(items))
     _, metadata = create_default_global_save_plan(plans)
     _check_whole(metadata)
-    metadata.planner_data = places
+    metadata.planner_data = paths
     _Writer(folder).finish(metadata, [results])
 
 
@@ -200,8 +200,8 @@ class _Targets(DefaultLoadPlanner):
 
 
 def read(
-    index: ShardIndex, targets: Mapping[Place, LocalShards | None], reading: Mapping[str, Any]
-) -> dict[Place, Any]:
+    index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None], reading: Mapping[str, Any]
+) -> dict[KeyPath, Any]:
     """Read what this process needs, from whichever files it is in.
 
     One file is read at a time: DCP's reader does not say in which file it failed.
@@ -209,9 +209,9 @@ def read(
     Args:
         targets: boxes with memory to read into; None for other values.
     """
-    keys = {index.places[place]: place for place in targets}
+    keys = {index.paths[path]: path for path in targets}
     index.check_files(keys)
-    planner = _Targets({key: targets[place] for key, place in keys.items()}, reading)
+    planner = _Targets({key: targets[path] for key, path in keys.items()}, reading)
     by_file: dict[str, list[ReadItem]] = {}
     for item in create_default_local_load_plan(planner.state_dict, index.metadata).items:
         info = index.metadata.storage_data.get(item.storage_index)
@@ -231,4 +231,4 @@ def read(
                 f"{index.folder.name}/{file} cannot be read: it is damaged, or another file "
                 f"({describe(error)})"
             ) from error
-    return {place: planner.state_dict[key] for key, place in keys.items()}
+    return {path: planner.state_dict[key] for key, path in keys.items()}

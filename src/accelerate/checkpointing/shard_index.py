@@ -23,7 +23,7 @@ from torch import Tensor
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, refuse_outside, without_collection
-from accelerate.checkpointing.local_shards import Place
+from accelerate.checkpointing.local_shards import KeyPath
 
 if TYPE_CHECKING:  # it takes most of a second to import
     from torch.distributed.checkpoint.metadata import Metadata
@@ -52,16 +52,16 @@ class ShardIndex:
     """The tensors and values in a folder of shards.
 
     Attributes:
-        places: place of each tensor and value -> its key.
+        paths: path of each tensor and value -> its key.
     """
 
     folder: Path
     metadata: Metadata
-    places: Mapping[Place, str]
+    paths: Mapping[KeyPath, str]
 
-    def stored(self, place: Place) -> Tensor | None:
+    def stored(self, path: KeyPath) -> Tensor | None:
         """Return the shape and dtype of a tensor, on the meta device; None for another value."""
-        entry: Any = self.metadata.state_dict_metadata[self.places[place]]
+        entry: Any = self.metadata.state_dict_metadata[self.paths[path]]
         if not hasattr(entry, "size"):
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -97,7 +97,7 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
     try:
         content = (folder / NAME).read_bytes()
         metadata = pickle.loads(content) if trusted else read_metadata(content)
-        places = dict(metadata.planner_data or {})
+        paths = dict(metadata.planner_data or {})
         keys = list(metadata.state_dict_metadata)
         iter(metadata.storage_data.items())
     except FileNotFoundError as error:
@@ -108,12 +108,12 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
         raise CheckpointError(
             f"{name} cannot be read: it is damaged, or no metadata of shards ({describe(error)})"
         ) from error
-    known = {key: tuple(places.get(key, (key,))) for key in keys}
-    nested = all(len(place) > 1 and place[0] == root for place in known.values())
-    by_place = {place if nested else (root, key): key for key, place in known.items()}
-    if len(by_place) != len(known):
-        raise CheckpointError(f"{name} gives several entries the same place")
-    return ShardIndex(folder, metadata, by_place)
+    known = {key: tuple(paths.get(key, (key,))) for key in keys}
+    nested = all(len(path) > 1 and path[0] == root for path in known.values())
+    by_path = {path if nested else (root, key): key for key, path in known.items()}
+    if len(by_path) != len(known):
+        raise CheckpointError(f"{name} gives several entries the same path")
+    return ShardIndex(folder, metadata, by_path)
 
 
 def read_metadata(content: bytes) -> Metadata:
@@ -290,8 +290,8 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
     modules, names = ("pathlib", "pathlib._local"), ("Path", "PosixPath", "WindowsPath")
     paths = [(module, name) for module in modules for name in names]
     return {
-        **{(each.make.__module__, each.make.__name__): each for each in kinds},
-        **{(each.__module__, each.__name__): _Function(partial(_make_member, each)) for each in formats},
+        **{(kind.make.__module__, kind.make.__name__): kind for kind in kinds},
+        **{(enum.__module__, enum.__name__): _Function(partial(_make_member, enum)) for enum in formats},
         **dict.fromkeys(paths, _Function(_pass_over)),
         ("torch", "Size"): _Function(_make_size),
         ("torch.serialization", "_get_layout"): _Function(_find_layout),
@@ -414,8 +414,8 @@ def _check(metadata: Metadata) -> None:
             _check_tensor(key, entry, stored.get(key, 0))
         elif not isinstance(entry, BytesStorageMetadata):
             _refuse(f"something else than a tensor or a value for {key[:SHOWN]!r}")
-    for place in (metadata.planner_data or {}).values():
-        keys = place if type(place) is tuple and len(place) <= DIMENSIONS else [None]
+    for path in (metadata.planner_data or {}).values():
+        keys = path if type(path) is tuple and len(path) <= DIMENSIONS else [None]
         if not all(isinstance(key, str) or _is_size(key) for key in keys):
             _refuse("a place that is not a tuple of names and numbers")
 

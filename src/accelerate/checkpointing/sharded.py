@@ -15,7 +15,7 @@ from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, li
 from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, keep_optimizer
 from accelerate.checkpointing.fit import check_form, check_optimizer, check_weights
-from accelerate.checkpointing.local_shards import LocalShards, Place, rejoin, spread, whole
+from accelerate.checkpointing.local_shards import KeyPath, LocalShards, rejoin, spread, whole
 from accelerate.checkpointing.parts import Load, Part, Payload, extra_changes, fill
 from accelerate.checkpointing.shard_index import ShardIndex
 from accelerate.weights import is_extra
@@ -39,15 +39,15 @@ class ShardOwner(Protocol):
         """MODEL or OPTIMIZER: the key of the state."""
         ...
 
-    def state(self) -> dict[Place, Any]:
+    def state(self) -> dict[KeyPath, Any]:
         """Return the state: live tensors, what this process has of tensors, and other values."""
         ...
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         """Return memory for what this process reads; None for other values."""
         ...
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         """Return what brings the object to a state that was read."""
         ...
 
@@ -99,33 +99,33 @@ class ModuleShards:
     module: nn.Module
     root: str = MODEL
 
-    def state(self) -> dict[Place, Any]:
+    def state(self) -> dict[KeyPath, Any]:
         return {(MODEL, name): value for name, value in self.module.state_dict(keep_vars=True).items()}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         return model_targets(self.module, self.state(), index, options)
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         name = f"{type(self.module).__name__} ({FSDP_MODEL_NAME})"
-        extra = {place[1]: rejoin(value) for place, value in values.items() if is_extra(place[1])}
+        extra = {path[1]: rejoin(value) for path, value in values.items() if is_extra(path[1])}
         first = extra_changes(self.module, extra, options, name)
         return Change(partial(self._apply, values, options), name, stage=Stage.LAST, first=first)
 
-    def _apply(self, values: Mapping[Place, Any], options: Load) -> None:
+    def _apply(self, values: Mapping[KeyPath, Any], options: Load) -> None:
         live = self.state()
-        state = {place[1]: rejoin(value, live.get(place)) for place, value in values.items()}
+        state = {path[1]: rejoin(value, live.get(path)) for path, value in values.items()}
         with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
             fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
 
 
 def model_targets(
-    module: nn.Module, live: Mapping[Place, Any], index: ShardIndex, options: Load
-) -> dict[Place, LocalShards | None]:
+    module: nn.Module, live: Mapping[KeyPath, Any], index: ShardIndex, options: Load
+) -> dict[KeyPath, LocalShards | None]:
     """Return memory for the weights of a model."""
-    own = {str(place[1]): value for place, value in live.items()}
-    stored = {str(place[1]): index.stored(place) for place in index.places}
+    own = {str(path[1]): value for path, value in live.items()}
+    stored = {str(path[1]): index.stored(path) for path in index.paths}
     check_weights(own, stored, index.folder, module, strict=options.model.get("strict", True))
-    return {place: memory_for(stored[place[1]], value) for place, value in live.items() if place[1] in stored}
+    return {path: memory_for(stored[path[1]], value) for path, value in live.items() if path[1] in stored}
 
 
 def memory_for(stored: Tensor | None, own: Any = None) -> LocalShards | None:
@@ -151,32 +151,30 @@ class OptimizerShards:
     names: Names
     root: str = OPTIMIZER
 
-    def state(self) -> dict[Place, Any]:
+    def state(self) -> dict[KeyPath, Any]:
         named = by_name(self.optimizer.state_dict(), self.names)
         states = {
             (OPTIMIZER, STATE, name, key): value
             for name, values in named[STATE].items()
             for key, value in values.items()
         }
-        return {**states, **group_places(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
+        return {**states, **group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         numbers, parameters = _numbers(self.names), self._parameters()
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         return {
-            place: memory_for(
-                index.stored(place), parameters[numbers[place[2]]] if place[1] == STATE else None
-            )
-            for place in index.places
+            path: memory_for(index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None)
+            for path in index.paths
         }
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         numbers, parameters = _numbers(self.names), self._parameters()
         states: dict[int, dict[str, Any]] = {}
-        for place, value in values.items():
-            if place[1] == STATE:
-                number = numbers[place[2]]
-                states.setdefault(number, {})[place[3]] = rejoin(value, parameters[number])
+        for path, value in values.items():
+            if path[1] == STATE:
+                number = numbers[path[2]]
+                states.setdefault(number, {})[path[3]] = rejoin(value, parameters[number])
         groups = loaded_groups(self.optimizer, values, numbers)
         return optimizer_change(self.optimizer, states, groups, options)
 
@@ -190,8 +188,8 @@ def _numbers(names: Names) -> dict[str, int]:
     return {name: number for number, own in enumerate(flat) for name in own}
 
 
-def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[Place, Any]:
-    """Return the settings of an optimizer's groups by their places."""
+def group_paths(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[KeyPath, Any]:
+    """Return the settings of an optimizer's groups by their paths."""
     return {
         (OPTIMIZER, GROUPS, index, key): list(own) if key == PARAMETERS else value
         for index, (group, own) in enumerate(zip(groups, names, strict=True))
@@ -202,49 +200,49 @@ def group_places(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[s
 def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int, optimizer: Any) -> None:
     """Refuse the state of another optimizer."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    wrong = [place for place in index.places if not _is_place(place)]
+    wrong = [path for path in index.paths if not _is_key_path(path)]
     if wrong:
         raise CheckpointError(f"{index.folder} holds something else than an optimizer: {wrong[0]}.")
-    index.check_files(index.places.values())  # before memory is reserved for what they shall hold
-    strange = {str(place[2]) for place in index.places if place[1] == STATE and place[2] not in known}
+    index.check_files(index.paths.values())  # before memory is reserved for what they shall hold
+    strange = {str(path[2]) for path in index.paths if path[1] == STATE and path[2] not in known}
     if strange:
         raise CheckpointError(
             f"{index.folder} does not fit this {kind}: it does not step {listed(sorted(strange))}. Prepare "
             "the models and optimizers in the order in which they were saved."
         )
-    saved = {place[2] for place in index.places if place[1] == GROUPS}
+    saved = {path[2] for path in index.paths if path[1] == GROUPS}
     if saved != set(range(groups)):
         raise CheckpointError(
             f"{index.folder} holds {len(saved)} groups of parameters, and this {kind} has {groups}."
         )
 
 
-def _is_place(place: Place) -> bool:
+def _is_key_path(path: KeyPath) -> bool:
     kinds = {STATE: str, GROUPS: int}
-    return len(place) == 4 and place[1] in kinds and isinstance(place[2], kinds[place[1]])
+    return len(path) == 4 and path[1] in kinds and isinstance(path[2], kinds[path[1]])
 
 
 def loaded_groups(
-    optimizer: Any, values: Mapping[Place, Any], places: Mapping[str, int]
+    optimizer: Any, values: Mapping[KeyPath, Any], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return the groups of a state dict, with the settings that were read.
 
     Args:
-        places: each name of a parameter -> which one it is; names of the same parameter have the same one.
+        numbers: each name of a parameter -> its number; names of the same parameter have the same one.
     """
     own = optimizer.state_dict()[GROUPS]
     read: list[dict[str, Any]] = [{} for _ in own]
-    for place, value in values.items():
-        if place[1] == GROUPS:
-            read[place[2]][place[3]] = rejoin(value)
+    for path, value in values.items():
+        if path[1] == GROUPS:
+            read[path[2]][path[3]] = rejoin(value)
     for index, group in enumerate(read):
         parameters = group.pop(PARAMETERS, [])
         if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
             raise CheckpointError(f"Group {index} of the optimizer was saved without names of parameters.")
-        saved: set[Any] = {places.get(name, name) for name in parameters}
-        here = {number for name, number in places.items() if number in set(own[index][PARAMETERS])}
+        saved: set[Any] = {numbers.get(name, name) for name in parameters}
+        here = {number for name, number in numbers.items() if number in set(own[index][PARAMETERS])}
         if saved != here:
-            names = [name for name, number in places.items() if number in here ^ saved]
+            names = [name for name, number in numbers.items() if number in here ^ saved]
             names += [name for name in saved if isinstance(name, str)]
             raise CheckpointError(
                 f"Group {index} of the optimizer was saved with other parameters: {listed(names)}."

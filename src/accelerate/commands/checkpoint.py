@@ -223,8 +223,8 @@ def _read_shards(path: Path) -> dict[str, Any]:
     from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
 
     index = shard_index.read(path.parent, "")
-    values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.places}, {})
-    return {key: rejoin(values[name]) for name, key in index.places.items()}
+    values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.paths}, {})
+    return {key: rejoin(values[name]) for name, key in index.paths.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

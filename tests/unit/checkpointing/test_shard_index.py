@@ -25,7 +25,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     value = [("model", "extra"), None, ["__0_0.distcp", 200, 5]]
     shard_files.finish(tmp_path, [[entry(0), value], [entry(1)]])
     found = shard_index.read(tmp_path, "model")
-    assert set(found.places) == {WEIGHT, ("model", "extra")}
+    assert set(found.paths) == {WEIGHT, ("model", "extra")}
     stored = found.stored(WEIGHT)
     assert stored is not None
     assert (stored.shape, stored.dtype, stored.device.type) == ((4, 3), torch.float32, "meta")
@@ -59,7 +59,7 @@ def test_the_metadata_names_no_folder(tmp_path: Path) -> None:
 def test_a_state_without_a_key_of_its_own_is_taken_as_if(tmp_path: Path) -> None:
     flat = [("a.weight",), [(2,), "float32", (0,), (2,)], ["f", 0, 99]]
     shard_files.finish(tmp_path, [[flat]])
-    assert set(shard_index.read(tmp_path, "model").places) == {WEIGHT}
+    assert set(shard_index.read(tmp_path, "model").paths) == {WEIGHT}
 
 
 class Harmful:

@@ -334,4 +334,4 @@ def test_a_catalogue_that_is_trusted_is_read_as_python_does(tmp_path: Path) -> N
     (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"holds a `collections\.defaultdict`.*weights_only"):
         shard_index.read(tmp_path, "model")
-    assert len(shard_index.read(tmp_path, "model", trusted=True).places) == 2
+    assert len(shard_index.read(tmp_path, "model", trusted=True).paths) == 2

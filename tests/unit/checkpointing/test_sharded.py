@@ -24,7 +24,7 @@ from accelerate.checkpointing import (
     ShardOwner,
     by_name,
     folder_of,
-    group_places,
+    group_paths,
     nothing,
     read_shards,
     shard_files,
@@ -226,7 +226,7 @@ LR = "optimizer.param_groups.0.lr"
         (move(LR, "param_groups", "a", "lr"), "holds something else than an optimizer"),
         (move(LR, "state", 0, "lr"), "holds something else than an optimizer"),
         (move(LR, "param_groups", 7, "lr"), "holds 2 groups of parameters, and this AdamW has 1"),
-        (move(LR, "param_groups", 0, "params"), "gives several entries the same place"),
+        (move(LR, "param_groups", 0, "params"), "gives several entries the same path"),
         (exchange, "saved without names of parameters"),
         (lose, "does not say where a part of optimizer.state.weight.exp_avg is stored"),
     ],
@@ -272,7 +272,7 @@ def stepped_once(lr: float) -> torch.optim.Optimizer:
 
 
 def test_groups_have_places() -> None:
-    found = group_places([{"lr": 0.1, "params": [0, 1]}], [["a", "b"]])
+    found = group_paths([{"lr": 0.1, "params": [0, 1]}], [["a", "b"]])
     assert found == {
         ("optimizer", "param_groups", 0, "lr"): 0.1,
         ("optimizer", "param_groups", 0, "params"): ["a", "b"],

@@ -126,7 +126,7 @@ def load_fsdp_model(
     if path.is_dir():
         index = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
         _load_shards(index, owner, options)
-        stored = {str(key[1]) for key in index.places}
+        stored = {str(key[1]) for key in index.paths}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
         apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
@@ -219,8 +219,8 @@ def _strategy(accelerator: Any) -> Strategy:
 
 
 def _renamed(index: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
-    places = {(MODEL, names.get(key[1], key[1])): stored for key, stored in index.places.items()}
-    return replace(index, places=places)
+    paths = {(MODEL, names.get(key[1], key[1])): stored for key, stored in index.paths.items()}
+    return replace(index, paths=paths)
 
 
 def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:

@@ -32,16 +32,16 @@ from accelerate.checkpointing import (
     OPTIMIZER,
     STATE,
     Change,
+    KeyPath,
     Load,
     LocalShards,
     ModuleShards,
-    Place,
     Shape,
     ShardIndex,
     Stage,
     Value,
     check_shapes,
-    group_places,
+    group_paths,
     loaded_groups,
     memory_for,
     optimizer_change,
@@ -240,18 +240,18 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
 class FlatModuleShards(ModuleShards):
     """The weights of a model under FSDP 1, whose outermost unit is `module`."""
 
-    def state(self) -> dict[Place, Any]:
+    def state(self) -> dict[KeyPath, Any]:
         state: dict[str, Any] = {}
         for turn, local in enumerate(local_ranges(self.module)):
             state.update(dict.fromkeys(local.names, local.to_shards(local.values, turn)))
         state.update(_outside_units(self.module, set(state)))
         return {(MODEL, name): value for name, value in state.items()}
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
 
     @torch.no_grad()
-    def _load(self, values: Mapping[Place, Any]) -> None:
+    def _load(self, values: Mapping[KeyPath, Any]) -> None:
         current = self.state()
         for key, value in values.items():
             if is_extra(key[1]):
@@ -283,27 +283,27 @@ class FlatOptimizerShards:
     root: str = OPTIMIZER
     _read: dict[Any, Tensor] = field(default_factory=dict)
 
-    def state(self) -> dict[Place, Any]:
+    def state(self) -> dict[KeyPath, Any]:
         saved = self.optimizer.state_dict()
         numbers = self._numbers()
-        state: dict[Place, Any] = {}
+        state: dict[KeyPath, Any] = {}
         for turn, local in enumerate(local_ranges(self.module)):
             values = saved[STATE].get(numbers.get(id(local.stepped)), {})
             if local.values.numel():
                 for key, value in values.items():
                     state[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
-        return {**state, **group_places(saved[GROUPS], self.names)}
+        return {**state, **group_paths(saved[GROUPS], self.names)}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[Place, LocalShards | None]:
+    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         ranges = self._by_name()
         refuse_other_optimizer(index, ranges, len(self.names), self.optimizer)
         return {
             key: self._target(key, ranges.get(key[2]) if key[1] == STATE else None, index.stored(key))
-            for key in index.places
+            for key in index.paths
             if key[1] != STATE or ranges[key[2]].total
         }
 
-    def _target(self, key: Place, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
+    def _target(self, key: KeyPath, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
         if stored is None or local is None or local.shape != tuple(stored.shape) or key[3] == "step":
             return memory_for(stored)
         flat = (id(local.stepped), key[3])
@@ -311,7 +311,7 @@ class FlatOptimizerShards:
             self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
         return local.to_shards(local.narrow(self._read[flat]), 0)
 
-    def plan(self, values: Mapping[Place, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         ranges, by_identity = self._by_name(), self._numbers()
         numbers = {name: by_identity[id(local.stepped)] for name, local in ranges.items()}
         states: dict[int, dict[str, Any]] = {}

@@ -25,13 +25,13 @@ from accelerate.base import (
     replace_files,
     wrong_value,
 )
-from accelerate.checkpointing import MODEL, Place, ShardIndex, shard_files, shard_index, whole
+from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, whole
 from accelerate.weights import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
 
-Tensors = dict[Place, Tensor]
+Tensors = dict[KeyPath, Tensor]
 """Tensors of a sharded checkpoint by their keys in its index, on the meta device."""
 
 
@@ -128,17 +128,17 @@ def _find(source: Path) -> Path:
     return folder
 
 
-def _read_index(folder: Path) -> tuple[ShardIndex, dict[str, Place]]:
+def _read_index(folder: Path) -> tuple[ShardIndex, dict[str, KeyPath]]:
     """Read which tensors a checkpoint has: name in the result -> key in the index."""
     index = shard_index.read(folder, MODEL)
-    keys = {_name(key): key for key in index.places if index.stored(key) is not None}
+    keys = {_name(key): key for key in index.paths if index.stored(key) is not None}
     if not keys:
         reason, fix = "it holds no tensors", "Name a model's checkpoint"
         raise wrong_value("checkpoint_directory", str(folder), reason, fix)
     return index, keys
 
 
-def _name(key: Place) -> str:
+def _name(key: KeyPath) -> str:
     return ".".join(map(str, key[1:]))
 
 
