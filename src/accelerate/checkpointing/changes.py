@@ -75,11 +75,8 @@ nothing = Change(lambda: None, keep=lambda: lambda: None)
 
 
 def apply_all(changes: Sequence[Change], agree: Agree) -> None:
-    """Change all objects on all ranks, or restore those that were changed; called on all ranks.
-
-    Raises:
-        CheckpointError: a change failed on any rank; on all ranks, and says what was not restored.
-    """
+    """Change all objects on all ranks, or restore those that were changed; called on all ranks. Where a
+    change failed on any, a CheckpointError on all says what was not restored."""
     flat = [single for change in changes for single in (*change.first, change)]
     undo: list[tuple[str, Apply]] = []
     for stage in Stage:

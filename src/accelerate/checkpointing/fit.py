@@ -49,11 +49,7 @@ NEEDED_WITH: dict[str, dict[str, str]] = {
 def check_weights(
     own: Mapping[str, Any], state: Any, path: object, model: nn.Module, *, strict: bool
 ) -> None:
-    """Compare weights with those of the model that they are meant for.
-
-    Args:
-        own: what the model has by name: anything with `shape` and `dtype`, or extra state.
-    """
+    """Compare weights with what a model has by name: anything with `shape` and `dtype`, or extra state."""
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{path} does not fit this {type(model).__name__}: it holds a {type(state).__name__} instead of "

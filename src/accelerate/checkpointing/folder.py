@@ -104,11 +104,8 @@ class StagingFolder:
         raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later.")
 
     def publish(self) -> None:
-        """Give the folder, complete with its manifest, its name; what was there before is removed.
-
-        Raises:
-            OSError: it could not be given its name, and what was there before is there still.
-        """
+        """Rename the folder, complete with its manifest, to the target; where that fails, what was there
+        stays."""
         sync_folder(self.folder)
         if self.inside or not self._takes_the_name():
             aside = temporary.claim(self.target.name, self.target, temporary.OLD)
@@ -208,7 +205,6 @@ def _writers(target: Path) -> list[HiddenFolder]:
 
 
 def _refuse_writers(target: Path) -> None:
-    """Refuse to write a checkpoint that another process writes."""
     for writer in _writers(target):
         since = datetime.fromtimestamp(writer.since, timezone.utc).isoformat() if writer.since else ""
         raise CheckpointError(
@@ -258,12 +254,9 @@ def _bring_back(aside: Path, target: Path) -> None:
 
 
 def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
-    """Rename a folder to the target, and the present target to `aside`.
+    """Rename a folder to the target, and the present target to `aside`; where that fails, all is as before.
 
     Where the file system can swap names, the target exists without interruption.
-
-    Raises:
-        OSError: all is as before.
     """
     undo: list[Callable[[], None]] = []
 
@@ -289,11 +282,8 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
 
 
 def _swaps(folder: Path, target: Path, aside: Path) -> bool:
-    """Try to swap the names of the new folder and the old one.
-
-    The new one is renamed to `aside` first: after a crash, a folder of that name is not needed as long as
-    the target exists.
-    """
+    """Swap the names of the new folder and the old one, where the system can. The new one is renamed to
+    `aside` first: after a crash, that is not needed as long as the target exists."""
     os.rename(folder, aside)
     try:
         swap(aside, target)
@@ -335,7 +325,6 @@ def _move_others(source: Path, target: Path, ours: set[str], prefix: str = "") -
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -359,10 +348,7 @@ def _leads_out(folder: Path, inner: str) -> bool:
 
 def exchange_files(folder: Path, target: Path, aside: Path) -> None:
     """Replace the files of the target by those of a folder; when `aside` is gone, the exchange is done.
-
-    Raises:
-        OSError: all is as before.
-    """
+    Where it fails, all is as before."""
     aside.mkdir()
     try:
         _shift(target, aside, _own_files(target))
@@ -401,11 +387,8 @@ def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def swap(first: Path, second: Path) -> None:
-    """Swap the names of two folders or files in one step.
-
-    Raises:
-        OSError: nothing was changed; the system or the file system may not be able to.
-    """
+    """Swap the names of two folders or files in one step; an OSError where the system or file system
+    cannot."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first))
     paths = os.fsencode(first), os.fsencode(second)

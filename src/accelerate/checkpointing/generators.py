@@ -22,11 +22,8 @@ def capture() -> dict[str, Any]:
 
 
 def check(states: Any) -> dict[str, Any]:
-    """Return the states that the generators of this process take, tried on others of their kind.
-
-    Args:
-        states: content of the file; the device's may be a list with one state for each device.
-    """
+    """Return the states that the generators of this process take, tried on others of their kind; of a list
+    with one state for each device, that of this process."""
     if not isinstance(states, Mapping):
         raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
     current = rng.capture()
@@ -44,11 +41,8 @@ def check(states: Any) -> dict[str, Any]:
 
 
 def try_on_cpu(states: Mapping[str, Any]) -> None:
-    """Set generators that nobody uses to states of those of Python, numpy and torch; raise where one fails.
-
-    Args:
-        states: by the names that `rng.capture_on_cpu` gives them.
-    """
+    """Set generators that nobody uses to states, by the names of `rng.capture_on_cpu`; raise where one
+    fails."""
     random.Random().setstate(states["python"])
     np.random.RandomState(0).set_state(states["numpy"])
     torch.Generator().set_state(states["torch"])
@@ -63,11 +57,7 @@ def _check_device(name: str, current: Any, state: Any) -> None:
 
 
 def seed_of(states: Any, rank: int) -> int:
-    """Return the seed of a process that follows from the states of another one.
-
-    Args:
-        states: content of the file of rank 0.
-    """
+    """Return the seed of a process that follows from the states that rank 0 has saved."""
     state = states.get(_FILE_NAMES["torch"]) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
     return int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS
@@ -78,7 +68,6 @@ def _name_in_file(name: str) -> str:
 
 
 def _own(state: Any) -> Any:
-    """Of one state for each device, the one of the device of this process."""
     is_list = isinstance(state, list) and state and isinstance(state[0], torch.Tensor)
     if not is_list:
         return state

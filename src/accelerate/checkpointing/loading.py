@@ -116,14 +116,9 @@ class Candidate:
             raise CheckpointError(REPLACED)
 
     def agree(self, failure: str = "", *, was_read: bool = True) -> None:
-        """Wait until all ranks have compared, or read, their files; called on all ranks.
-
-        Args:
-            was_read: whether files were read since the last call.
-
-        Raises:
-            CheckpointError: something did, on any rank; says what, without the folder's name.
-        """
+        """Wait until all ranks have compared, or read, their files; called on all ranks. Raises where
+        something went wrong on any rank, without the folder's name; `was_read`: files were read since
+        the last call."""
         faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
         path, save = self._identity()
         own = {
@@ -189,11 +184,8 @@ def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 def open_checkpoint(
     path: Path, consensus: Consensus, topology: Topology, patience: float
 ) -> Iterator[Candidate]:
-    """Yield a checkpoint that the user named, and once more when it was replaced meanwhile; on all ranks.
-
-    Args:
-        patience: seconds that the ranks have to come together.
-    """
+    """Yield a checkpoint that the user named, and again when it was replaced meanwhile; called on all
+    ranks."""
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.absolute_path(path)), patience)
         source = Candidate(path, consensus, topology, is_last=not left)
@@ -205,10 +197,8 @@ def open_checkpoint(
 def open_newest(
     parent: Path, consensus: Consensus, topology: Topology, patience: float
 ) -> Iterator[Candidate]:
-    """Yield numbered checkpoints that are on all machines and look complete, the newest first.
-
-    It begins anew when a checkpoint was replaced, or deleted, meanwhile: there may be newer ones.
-    """
+    """Yield numbered checkpoints that are on all machines and look complete, the newest first, and begin
+    again when one was replaced, or deleted, meanwhile."""
     for left in reversed(range(ATTEMPTS)):
         for source in _open_numbered(parent, consensus, topology, patience, is_last=not left):
             yield source
@@ -246,11 +236,8 @@ def check_policy(policy: str) -> None:
 
 
 def announce(source: Candidate, size: int, policy: str) -> None:
-    """Say what is unusual about a checkpoint, or refuse it: nobody can verify it, or others have saved it.
-
-    Raises:
-        CheckpointError: by the policy "strict".
-    """
+    """Say what is unusual about a checkpoint: it has no manifest, or another number of processes saved it,
+    which the policy "strict" refuses."""
     if not source.is_readable:
         return
     if source.manifest is None:
@@ -296,11 +283,8 @@ def divide_files(read: Manifest, processes: int) -> list[list[str]]:
 
 
 def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
-    """Build the error for a run that finds nothing to go on with; the caller raises it.
-
-    Args:
-        folder: what the user named; None for the newest numbered checkpoint.
-    """
+    """Build the error for a run that finds no checkpoint in a folder that the user named, or None; the
+    caller raises it."""
     reasons = "; ".join(faults)
     if folder is not None and reasons.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")

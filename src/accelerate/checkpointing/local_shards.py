@@ -27,11 +27,7 @@ Box = tuple[Shape, Shape]
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor.
-
-    Attributes:
-        offsets: where it begins in the whole tensor.
-    """
+    """A box of a tensor, and where it begins in the whole tensor."""
 
     offsets: Shape
     tensor: Tensor
@@ -142,11 +138,7 @@ def _of_distributed(value: DTensor, turn: int) -> LocalShards:
 
 
 def rejoin(value: Any, like: Any = None) -> Any:
-    """Return a tensor from its boxes, distributed like another; anything else as it is.
-
-    Args:
-        like: a distributed tensor, or anything else where the boxes are one whole tensor.
-    """
+    """Return a tensor from its boxes, distributed as `like` is; anything else as it is."""
     if not isinstance(value, LocalShards):
         return value
     if not is_dtensor(like) or tuple(like.shape) != value.shape:
@@ -166,11 +158,7 @@ def rejoin(value: Any, like: Any = None) -> Any:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut a range of a tensor's elements into boxes, in the order of the elements.
-
-    Args:
-        start: first element, counted row by row.
-    """
+    """Cut a range of a tensor's elements, counted row by row, into boxes, in the order of the elements."""
     if start >= stop:
         return
     if len(shape) == 0:
@@ -193,12 +181,7 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int, row: int) -
 
 
 def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[Shard, ...]:
-    """Return the boxes that a range of a tensor's elements makes.
-
-    Args:
-        values: the elements, one after another; the boxes are views of them.
-        start: number of the first element, counted row by row.
-    """
+    """Return the boxes that a range of a tensor's elements makes, as views; `start` is counted row by row."""
     shards, done = [], 0
     for offsets, sizes in boxes(shape, start, start + values.numel()):
         count = math.prod(sizes)

@@ -67,12 +67,7 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a folder.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or a field is not what it should be; what is wrong is
-            said without the folder's name.
-    """
+    """Read the manifest of a folder; an error says what is wrong without the folder's name."""
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(f"there is no {NAME}: the save did not end, or other software wrote it")
@@ -98,11 +93,8 @@ def read(folder: Path) -> Manifest:
 
 
 def stamp(folder: Path) -> str:
-    """Return what tells a checkpoint from any other that had or will have its name.
-
-    It is that of the content of its manifest, which names the save, and changes with `renew`; empty where
-    there is no manifest.
-    """
+    """Return what differs for each checkpoint of a name, and after `renew`; empty where there is no
+    manifest."""
     path = folder / NAME
     try:
         if not path.is_file():
@@ -124,12 +116,8 @@ def renew(folder: Path) -> None:
 def problems(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, deep: bool
 ) -> list[str]:
-    """Say what is wrong with the files of a checkpoint, one line each.
-
-    Args:
-        names: the files to look at; None for all.
-        deep: read them whole and compare checksums; otherwise sizes only.
-    """
+    """Say what is wrong with files of a checkpoint, one line each; `deep` compares checksums, and not only
+    sizes."""
     lines = (
         _problem(folder, manifest.files[name], deep) for name in (manifest.files if names is None else names)
     )
@@ -217,11 +205,8 @@ _RUN = {
 
 
 def check_fields(content: Mapping[str, Any]) -> None:
-    """Refuse a manifest with a missing, an unknown or a wrong field, or with a name that is not a plain one.
-
-    Args:
-        content: all fields, as JSON gives them, without the seal.
-    """
+    """Refuse a manifest, without its seal, that has a missing, an unknown or a wrong field, or a name that
+    is not a plain path."""
     _check(content, _FIELDS, "")
     for name, record in content["files"].items():
         if reason := refuse_name(name):

@@ -99,12 +99,8 @@ class Load:
 
     @contextmanager
     def fitting(self, name: str, kind: str) -> Iterator[None]:
-        """Name the file, and what kind of object it does not fit, when it does not.
-
-        Raises:
-            CheckpointError: whatever was raised inside, but for errors that name the file themselves, and
-                those of a wrong configuration.
-        """
+        """Raise errors with the name of the file and the kind of object that it does not fit; those that
+        name the file themselves, and those of a wrong configuration, stay."""
         try:
             yield
         except Exception as error:  # an object of the user's own may raise anything
@@ -137,11 +133,8 @@ class Part(Protocol):
     """One thing that is saved and loaded."""
 
     def collect(self, leads: bool = True) -> list[Payload]:
-        """Take the content of the files that this process writes, without copying it.
-
-        Args:
-            leads: whether this process writes what all processes have in common.
-        """
+        """Take the content of the files that this process writes, without a copy; `leads` for what all
+        have in common."""
         ...
 
     def read(self, options: Load) -> Change:
@@ -319,11 +312,8 @@ def _path_of(key: str) -> str | None:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
-    """Load weights into a module, where names that share a tensor need be there once.
-
-    Args:
-        options: arguments of `load_state_dict`; `strict` is True unless given.
-    """
+    """Load weights into a module, where names that share a tensor need be there once; strict unless
+    `options` say not."""
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
         missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
@@ -332,11 +322,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
 
 @dataclass(frozen=True)
 class GeneratorsPart:
-    """The random generators of one process.
-
-    Attributes:
-        step: `Accelerator.step`, which is in the same file.
-    """
+    """The random generators of one process, and `Accelerator.step`, which is in the same file."""
 
     rank: int
     step: int = 0
@@ -362,11 +348,8 @@ class GeneratorsPart:
 
 @dataclass(frozen=True)
 class LoaderPart:
-    """The order and position of one prepared loader, and the state of an iterable dataset on each process.
-
-    Attributes:
-        resized: whether another number of processes saved it.
-    """
+    """The order and position of one prepared loader, and the state of an iterable dataset on each process;
+    `resized` where another number of processes saved it."""
 
     index: int
     loader: Any

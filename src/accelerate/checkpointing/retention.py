@@ -58,11 +58,8 @@ def survey(parent: Path) -> list[NumberedCheckpoint]:
 
 
 def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
-    """Read a checkpoint's manifest and compare the sizes of its files, with `deep` their checksums too.
-
-    Returns:
-        The manifest, None where there is no usable one, and what is wrong, empty for a complete checkpoint.
-    """
+    """Return a checkpoint's manifest, None where it has no usable one, and what is wrong, empty where it
+    is complete; `deep` compares checksums, and not only sizes."""
     for _ in range(ATTEMPTS):
         stamp = manifest.stamp(path)
         read, fault = _read_and_compare(path, deep)

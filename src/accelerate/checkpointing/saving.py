@@ -167,11 +167,8 @@ def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
 
 
 def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
-    """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks.
-
-    Raises:
-        CheckpointError: a file could not be written; on all ranks. The folder that was there is unchanged.
-    """
+    """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks. A
+    file that could not be written is an error on all, and the folder that was there is unchanged."""
     consensus = site.consensus
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
@@ -224,7 +221,6 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
 
 
 def _summary(site: Site, failure: str, records: Sequence[Any] = (), reports: Any = None) -> dict[str, Any]:
-    """Return what a rank tells the others when it has written its files, or why it could not."""
     return {"failure": failure, "folder": str(site.folder), "records": records, "reports": reports or {}}
 
 
@@ -352,11 +348,8 @@ class Session:
         return handle
 
     def choose_number(self, parent: Path, wanted: int) -> int:
-        """Return the number of the next checkpoint: the wanted one, or the next one above all that exist.
-
-        Args:
-            wanted: the number that is due; that of rank 0 counts.
-        """
+        """Return the number of the next checkpoint: the one that rank 0 wants, or the next one above all
+        that exist."""
 
         def choose(wanted_numbers: Sequence[int]) -> int:
             taken = retention.taken_numbers(parent)
@@ -373,11 +366,7 @@ class Session:
     def prepare_write(
         self, site: Site, payloads: Sequence[Payload], *, blocking: bool
     ) -> Callable[[], object]:
-        """Return what writes and commits, at once or in the background; called on all ranks.
-
-        Args:
-            blocking: return only when the checkpoint is committed.
-        """
+        """Return what writes and commits; where it does not block, in the background. Called on all ranks."""
         if not blocking and not self.consensus.is_threaded:
             logger.warning_once("This run has no store to agree over in the background: saves block.")
             blocking = True
@@ -388,31 +377,21 @@ class Session:
 
 
 class Background:
-    """At most one job at a time.
-
-    The thread is no daemon: the interpreter waits for it before it ends.
-    """
+    """At most one job at a time, in a thread that is no daemon: the interpreter waits for it before it
+    ends."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def start(self, job: Callable[[], Any]) -> None:
-        """Run a job in a thread, after the one before has ended.
-
-        Raises:
-            Exception: what the job before has raised.
-        """
+        """Run a job in a thread, after the one before has ended, whose error is raised."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="accelerate-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no job is running any more.
-
-        Raises:
-            Exception: what the last job has raised; once.
-        """
+        """Wait for the job that runs; the error of the last job is raised once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -439,11 +418,8 @@ class StagingArea:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Copy the content of files; returns when all of it is in CPU memory.
-
-        Returns:
-            The same with copies. They hold until the next call.
-        """
+        """Copy the content of files; returns when all is in CPU memory. The copies hold until the next
+        call."""
         before, self._buffers = self._buffers, {}
         staged: dict[tuple[Any, ...], Tensor] = {}
         copies: dict[int, Any] = {}  # by the identities of what is copied, as `deepcopy` takes it

@@ -48,11 +48,7 @@ UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionEr
 
 
 def payload(folder: str, rank: int, state: State) -> Payload:
-    """Return the file of one process.
-
-    Args:
-        state: what it has, in the same order on all processes; live objects.
-    """
+    """Return the file of one process; its state, of live objects, has the same order on all processes."""
     owned: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for turn, (path, value) in enumerate(state.items()):
@@ -101,11 +97,8 @@ class _Writer(FileSystemWriter):
 
 
 def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
-    """Write the file of one process; DCP's writer would store tensors that share memory several times.
-
-    Returns:
-        What the metadata needs to know.
-    """
+    """Write the file of one process, and return what the metadata needs; DCP would store shared memory
+    several times."""
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
     stored_as = {index: first.setdefault(_memory(value), index) for index, value in by_index.items()}
@@ -136,11 +129,8 @@ def _report(paths: Mapping[str, KeyPath], item: WriteItem, info: Any) -> list[An
 
 
 def finish(folder: Path, reports: Iterable[Report]) -> None:
-    """Write the metadata of a folder whose files are all there.
-
-    Args:
-        reports: what `write` returned on each process.
-    """
+    """Write the metadata of a folder whose files are all there, from what `write` returned on each
+    process."""
     plans: list[SavePlan] = []
     results: list[WriteResult] = []
     paths: dict[str, KeyPath] = {}
@@ -178,11 +168,8 @@ def _check_whole(metadata: Metadata) -> None:
 
 
 class _Targets(DefaultLoadPlanner):
-    """Says where the content of items goes.
-
-    Args:
-        reading: arguments of `torch.load` for those: DCP's planner would run whatever code they hold.
-    """
+    """Says where the content of items goes; other values than tensors are read with the arguments of
+    `torch.load`, because DCP's planner would run whatever code they hold."""
 
     def __init__(self, targets: Mapping[str, LocalShards | None], reading: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -202,13 +189,8 @@ class _Targets(DefaultLoadPlanner):
 def read(
     index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None], reading: Mapping[str, Any]
 ) -> dict[KeyPath, Any]:
-    """Read what this process needs, from whichever files it is in.
-
-    One file is read at a time: DCP's reader does not say in which file it failed.
-
-    Args:
-        targets: boxes with memory to read into; None for other values.
-    """
+    """Read what this process needs into boxes of memory, and other values, for which the target is None.
+    One file is read at a time: DCP's reader does not say in which file it failed."""
     keys = {index.paths[path]: path for path in targets}
     index.check_files(keys)
     planner = _Targets({key: targets[path] for key, path in keys.items()}, reading)

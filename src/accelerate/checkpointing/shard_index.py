@@ -49,11 +49,7 @@ Check = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The tensors and values in a folder of shards.
-
-    Attributes:
-        paths: path of each tensor and value -> its key.
-    """
+    """The tensors and values in a folder of shards: the key of each by its path."""
 
     folder: Path
     metadata: Metadata
@@ -87,12 +83,8 @@ class ShardIndex:
 
 
 def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
-    """Read the metadata of a folder.
-
-    Args:
-        root: key of everything; what was saved without one is read as if it had one.
-        trusted: build whatever objects the file holds.
-    """
+    """Read the metadata of a folder; `trusted` builds whatever objects the file holds. What was saved
+    without the key `root` is read as if it had it."""
     name = f"{folder.name}/{NAME}"
     try:
         content = (folder / NAME).read_bytes()
@@ -117,12 +109,8 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
 
 
 def read_metadata(content: bytes) -> Metadata:
-    """Return what a file `.metadata` holds.
-
-    Raises:
-        CheckpointError: it holds anything else; without the name of the file.
-        Exception: anything, where bytes are missing or changed.
-    """
+    """Return what a file `.metadata` holds. A CheckpointError, without its name, where it holds anything
+    else; any error where bytes are missing or changed."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     reader = _Careful(io.BytesIO(content))  # reads no more than there is, whatever lengths the file gives

@@ -75,11 +75,7 @@ class EitherPart:
 
 
 def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
-    """Read what this process needs of a state in shards.
-
-    Returns:
-        What brings it there; nothing is changed yet.
-    """
+    """Read what this process needs of a state in shards; nothing is changed yet."""
     from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
 
     trusted = options.reading.get("weights_only") is False
@@ -90,11 +86,7 @@ def read_shards(folder: str, owner: ShardOwner, options: Load) -> Change:
 
 @dataclass(frozen=True)
 class ModuleShards:
-    """The weights of a module with plain or distributed tensors.
-
-    Attributes:
-        module: without wrappers.
-    """
+    """The weights of a module, without wrappers, with plain or distributed tensors."""
 
     module: nn.Module
     root: str = MODEL
@@ -129,12 +121,8 @@ def model_targets(
 
 
 def memory_for(stored: Tensor | None, own: Any = None) -> LocalShards | None:
-    """Return memory on the CPU that a value is read into.
-
-    Args:
-        stored: shape and dtype of a tensor; None for another value, which needs none.
-        own: what this process has: of a tensor of the same shape the same boxes are read, else the whole.
-    """
+    """Return memory on the CPU: for the boxes that this process has of a tensor of the same shape, else
+    for the whole; None for another value than a tensor."""
     if stored is None:
         return None
     local = spread(own, 0, 0)
@@ -225,11 +213,8 @@ def _is_key_path(path: KeyPath) -> bool:
 def loaded_groups(
     optimizer: Any, values: Mapping[KeyPath, Any], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the groups of a state dict, with the settings that were read.
-
-    Args:
-        numbers: each name of a parameter -> its number; names of the same parameter have the same one.
-    """
+    """Return the groups of a state dict, with the settings that were read; names of one parameter have one
+    number."""
     own = optimizer.state_dict()[GROUPS]
     read: list[dict[str, Any]] = [{} for _ in own]
     for path, value in values.items():
@@ -254,12 +239,8 @@ def loaded_groups(
 def optimizer_change(
     optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
 ) -> Change:
-    """Return what brings an optimizer to a state.
-
-    Args:
-        states: of its parameters, by their order.
-        groups: with the numbers of their parameters.
-    """
+    """Return what brings an optimizer to states, by the order of its parameters, and groups with their
+    numbers."""
 
     def apply() -> None:
         with options.fitting(OPTIMIZER, type(optimizer).__name__):
@@ -283,11 +264,7 @@ def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 class ByOrder:
-    """Loads whole states of an optimizer by the order of its parameters, also those that name them.
-
-    Attributes:
-        needs_all_ranks: whether all ranks load together.
-    """
+    """Loads whole states of an optimizer by the order of its parameters, also those that name them."""
 
     def __init__(self, owner: Any, names: Callable[[], Names]) -> None:
         self.owner = owner

@@ -119,7 +119,6 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _remove_others(folder: Path, pattern: str, kept: set[str], index: str) -> None:
-    """Remove weights of the same format that are not part of the new ones."""
     own = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
     for path in folder.iterdir():
         if (own.fullmatch(path.name) and path.name not in kept) or path.name == index:

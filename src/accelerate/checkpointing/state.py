@@ -138,11 +138,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
 
 
 def read_device(map_location: Any) -> Any:
-    """Return the device that weights are read to.
-
-    Args:
-        map_location: "on_device" is the device of this process, None is the CPU; else a device.
-    """
+    """Return the device that weights are read to: for "on_device" that of this process, for None the CPU."""
     if map_location == "on_device":
         return PartialState().device
     if map_location is None:

@@ -142,11 +142,8 @@ def sweep(parent: Path) -> None:
 
 
 def dispose(folder: Path, name: str) -> None:
-    """Remove a folder: it is gone at once, and what of it cannot be deleted now the next save deletes.
-
-    Args:
-        folder: what is removed; of a link, the link alone.
-    """
+    """Remove a folder, or the link alone: it loses its name, and the next save deletes what cannot be
+    deleted now."""
     if folder.is_symlink():
         folder.unlink()
         return

@@ -308,11 +308,8 @@ def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
 
 
 def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
-    """The sampler that orders the indices of a loader, None for a batch sampler that has none.
-
-    Args:
-        index_sampler: What the loader reads by, or is going to.
-    """
+    """The sampler that orders the indices which a loader reads by, or is going to; None where there is
+    none."""
     *_, inner = chain_of(index_sampler)
     return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)
 

@@ -40,12 +40,8 @@ MessageHeader = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Round:
-    """One step of all groups.
-
-    Attributes:
-        counts: Real samples in each part, None when all are and the parts have equally many.
-        state: The state of the source when this round was complete.
-    """
+    """One step of all groups; `counts` are the real samples of each part, None where all parts are equal
+    and real."""
 
     parts: list[Any]
     is_last: bool
@@ -54,12 +50,7 @@ class Round:
 
 
 class Spec(NamedTuple):
-    """What one group gets of a round.
-
-    Attributes:
-        outline: The part, with a `TensorInformation` in place of each tensor.
-        size: Bytes of its chunk, a multiple of `ALIGNMENT`.
-    """
+    """What one group gets of a round: a `TensorInformation` for each tensor, and the bytes of its chunk."""
 
     outline: Any
     size: int
@@ -101,10 +92,7 @@ class Failure:
 
 
 def pack(complete: Round, group: int) -> PackedPart:
-    """Pack the tensors of one group's part into a chunk of bytes on the CPU.
-
-    A part that is one contiguous tensor is not copied: the chunk is its memory.
-    """
+    """Pack the tensors of one group's part into bytes on the CPU; one contiguous tensor is not copied."""
     tensors: list[Tensor] = []
 
     def is_dense(leaf: Any) -> bool:  # sparse and quantised ones are pickled in the spec
@@ -241,13 +229,8 @@ class Route:
         self._may_share = of_device(device).is_host
 
     def send(self, header: MessageHeader, blocks: Mapping[int, Sequence[Tensor]]) -> None:
-        """Process 0: send a message.
-
-        Args:
-            header: `HEADER` integers less one.
-            blocks: For each of `receivers` its block, in one or several chunks on the CPU; all are
-                sent with the length of the longest.
-        """
+        """Process 0: send `HEADER` integers less one to all, and to each of `receivers` its chunks, filled
+        up to the length of the longest block."""
         size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
         memory = self._memory if size >= LARGE else None
         if memory is not None:
@@ -260,11 +243,7 @@ class Route:
             self._share_from_now_on(size)
 
     def receive(self) -> tuple[MessageHeader, Tensor]:
-        """The other processes: take a message.
-
-        Returns:
-            The header, and the block of this process, which the caller owns.
-        """
+        """The other processes: take the header and the block of this process, which the caller owns."""
         *header, size = self._broadcast_header(torch.zeros(HEADER, dtype=torch.int64)).tolist()
         if size < LARGE or self._memory is None:
             block = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -340,12 +319,9 @@ class SharedMemory:
 
 
 def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
-    """Open memory that all processes share; called on all of them.
-
-    Returns:
-        The memory; None on every process when one of them cannot have it: another machine or container,
-        another system than Linux, no right to open what belongs to process 0.
-    """
+    """Open memory that all processes share; called on all of them. None on all where one cannot have it:
+    on another machine, in another container, on another system than Linux, or without the right to open
+    it."""
     is_own = transport.rank == 0
     offer = transport.broadcast_object(_offer() if is_own else None, 0)
     descriptor: int | None = None

@@ -24,12 +24,8 @@ Fillers = dict[int, Counts]
 
 @dataclass
 class FirstRound:
-    """The first items of an epoch, which fill its end.
-
-    Attributes:
-        items: those of the pass that was begun last.
-        restored: those of an epoch that the next pass resumes; empty where the next pass begins one.
-    """
+    """The first items of the pass begun last, which fill its end, and those of the epoch that the next
+    pass resumes."""
 
     items: list[Any] = field(default_factory=list)
     restored: list[Any] = field(default_factory=list)

@@ -25,11 +25,8 @@ SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
 
 
 def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given: bool) -> bool:
-    """Whether groups read the shares that a dataset makes, instead of process 0 reading for all.
-
-    The samples have to be the same: if each share dropped its short batch, others would be missing. A dataset
-    that the user has sharded cannot be read otherwise.
-    """
+    """Whether groups read the shares that a dataset makes, instead of process 0 reading for all: not where
+    each share would drop its short batch, and always where the user has sharded the dataset."""
     return not dispatch if given else dispatch is None and not loader.drop_last
 
 
@@ -93,16 +90,8 @@ BY_HAND = ShardPlan(why="built without prepare")
 
 
 def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
-    """Count the data-parallel groups and find the one of this process.
-
-    Args:
-        mesh: The `DeviceMesh` of the run, or None. Ranks along a tensor, context, sequence or pipeline axis
-            share their batches.
-        num_processes: Number of processes; where it differs from the mesh's size, groups are already counted.
-
-    Returns:
-        Number of groups and index of this process' group.
-    """
+    """Return the number of data-parallel groups and the one of this process; ranks along a tensor,
+    context, sequence or pipeline axis of the mesh share their batches."""
     if mesh is None or not mesh.mesh_dim_names or mesh.size() != num_processes:
         return num_processes, process_index
     groups, group = 1, 0
@@ -141,15 +130,7 @@ def plan(
     put_on_device: bool,
     own_share: str | None = None,
 ) -> ShardPlan:
-    """Decide how the batches of a loader are shared.
-
-    Args:
-        dispatch: Read on process 0 only; None decides by the kind of dataset.
-        own_share: Why the dataset's own share is read, where it is.
-
-    Raises:
-        ConfigurationError: A batch size that cannot be split, or dispatching without device placement.
-    """
+    """Decide how the batches of a loader are shared; `dispatch=None` decides by the kind of dataset."""
     iterable = isinstance(loader.dataset, IterableDataset)
     if dispatch and not put_on_device:
         raise ConfigurationError(
@@ -178,11 +159,7 @@ def plan(
 
 
 class OwnShare(NamedTuple):
-    """The shard of a group that a dataset makes itself.
-
-    Attributes:
-        is_given: Whether the user has sharded the dataset, so that no rank can read the whole.
-    """
+    """The shard of a group that a dataset makes itself; `is_given` where the user has sharded the dataset."""
 
     dataset: Any
     why: str
@@ -190,20 +167,15 @@ class OwnShare(NamedTuple):
 
 
 def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Return the shard of one group in a dataset that shards itself; None for one that does not.
-
-    All shares together are the dataset, each sample once; they may differ in length.
-    """
+    """Return the shard of one group in a dataset that shards itself, of any length; None for one that does
+    not."""
     shares = (shard(dataset, groups, group) for shard in _SHARDINGS)
     return next((share for share in shares if share is not None), None)
 
 
 def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
     """Whether a dataset yields the same samples in the same order on all ranks; called on all of them.
-
-    Datasets differ by random generators with different seeds: all generators in the dataset are compared, and
-    the number of its shards.
-    """
+    Compared are the states of all random generators in it, and the number of its shards."""
     mine = (_num_shards(dataset), [_state_of(generator) for generator in _generators_within(dataset)])
     return all(other == mine for other in transport.gather_object(mine))
 

@@ -163,11 +163,8 @@ def _is_xla(device: Any) -> bool:
 
 
 class _Order:
-    """By which indices a loader is read; the user's own samplers are not changed.
-
-    Attributes:
-        generator: The one of the sampler, which must be the same on all processes; None without one.
-    """
+    """By which indices a loader is read, and the generator of its sampler; the user's samplers are not
+    changed."""
 
     def __init__(self, loader: DataLoader[Any], num_processes: int) -> None:
         self.loader = loader
@@ -235,7 +232,6 @@ class _Order:
 
 
 def _with_sampler(index_sampler: Any, sampler: Any, old: Any) -> Any:
-    """A copy of a batch sampler over another sampler."""
     if index_sampler is old:
         return sampler
     changed = copy(index_sampler)

@@ -49,11 +49,8 @@ def yield_batches(
     number: int,
     move: Callable[[Any], Any] | None,
 ) -> Iterator[Any]:
-    """Yield batches, with the attributes of the loader set for each.
-
-    Args:
-        fillers: Number of the batch -> real samples on each rank; may grow while batches are read.
-    """
+    """Yield batches, with the attributes of the loader set for each; `fillers` may grow while batches are
+    read."""
     position, batches_in_round = loader.position, loader.plan.batches_in_round
     for current, is_last in batches:
         if fillers or loader.deals_ready_batches or loader.shares_batches:
@@ -70,14 +67,7 @@ def yield_batches(
 def open_pass(
     loader: Any, skip: int, wrap: IteratorWrapper | None = None
 ) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
-    """Start a pass.
-
-    Args:
-        skip: How many batches are read and dropped; others are skipped by index.
-
-    Returns:
-        The batches, each with whether it is the last one, and the record of their filler.
-    """
+    """Start a pass: its batches, each with whether it is the last one, and the record of their filler."""
     source, indices, fillers = open_batches(loader, skip)
     if indices is not None and wrap is None:
         return indices.mark_last(source), fillers
@@ -177,11 +167,8 @@ def _fillers_of(loader: Any) -> Fillers:
 
 
 def one_ahead(items: Iterator[T], capture: Callable[[], Any] | None) -> Iterator[tuple[T, Any, bool]]:
-    """Yield each item with the state of its source, and whether it is the last one.
-
-    The next item is read before an item is yielded. The state is captured before that is read, and for the
-    last item once more behind the end.
-    """
+    """Yield each item with the state of its source behind it, and whether it is the last one; one is read
+    ahead."""
     current: Any = next(items, _END)
     while current is not _END:
         state = capture() if capture else None
@@ -230,11 +217,7 @@ class IndexAhead:
 def after_first(
     source: Iterator[Any], then: Callable[[], None], kept: int = 0, count: int = 1
 ) -> Iterator[Any]:
-    """Yield a source, and call a function when its first items have been read.
-
-    Args:
-        kept: Further items, before the first ones, that are not counted.
-    """
+    """Yield a source, and call a function when its first items behind the `kept` ones have been read."""
     yield from islice(source, kept)
     first = list(islice(source, count))
     then()
@@ -243,11 +226,8 @@ def after_first(
 
 
 def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]:
-    """Read batches and drop them, for data that can only be read in order; a progress bar shows how far.
-
-    Args:
-        kept: How many of them, at the beginning, are yielded nevertheless.
-    """
+    """Read batches and drop them but for the first `kept`, for data that can only be read in order; a
+    progress bar shows how far."""
     yield from islice(source, kept)
     message = (
         f"{count} batches of an iterable dataset are read and thrown away, to go on where the run was. A "

@@ -106,12 +106,8 @@ class Position:
         self.resume_point: ResumePoint | None = None
 
     def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
-        """Begin a pass; called before anything is drawn for it.
-
-        Returns:
-            To be called when the order is drawn: restores the random states of the checkpoint from which the
-            pass resumes.
-        """
+        """Begin a pass, before anything is drawn for it; call what is returned when the order is drawn: it
+        restores the random states of the checkpoint."""
         point, self.resume_point = self.resume_point, None
         self.offset = offset
         if point is None or point.start_states is None:
@@ -175,11 +171,8 @@ def is_state(state: Any) -> bool:
 
 
 def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
-    """Restore the order and position of a prepared loader, from which its next pass resumes.
-
-    Args:
-        state: what `capture` returned, maybe in a run with another number of processes.
-    """
+    """Restore the order and position of a prepared loader, also from a run with another number of
+    processes."""
     try:
         version, offset = state["version"], Offset(int(state["seen"]), int(state["consumed"]), stream)
         epoch, groups, own_states = int(state["epoch"]), int(state["groups"]), state["generators"]
@@ -373,7 +366,6 @@ def start_where_saved(loader: Any) -> Any:
 
 
 def _refuse_other_shares(loader: Any, point: ResumePoint) -> None:
-    """Raise where the groups read other shards of the dataset than now."""
     own_shares, groups = loader.plan.own_shares, loader.plan.groups
     if (point.own_shares, point.groups) == (own_shares, groups) or not (own_shares or point.own_shares):
         return
@@ -453,7 +445,6 @@ def _by_batches(loader: DataLoader[Any], skipped: int, kept: int = 0) -> DataLoa
 
 
 def _reordered(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
-    """A copy of a torch loader that reads by a changed index sampler."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return copy_with(loader, **{name: change(getattr(loader, name))})
 

@@ -251,12 +251,8 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SamplerShard(Sampler[Any]):
-    """The shard of one process of a sampler whose items are whole batches.
-
-    Args:
-        even_batches: Fill the last round with items from the beginning, so that all processes get equally
-            many.
-    """
+    """The shard of one process of a sampler whose items are whole batches; `even_batches` fills the last
+    round."""
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
         self.sampler = sampler
@@ -401,11 +397,8 @@ class SkipBatchSampler(BatchSampler):
 
 
 def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
-    """Begin a pass over a batch sampler at a later batch, in one step where its kind allows.
-
-    Args:
-        kept: how many of them, at the beginning, are yielded nevertheless.
-    """
+    """Begin a pass at a later batch, in one step where the sampler allows; the first `kept` batches are
+    yielded."""
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(number)
     if isinstance(batch_sampler, SkipBatchSampler):
@@ -442,7 +435,6 @@ def advance(iterator: Iterator[Any], count: int) -> None:
 
 
 def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int) -> None:
-    """Record a round whose batches are not all of one size."""
     sizes = [len(batch) for batch in batches] + [0] * (processes - len(batches))
     if len(set(sizes)) > 1:
         fillers[number] = tuple(sizes)

@@ -78,12 +78,8 @@ class Join:
         number: int,
         fillers: Fillers,
     ) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of this rank, each with whether it is the last one.
-
-        Args:
-            capture: Captures the state of the source behind the batch just read; None: it has none.
-            fillers: Filled with the real samples of each rank, for batches where they differ and the last.
-        """
+        """Yield the batches of this rank, each with whether it is the last one; `fillers` gets the real
+        samples of each rank, for batches where they differ and the last."""
         current = next(batches, _END)
         if begins := not self._first_round.items:
             self._first_round.items = [current]
