@@ -265,19 +265,15 @@ def keep_object(owner: Any) -> Apply:
     def restore() -> None:
         _restore_attributes(attributes)
         if state is not None and not _is_same(owner.state_dict(), state):  # changed in place
-            _load_again(owner, state)
+            try:
+                owner.load_state_dict(state)
+            except Exception:  # what refuses every state may have taken it all the same
+                if not _is_same(owner.state_dict(), state):
+                    raise
             _restore_attributes(attributes, only=_IMMUTABLE)
         tensors.restore()
 
     return restore
-
-
-def _load_again(owner: Any, state: Any) -> None:
-    try:
-        owner.load_state_dict(state)
-    except Exception:  # what refuses every state may have taken it all the same
-        if not _is_same(owner.state_dict(), state):
-            raise
 
 
 def _is_same(first: Any, second: Any) -> bool:

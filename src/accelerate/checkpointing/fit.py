@@ -111,15 +111,16 @@ def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
 
 def loads_its_own_way(model: nn.Module) -> bool:
     """Whether a model has code that may take weights of other names than those of its state dict."""
-    return any(map(_has_own_code, model.modules()))
 
+    def overrides(module: nn.Module, name: str) -> bool:
+        return getattr(type(module), name) is not getattr(nn.Module, name) or name in vars(module)
 
-def _has_own_code(module: nn.Module) -> bool:
-    kind = type(module)
-    hooks = torch_private.state_dict_hooks(module)
     return any(
-        getattr(kind, name) is not getattr(nn.Module, name) or name in vars(module) for name in _OVERRIDABLE
-    ) or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+        any(overrides(module, name) for name in _OVERRIDABLE)
+        or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+        for module in model.modules()
+        for hooks in [torch_private.state_dict_hooks(module)]
+    )
 
 
 _OVERRIDABLE = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")

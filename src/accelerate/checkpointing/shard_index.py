@@ -14,7 +14,7 @@ import math
 import pickle
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -146,16 +146,8 @@ def _is_few_texts(value: Any) -> bool:
 
 
 def _make_path_check() -> Check:
-    known: dict[Any, bool] = {}  # thousands of entries name the same few files
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, str):
-            return False
-        if value not in known:
-            known[value] = refuse_outside(value) is None
-        return known[value]
-
-    return check
+    refuse = cache(refuse_outside)  # thousands of entries name the same few files
+    return lambda value: isinstance(value, str) and refuse(value) is None
 
 
 @dataclass(frozen=True)
@@ -231,47 +223,36 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
         "memory_format": _is(*formats),
         "pin_memory": _is(bool),
     }
+    text_or_none, size_or_none = _or_none(_is_text), _or_none(_is_size)
+    fields: dict[type, dict[str, Check]] = {
+        metadata.Metadata: {
+            "state_dict_metadata": _is(dict),
+            "planner_data": _or_none(_is(dict)),
+            "storage_data": _is(dict),
+            "storage_meta": _or_none(_is(metadata.StorageMeta)),
+            "version": text_or_none,
+        },
+        metadata.MetadataIndex: {"fqn": _is_text, "offset": _or_none(size), "index": size_or_none},
+        metadata.TensorStorageMetadata: {
+            "properties": _is(metadata.TensorProperties, torch_private.OldTensorProperties),
+            "size": size,
+            "chunks": _is(list),
+        },
+        metadata.BytesStorageMetadata: {},
+        metadata.ChunkStorageMetadata: {"offsets": size, "sizes": size},
+        metadata.StorageMeta: {
+            **dict.fromkeys(("checkpoint_id", "save_id", "load_id"), text_or_none),
+            "modules": _is(list),
+        },
+        torch_private.StorageInfo: {
+            "relative_path": _make_path_check(),
+            "offset": _is_size,
+            "length": _is_size,
+            "transform_descriptors": _or_none(_is_few_texts),
+        },
+    }
     kinds = [
-        _Kind(
-            metadata.Metadata,
-            {
-                "state_dict_metadata": _is(dict),
-                "planner_data": _or_none(_is(dict)),
-                "storage_data": _is(dict),
-                "storage_meta": _or_none(_is(metadata.StorageMeta)),
-                "version": _or_none(_is_text),
-            },
-        ),
-        _Kind(
-            metadata.MetadataIndex,
-            {"fqn": _is_text, "offset": _or_none(size), "index": _or_none(_is_size)},
-        ),
-        _Kind(
-            metadata.TensorStorageMetadata,
-            {
-                "properties": _is(metadata.TensorProperties, torch_private.OldTensorProperties),
-                "size": size,
-                "chunks": _is(list),
-            },
-        ),
-        _Kind(metadata.BytesStorageMetadata, {}),
-        _Kind(metadata.ChunkStorageMetadata, {"offsets": size, "sizes": size}),
-        _Kind(
-            metadata.StorageMeta,
-            {
-                **dict.fromkeys(("checkpoint_id", "save_id", "load_id"), _or_none(_is_text)),
-                "modules": _is(list),
-            },
-        ),
-        _Kind(
-            torch_private.StorageInfo,
-            {
-                "relative_path": _make_path_check(),
-                "offset": _is_size,
-                "length": _is_size,
-                "transform_descriptors": _or_none(_is_few_texts),
-            },
-        ),
+        *(_Kind(make, checks) for make, checks in fields.items()),
         _Properties(metadata.TensorProperties, properties),
         _Properties(torch_private.OldTensorProperties, properties),
     ]

@@ -186,8 +186,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if arrival.is_last:
             self.end_of_dataloader = self.position.is_over = True
             self.remainder = last_remainder(self)
-        self.position.seen += 1
-        self.position.consumed += self.plan.batches_in_round
+        self.position.advance(self.plan.batches_in_round)
 
     def _builder(self) -> RoundBuilder:
         plan = self.plan

@@ -236,7 +236,8 @@ class Route:
         if memory is not None:
             memory.turn(size)
             for index, group in enumerate(self.receivers):
-                _copy_into(memory.block(index, size), blocks[group])
+                used = sum(map(len, blocks[group]))
+                torch.cat(list(blocks[group]), out=memory.block(index, used))
         self._broadcast_header(torch.tensor([*header, size]))
         if size and memory is None:
             self._send_by_transport(blocks, size)
@@ -340,13 +341,6 @@ def _offer() -> tuple[str, int, int] | None:
     if home is None or not hasattr(os, "memfd_create"):
         return None
     return home, os.getpid(), os.memfd_create("accelerate-batches")
-
-
-def _copy_into(block: Tensor, chunks: Sequence[Tensor]) -> None:
-    start = 0
-    for chunk in chunks:
-        block[start : start + len(chunk)].copy_(chunk)
-        start += len(chunk)
 
 
 def _join(chunks: Sequence[Tensor], size: int) -> Tensor:

@@ -6,9 +6,8 @@ Iterable datasets may shard themselves: which do, and how, is here too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -176,8 +175,8 @@ def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
 def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
     """Whether a dataset yields the same samples in the same order on all ranks; called on all of them.
     Compared are the states of all random generators in it, and the number of its shards."""
-    mine = (_num_shards(dataset), [_state_of(generator) for generator in _generators_within(dataset)])
-    return all(other == mine for other in transport.gather_object(mine))
+    own = (_num_shards(dataset), _generator_states(dataset))
+    return all(facts == own for facts in transport.gather_object(own))
 
 
 def _by_datasets(dataset: Any, groups: int, group: int) -> OwnShare | None:
@@ -227,45 +226,35 @@ def _num_shards(dataset: Any) -> int | None:
     return None
 
 
-def _generators_within(dataset: Any) -> list[Any]:
-    """The random generators that a dataset, or what it is made of, holds."""
-    package = type(dataset).__module__.partition(".")[0]
-    kinds = tuple(_state_getters())
+def _generator_states(dataset: Any) -> list[Any]:
+    """The states of the random generators that a dataset, or what it is made of, holds."""
+    package = _package_of(dataset)
+    getters: dict[type, Callable[[Any], Any]] = {
+        torch.Generator: lambda generator: generator.get_state().tolist(),
+        random.Random: lambda generator: generator.getstate(),
+        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+        np.random.RandomState: lambda generator: repr(generator.get_state()),
+    }
     seen: set[int] = set()
 
     def walk(value: Any, depth: int) -> Iterator[Any]:
         if depth > _DEPTH or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, kinds):
-            yield value
-            return
-        for part in _parts_of(value, package):
+        parts: Iterable[Any] = ()
+        if isinstance(value, tuple(getters)):
+            yield next(get_state(value) for kind, get_state in getters.items() if isinstance(value, kind))
+        elif isinstance(value, Mapping):
+            parts = value.values()
+        elif isinstance(value, (list, tuple)):
+            parts = value
+        elif _package_of(value) == package and hasattr(value, "__dict__"):
+            parts = vars(value).values()
+        for part in list(parts):
             yield from walk(part, depth + 1)
 
     return list(walk(dataset, 0))
 
 
-def _parts_of(value: Any, package: str) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    is_of_the_dataset = type(value).__module__.partition(".")[0] == package
-    return list(vars(value).values()) if is_of_the_dataset and hasattr(value, "__dict__") else []
-
-
-@cache
-def _state_getters() -> dict[type, Callable[[Any], Any]]:
-    """Kind of generator -> what returns its state; numpy loads its own kinds here."""
-    return {
-        torch.Generator: lambda generator: generator.get_state().tolist(),
-        random.Random: lambda generator: generator.getstate(),
-        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
-        np.random.RandomState: lambda generator: repr(generator.get_state()),
-    }
-
-
-def _state_of(generator: Any) -> Any:
-    getters = _state_getters().items()
-    return next(get_state(generator) for kind, get_state in getters if isinstance(generator, kind))
+def _package_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]

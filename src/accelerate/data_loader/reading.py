@@ -58,8 +58,7 @@ def yield_batches(
         if is_last:
             loader.end_of_dataloader = position.is_over = True
             loader.remainder = last_remainder(loader)
-        position.seen += 1
-        position.consumed += batches_in_round
+        position.advance(batches_in_round)
         yield current if move is None else move(current)
         number += 1
 

@@ -87,23 +87,21 @@ class LateStart:
     is_over: bool = False
 
 
+@dataclass(eq=False)
 class Position:
     """The position within the epoch of a loader and all late starts of it.
 
     Attributes:
-        seen: batches that the loop has taken in this epoch; 0 between two passes.
-        consumed: batches of the dataset that this took, for all groups together.
-        stream: the state of the dataset behind the batch just yielded, where it has one.
+        offset: the point behind the batch just yielded; the beginning between two passes.
         is_over: whether the batch just yielded is the last one.
         start_states: states of the random generators when the pass began.
         resume_point: where to resume; None once the next pass has begun.
     """
 
-    def __init__(self) -> None:
-        self.seen, self.consumed, self.stream = BEGINNING
-        self.is_over = False
-        self.start_states: Mapping[str, Any] | None = None
-        self.resume_point: ResumePoint | None = None
+    offset: Offset = BEGINNING
+    is_over: bool = False
+    start_states: Mapping[str, Any] | None = None
+    resume_point: ResumePoint | None = None
 
     def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
         """Begin a pass, before anything is drawn for it; call what is returned when the order is drawn: it
@@ -121,14 +119,10 @@ class Position:
             generator.set_state(state)
         return lambda: rng.restore(now)
 
-    @property
-    def offset(self) -> Offset:
-        """The point behind the batch just yielded; the beginning between two passes."""
-        return Offset(self.seen, self.consumed, self.stream)
-
-    @offset.setter
-    def offset(self, offset: Offset) -> None:
-        self.seen, self.consumed, self.stream = offset
+    def advance(self, batches: int) -> None:
+        """Count a batch of the loop, which took some batches of the dataset."""
+        seen, consumed, stream = self.offset
+        self.offset = Offset(seen + 1, consumed + batches, stream)
 
     def end(self) -> None:
         """End a pass."""
@@ -153,10 +147,10 @@ def capture(loader: Any) -> dict[str, Any] | None:
     return {
         "version": VERSION,
         "epoch": loader.iteration,
-        "seen": position.seen,
-        "consumed": position.consumed,
+        "seen": position.offset.seen,
+        "consumed": position.offset.consumed,
         "groups": loader.plan.groups,
-        "is_over": bool(position.seen and position.is_over),
+        "is_over": bool(position.offset.seen and position.is_over),
         "own_shares": loader.plan.own_shares,
         "rows_in_batch": loader.plan.rows_in_batch,
         "start": position.start_states,
@@ -272,7 +266,7 @@ def keep_source_state(loader: Any, state: Any) -> None:
         loader.dl_state_dict = state
         loader.adjust_state_dict_for_prefetch()
     else:
-        loader.position.stream = state
+        loader.position.offset = loader.position.offset._replace(stream=state)
 
 
 def restore_stream(loader: Any) -> None:
@@ -289,8 +283,8 @@ def capture_stream(loader: Any) -> dict[str, Any]:
         return {}
     position: Position = loader.position
     if not loader.torchdata_resumes:
-        return {} if position.stream is None else {"dataset": position.stream}
-    if not position.seen or loader.dl_state_dict is None:  # to ask torchdata would start a pass
+        return {} if position.offset.stream is None else {"dataset": position.offset.stream}
+    if not position.offset.seen or loader.dl_state_dict is None:  # to ask torchdata would start a pass
         return {}
     return {"torchdata": loader.dl_state_dict, "first": loader.first_round.items}
 
@@ -330,7 +324,7 @@ def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
 
         late = SkipDataLoader.from_plain(loader, num_batches)
     else:
-        late = _by_batches(loader, num_batches)
+        late = _reordered(loader, partial(SkipBatchSampler, skip_batches=num_batches))
     return late  # type: ignore[no-any-return]
 
 
@@ -404,7 +398,10 @@ def _skip_rounds(loader: Any, skipped: int) -> Any:
         late.skip_batches += skipped
     else:
         skipped_by_index = skipped * loader.plan.batches_per_step
-        late.base_dataloader = _by_batches(loader.base_dataloader, skipped_by_index, loader.batches_kept)
+        late.base_dataloader = _reordered(
+            loader.base_dataloader,
+            partial(SkipBatchSampler, skip_batches=skipped_by_index, kept=loader.batches_kept),
+        )
     epoch = getattr(loader.get_sampler(), "epoch", None)
     if loader.plan == BY_HAND and isinstance(loader.batch_sampler, BatchSamplerShard):
         late.iteration = epoch if isinstance(epoch, int) else late.iteration
@@ -437,11 +434,6 @@ def _rest_of(index_sampler: Any, consumed: int) -> Any:
         shard.batch_sampler = SkipBatchSampler(index_sampler.batch_sampler, consumed)
         return shard
     return SkipBatchSampler(index_sampler, consumed)
-
-
-def _by_batches(loader: DataLoader[Any], skipped: int, kept: int = 0) -> DataLoader[Any]:
-    """A torch loader over map-style data without its first batches, of which the first `kept` are read."""
-    return _reordered(loader, lambda index_sampler: SkipBatchSampler(index_sampler, skipped, kept))
 
 
 def _reordered(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
