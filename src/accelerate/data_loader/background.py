@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -30,17 +30,6 @@ _MOST_ITEMS = 64
 _JOIN_TIMEOUT = 5.0  # seconds that the end of a pass waits for a running read
 
 logger = get_logger(__name__)
-
-
-class Sized(Protocol):
-    """What can be read ahead: its size counts against the bound."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-
-T = TypeVar("T", bound=Sized)
 
 
 class Draws:
@@ -73,8 +62,8 @@ class Draws:
         )
 
 
-class ReadAhead(Generic[T]):
-    """The items of an iterator, read in a thread while the last ones are worked on.
+class ReadAhead:
+    """The items of an iterator, with a `size` in bytes, read in a thread while the last ones are worked on.
 
     The first item is read in the caller's thread, and so are all others where reading draws random numbers.
     The thread ends with the items, at `close`, and at the exit of the interpreter.
@@ -88,12 +77,12 @@ class ReadAhead(Generic[T]):
     """
 
     def __init__(
-        self, items: Iterator[T], stays: Callable[[], bool], enter: Callable[[], object] | None = None
+        self, items: Iterator[Any], stays: Callable[[], bool], enter: Callable[[], object] | None = None
     ) -> None:
         self._items = items
         self._stays: Callable[[], bool] | None = stays
         self._enter = enter
-        self._read: deque[T] = deque()
+        self._read: deque[Any] = deque()
         self._size = 0
         self._pace = 0.0
         self._wanted = 0
@@ -104,7 +93,7 @@ class ReadAhead(Generic[T]):
         self.takes = 0
         self._pid = os.getpid()
 
-    def take(self) -> list[T]:
+    def take(self) -> list[Any]:
         """Return the items read, at least one; up to `MESSAGE_BYTES` together where they are read fast.
 
         Returns:
@@ -126,7 +115,7 @@ class ReadAhead(Generic[T]):
                 self._wait_for(MESSAGE_BYTES, LINGER)
             if not self._read and self._error is not None:
                 raise self._error
-            taken: list[T] = []
+            taken: list[Any] = []
             size = 0
             while self._read and (not taken or size + self._read[0].size <= MESSAGE_BYTES):
                 taken.append(self._read.popleft())
@@ -192,7 +181,7 @@ class ReadAhead(Generic[T]):
             self._error, self._is_over = error, True
             self._changed.notify_all()
 
-    def _keep(self, item: T, pace: float) -> None:
+    def _keep(self, item: Any, pace: float) -> None:
         """Keep an item until it is taken, and wait while there are too many."""
         with self._changed:
             self._pace = pace
@@ -217,7 +206,7 @@ def _torch_modes(grad: bool, inference: bool, device: torch.device) -> Iterator[
         yield
 
 
-class _OpenReaders(WeakSet[ReadAhead[Any]]):
+class _OpenReaders(WeakSet[ReadAhead]):
     """The readers of this process whose threads run."""
 
 

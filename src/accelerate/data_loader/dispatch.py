@@ -13,7 +13,7 @@ import torch
 from accelerate.base import PreparationError
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, one_pass
-from accelerate.data_loader.dispatch_transport import Arrival, Packed, Round, Route, Sender, receive
+from accelerate.data_loader.dispatch_transport import Arrival, Round, Route, Sender, receive
 from accelerate.data_loader.last_batch import (
     count_samples,
     cut_batch,
@@ -199,7 +199,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield from receive(route)
             return
         sender, group = Sender(route), self.plan.group
-        reader: ReadAhead[Packed] | None = None
+        reader: ReadAhead | None = None
         try:
             while True:
                 try:
@@ -217,7 +217,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if reader is not None:
                 reader.close()
 
-    def _read_ahead(self, sender: Sender) -> ReadAhead[Packed]:
+    def _read_ahead(self, sender: Sender) -> ReadAhead:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""
         builder, draws, start = self._builder(), Draws(), self.start
         kept = self.batches_kept if start.keeps_first_round else 0

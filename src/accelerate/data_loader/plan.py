@@ -68,11 +68,6 @@ class ShardPlan:
         return 1 if self.split or self.own_shares else self.groups
 
     @property
-    def batches_per_step(self) -> int:
-        """How many batches of torch's loader make one batch of the prepared one."""
-        return self.batches_in_round if self.how == "dispatch" else 1
-
-    @property
     def rows_in_batch(self) -> int | None:
         """Samples in a batch of the dataset, as all groups count them; None where that is not known."""
         if self.batch_size is None:

@@ -397,7 +397,8 @@ def _skip_rounds(loader: Any, skipped: int) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         late.skip_batches += skipped
     else:
-        skipped_by_index = skipped * loader.plan.batches_per_step
+        is_dispatched = loader.plan.how == "dispatch"  # then torch's loader reads all batches of a round
+        skipped_by_index = skipped * (loader.plan.batches_in_round if is_dispatched else 1)
         late.base_dataloader = _reordered(
             loader.base_dataloader,
             partial(SkipBatchSampler, skip_batches=skipped_by_index, kept=loader.batches_kept),

@@ -34,7 +34,7 @@ def items(count: int, size: int = 8, read: list[int] | None = None) -> Iterator[
         yield Item(number, size)
 
 
-def read_all(reader: ReadAhead[Item]) -> list[int]:
+def read_all(reader: ReadAhead) -> list[int]:
     seen: list[int] = []
     while taken := reader.take():
         seen += [item.number for item in taken]
