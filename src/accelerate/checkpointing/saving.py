@@ -422,10 +422,14 @@ class StagingArea:
         call."""
         before, self._buffers = self._buffers, {}
         staged: dict[tuple[Any, ...], Tensor] = {}
-        copies: dict[int, Any] = {}  # by the identities of what is copied, as `deepcopy` takes it
-        for payload in payloads:
-            for number, tensor in enumerate(iterate_tensors(payload.content)):
-                copies[id(tensor)] = self._copy(tensor.detach(), (payload.name, number), before, staged)
+        tensors = {
+            (payload.name, number): tensor
+            for payload in payloads
+            for number, tensor in enumerate(iterate_tensors(payload.content))
+        }
+        copies: dict[int, Any] = {  # as `deepcopy` takes them: by the identities of tensors that stay alive
+            id(tensor): self._copy(tensor.detach(), key, before, staged) for key, tensor in tensors.items()
+        }
         for device in {key[0] for key in staged if not of_device(key[0]).is_host}:
             torch.get_device_module(device).synchronize(device)
         return [replace(payload, content=copy.deepcopy(payload.content, copies)) for payload in payloads]
