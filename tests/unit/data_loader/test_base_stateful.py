@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata import stateful_dataloader as stateful
 
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, prepare_data_loader
 
 pytestmark = [
     pytest.mark.usefixtures("states"),
@@ -57,3 +58,11 @@ def test_behind_the_last_batch_nothing_is_left_of_the_epoch() -> None:
     assert list(late) == []
     assert len(list(late)) == len(loader)
     assert isinstance(copy.deepcopy(loader), stateful.StatefulDataLoader)
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
+def test_workers_end_with_the_pass(kind: Any) -> None:
+    loader = kind(Stream(), batch_size=2, num_workers=1, use_stateful_dataloader=True)
+    for epoch in range(2):
+        assert sum(map(len, loader)) == 11, f"epoch {epoch}"
+        assert multiprocessing.active_children() == []
