@@ -18,7 +18,7 @@ RESOLVING = ("devices/", "test_utils/")
 """Where hardware is chosen, and where tests of a machine are skipped."""
 
 ALLOWED = {
-    "launch/worker.py": "the label is an argument of a public class",
+    "launch/script.py": "the label is an argument of a public class",
     "plugins/deepspeed.py": "reads the stage, and answers is_zero3 for all others",
     "precision/transformer_engine.py": "the vendor of the hardware chooses the package to import",
     "state/accelerator_state.py": "`is_fsdp2` is public, and is decided here",

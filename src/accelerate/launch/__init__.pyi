@@ -35,7 +35,18 @@ from accelerate.launch.layout import (
     device_ids as device_ids,
     worker_environment as worker_environment,
 )
-from accelerate.launch.machine import Machine as Machine, look as look, read_file as read_file
+from accelerate.launch.machine import (
+    KEY_VARIABLE as KEY_VARIABLE,
+    LOOPBACK as LOOPBACK,
+    Machine as Machine,
+    get_free_port as get_free_port,
+    hold_loopback_store as hold_loopback_store,
+    is_port_in_use as is_port_in_use,
+    look as look,
+    loopback_interface as loopback_interface,
+    read_file as read_file,
+    run_key as run_key,
+)
 from accelerate.launch.namespace import (
     prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
@@ -45,20 +56,9 @@ from accelerate.launch.namespace import (
     prepare_tpu as prepare_tpu,
     setup_fp8_env as setup_fp8_env,
 )
-from accelerate.launch.network import (
-    KEY_VARIABLE as KEY_VARIABLE,
-    LOOPBACK as LOOPBACK,
-    check_reach as check_reach,
-    get_free_port as get_free_port,
-    hold_loopback_store as hold_loopback_store,
-    is_port_in_use as is_port_in_use,
-    loopback_interface as loopback_interface,
-    run_key as run_key,
-)
 from accelerate.launch.plan import (
     AGENT as AGENT,
     LaunchPlan as LaunchPlan,
-    Rendezvous as Rendezvous,
     Target as Target,
     accelerate_command as accelerate_command,
     env_var_path_add as env_var_path_add,
@@ -72,5 +72,8 @@ from accelerate.launch.resolve import (
     choose_cpu_or_devices as choose_cpu_or_devices,
     resolve_plan as resolve_plan,
 )
-from accelerate.launch.script import report as report
-from accelerate.launch.worker import RENDEZVOUS_FILE as RENDEZVOUS_FILE, PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.script import (
+    RENDEZVOUS_FILE as RENDEZVOUS_FILE,
+    PrepareForLaunch as PrepareForLaunch,
+    report as report,
+)

@@ -40,7 +40,6 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
 
 def as_json(plan: LaunchPlan, settings: Settings) -> str:
     """The same as one JSON object."""
-    rendezvous = plan.rendezvous
     return json.dumps(
         {
             "launcher": plan.launcher,
@@ -48,9 +47,9 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
             "machines": plan.machines,
             "machine": plan.machine,
             "meeting": {
-                "backend": rendezvous.backend,
-                "address": rendezvous.address,
-                "port": rendezvous.port,
+                "backend": plan.rendezvous.rdzv_backend,
+                "address": plan.address,
+                "port": plan.port,
             },
             "command": launcher_for(plan).command(plan),
             "files": dict(launcher_for(plan).files(plan)),

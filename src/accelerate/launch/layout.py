@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from accelerate.base import whole_number, wrong_value
+from accelerate.base import ConfigurationError, whole_number, wrong_value
 from accelerate.launch.machine import Machine
 from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options, env
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection
@@ -14,17 +15,10 @@ CHOSEN = "chosen for this machine"
 
 
 def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
-    """Read how many processes each machine runs, where the machines differ.
-
-    Args:
-        settings: merged.
+    """Read how many processes each machine runs, where the machines differ, and set the totals that follow.
 
     Returns:
-        The settings with the numbers of machines and processes that follow, and the processes on each
-        machine; none where nobody gave them.
-
-    Raises:
-        ConfigurationError: they contradict those numbers.
+        The settings, and the processes on each machine; none where nobody gave them.
     """
     given = settings.values["processes_per_machine"]
     if not given:
@@ -49,22 +43,16 @@ def listed(shares: tuple[int, ...]) -> str:
     return ",".join(map(str, shares))
 
 
-def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tuple[str, ...]]:
-    """Fill in the number of processes where nobody gave it, and say what was assumed.
-
-    Raises:
-        ConfigurationError: there is no machine.
-    """
+def choose_processes(settings: Settings, machine: Machine) -> Settings:
+    """Fill in the number of processes where nobody gave it, and note what was assumed."""
     launch = settings[LaunchSection]
     machines = launch.num_machines
     if machines < 1:
-        raise wrong_value(
-            where(settings, "num_machines"), machines, "at least one is needed", "Use 1 or more"
-        )
+        raise wrong_option(settings, "num_machines", "at least one is needed", "Use 1 or more")
     if _says_one_process(settings):
-        return settings.replaced("distributed_type: NO", num_processes=1), ()
+        return settings.replaced("distributed_type: NO", num_processes=1)
     if launch.num_processes not in (None, -1):
-        return settings, ()
+        return settings
     total = machine.devices * machines
     settings = settings.replaced(CHOSEN, num_processes=total)
     plural = "es" if total > 1 else ""
@@ -72,7 +60,7 @@ def choose_processes(settings: Settings, machine: Machine) -> tuple[Settings, tu
     assumed = [f"{total} process{plural} on {machine.hardware.label}{among}"]
     if settings.source("mixed_precision") == BUILT_IN:
         assumed.append("mixed_precision=no")
-    return settings, (f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise",)
+    return settings.noted(f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise")
 
 
 def _number_of_others(environ: Mapping[str, str]) -> str:
@@ -98,41 +86,33 @@ def _local(settings: Settings, shares: tuple[int, ...]) -> int:
 
 
 def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) -> None:
-    """Refuse counts that contradict each other or the machine.
-
-    Raises:
-        ConfigurationError: they do.
-    """
+    """Refuse counts that contradict each other or the machine."""
     values = settings.values
     total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
-    option = where(settings, "num_processes")
     if total < 1:
-        raise wrong_value(option, total, "at least one process is needed", "Use 1 or more")
+        raise wrong_option(settings, "num_processes", "at least one process is needed", "Use 1 or more")
     if total > MOST_PROCESSES:
-        raise wrong_value(option, total, "so many cannot be started", f"Use {MOST_PROCESSES} or fewer")
+        fix = f"Use {MOST_PROCESSES} or fewer"
+        raise wrong_option(settings, "num_processes", "so many cannot be started", fix)
     if total % machines and not shares:
         fix = f"It is the total: use a multiple of {machines}, or --processes_per_machine where these differ"
-        raise wrong_value(option, total, f"it cannot be divided over {machines} machines", fix)
+        raise wrong_option(settings, "num_processes", f"it cannot be divided over {machines} machines", fix)
     if not 0 <= rank < machines:
         fix = f"Use 0 to {machines - 1}" if machines > 1 else "Leave it out, or set --num_machines"
-        raise wrong_value(where(settings, "machine_rank"), rank, f"there are {machines} machines", fix)
+        raise wrong_option(settings, "machine_rank", f"there are {machines} machines", fix)
     local = _local(settings, shares)
     if machine.has_accelerator and local > machine.devices:
         of = f" of {machines}" if machines > 1 else ""
         reason = f"that is {local} on this machine{of}, which shows {machine.devices} devices"
-        raise wrong_value(option, total, reason, "Use fewer, or --cpu to run on the CPU")
+        raise wrong_option(settings, "num_processes", reason, "Use fewer, or --cpu to run on the CPU")
 
 
 def choose_threads(settings: Settings, machine: Machine, launcher: str, shares: tuple[int, ...]) -> Settings:
-    """Divide the cores between the processes of a machine.
-
-    Raises:
-        ConfigurationError: the number of threads that was given is none.
-    """
+    """Divide the cores between the processes of a machine."""
     given = settings.values["num_cpu_threads_per_process"]
     if given is not None and given < 1:
-        option = where(settings, "num_cpu_threads_per_process")
-        raise wrong_value(option, given, "at least one thread is needed", "Use 1 or more")
+        reason = "at least one thread is needed"
+        raise wrong_option(settings, "num_cpu_threads_per_process", reason, "Use 1 or more")
     kept = "OMP_NUM_THREADS" in (machine.environ or {})
     if given is not None or kept or launcher == "local":
         return settings
@@ -141,19 +121,16 @@ def choose_threads(settings: Settings, machine: Machine, launcher: str, shares: 
 
 
 def where(settings: Settings, name: str) -> str:
-    """How the user knows an option, by where its value came from.
-
-    Args:
-        settings: merged.
-        name: of the option.
-
-    Returns:
-        ``--name``, the variable, or the file and the key in it.
-    """
+    """How the user knows an option: ``--name``, the variable, or the file and the key in it."""
     source, row = settings.source(name), all_options()[name]
     if source == ENVIRONMENT and row.variables:
         return row.variables[0]
     return f"--{name}" if source in (FLAG, BUILT_IN, CHOSEN, ENVIRONMENT) else f"{source}: {row.key or name}"
+
+
+def wrong_option(settings: Settings, name: str, reason: str, fix: str) -> ConfigurationError:
+    """Return the error of an option, which has its value and the name under which the user set it."""
+    return wrong_value(where(settings, name), settings.values[name], reason, fix)
 
 
 INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
@@ -161,11 +138,7 @@ INTEL_OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME":
 
 
 def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
-    """Split ``--gpu_ids``; empty for "all".
-
-    Raises:
-        ConfigurationError: an entry is empty or given twice.
-    """
+    """Split ``--gpu_ids``; empty for "all"."""
     if gpu_ids is None or gpu_ids.strip() in ("", "all"):
         return ()
     ids = tuple(part.strip() for part in gpu_ids.split(","))
@@ -180,20 +153,15 @@ def worker_environment(settings: Settings, machine: Machine, launcher: str) -> d
     ids = device_ids(settings.values["gpu_ids"])
     if ids and machine.hardware.visible_env:
         added[machine.hardware.visible_env] = ",".join(ids)
+    usual = dict(INTEL_OPENMP) if launcher == "local" and settings.values["cpu"] else {}
+    if _needs_one_queue(settings.values):
+        usual["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     present = machine.environ or {}
-    usual = {**_openmp(settings, launcher), **_queues(settings)}
     return {**added, **{name: text for name, text in usual.items() if name not in present}}
 
 
-def _openmp(settings: Settings, launcher: str) -> dict[str, str]:
-    return INTEL_OPENMP if launcher == "local" and settings.values["cpu"] else {}
-
-
-def _queues(settings: Settings) -> dict[str, str]:
-    """One queue of kernels where Megatron-LM shares layers or sequences; its own FSDP wants several."""
-    values = settings.values
-    shares = (values["megatron_lm_tp_degree"] or 1) > 1 or (
-        values["megatron_lm_context_parallel_size"] or 1
-    ) > 1
-    needed = values["use_megatron_lm"] and shares and not values["megatron_lm_use_custom_fsdp"]
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {}
+def _needs_one_queue(values: Mapping[str, Any]) -> bool:
+    """Whether Megatron-LM shards layers or sequences, which needs one queue of kernels; its FSDP does not."""
+    degrees = (values["megatron_lm_tp_degree"], values["megatron_lm_context_parallel_size"])
+    is_sharded = any((degree or 1) > 1 for degree in degrees)
+    return bool(values["use_megatron_lm"] and is_sharded and not values["megatron_lm_use_custom_fsdp"])

@@ -6,6 +6,7 @@ Such a namespace holds every option, already decided, under its name; nothing is
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from accelerate.launch.backends import (
     precision_variables,
 )
 from accelerate.launch.layout import INTEL_OPENMP, device_ids
-from accelerate.launch.machine import Machine
-from accelerate.launch.network import DEFAULT_PORT, get_free_port, is_port_in_use
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target, env_var_path_add, local_command
+from accelerate.launch.machine import DEFAULT_PORT, Machine, get_free_port, is_port_in_use
+from accelerate.launch.plan import LaunchPlan, Target, env_var_path_add, local_command
 from accelerate.settings import (
     FLAG,
     Layer,
@@ -52,35 +52,47 @@ MULTI = (*SIMPLE, FsdpSection, MegatronSection, *MESH)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that a namespace holds; an option it lacks, or holds as ``None``, has its built-in value.
-
-    Raises:
-        ConfigurationError: a value has the wrong type.
-    """
-    held = vars(args)
-    values: dict[str, Any] = {}
-    for name, row in all_options().items():
-        value = held.get(name)
-        if value is not None:
-            values[name] = row.read(value, f"--{name}")
-    values["cpu"] = bool(held.get("cpu")) or bool(held.get("use_cpu"))
+    """The settings that a namespace holds; what it lacks, or holds as ``None``, has its built-in value."""
+    given = {name: value for name, value in vars(args).items() if name in all_options() and value is not None}
+    values = {name: all_options()[name].read(value, f"--{name}") for name, value in given.items()}
+    values["cpu"] = bool(getattr(args, "cpu", None) or getattr(args, "use_cpu", None))
     return merge_layers(Layer(FLAG, values))
 
 
+def _make_plan(
+    settings: Settings,
+    args: argparse.Namespace,
+    launcher: str,
+    environment: Mapping[str, str],
+    port: Any = None,
+) -> LaunchPlan:
+    """The plan of a launcher for the script of a namespace."""
+    rendezvous = settings[RendezvousSection]
+    plan = LaunchPlan(
+        launcher=launcher,
+        target=Target.of(args),
+        processes=settings.values["num_processes"] or 1,
+        machines=settings.values["num_machines"],
+        machine=rendezvous.machine_rank,
+        rendezvous=rendezvous,
+        port=int(port or rendezvous.main_process_port or DEFAULT_PORT),
+        environment=environment,
+    )
+    plan = replace(plan, address=rendezvous.main_process_ip or plan.address)
+    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
+
+
 def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> dict[str, str]:
+    """The whole environment of processes that read these sections."""
+    from accelerate.devices import CUDA, count_visible
+
     settings = settings_of(args)
     added = env.encode(settings, sections)
     ids = device_ids(settings.values["gpu_ids"])
     if ids:
-        added[_visible_variable()] = ",".join(ids)
+        backend, _ = count_visible(environ.current())
+        added[backend.visible_env or CUDA.visible_env or ""] = ",".join(ids)
     return {**environ.current(), **added}
-
-
-def _visible_variable() -> str:
-    from accelerate.devices import CUDA, count_visible
-
-    backend, _ = count_visible(environ.current())
-    return backend.visible_env or CUDA.visible_env or ""
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -128,7 +140,8 @@ def _add_torchrun_names(args: argparse.Namespace) -> None:
     port = getattr(args, "main_process_port", None)
     args.nproc_per_node = str(args.num_processes // machines)
     if machines == 1:
-        args.master_port = str(_free(DEFAULT_PORT if port is None else int(port)))
+        port = DEFAULT_PORT if port is None else int(port)
+        args.master_port = str(get_free_port() if port == 0 or is_port_in_use(port) else port)
         return
     args.nnodes, args.node_rank = str(machines), str(args.machine_rank or 0)
     address = (str(args.main_process_ip), str(port or DEFAULT_PORT))
@@ -136,10 +149,6 @@ def _add_torchrun_names(args: argparse.Namespace) -> None:
         args.master_addr, args.master_port = address
     else:
         args.rdzv_endpoint = ":".join(address)
-
-
-def _free(port: int) -> int:
-    return get_free_port() if port == 0 or is_port_in_use(port) else port
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
@@ -158,32 +167,18 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     """
     variables = _encode(args, DEEPSPEED)
     variables.pop("OMP_NUM_THREADS", None)
-    variables.update({name: text for name, text in environ.current().items() if name == "OMP_NUM_THREADS"})
+    if (threads := environ.current().get("OMP_NUM_THREADS")) is not None:
+        variables["OMP_NUM_THREADS"] = threads
     fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
     if fields is not None:
         variables["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields).lower()
     variables["PYTHONPATH"] = env_var_path_add("PYTHONPATH", str(Path.cwd()))
     several = (getattr(args, "num_machines", None) or 1) > 1
     if several and getattr(args, "deepspeed_multinode_launcher", None) not in (None, "standard"):
-        plan = deepspeed_plan(args)
+        plan = _make_plan(settings_of(args), args, "deepspeed", {})
         return launcher_for(plan).command(plan), variables
     _add_torchrun_names(args)
     return None, variables
-
-
-def deepspeed_plan(args: argparse.Namespace, variables: dict[str, str] | None = None) -> LaunchPlan:
-    settings = settings_of(args)
-    section = settings[RendezvousSection]
-    plan = LaunchPlan(
-        launcher="deepspeed",
-        target=Target.of(args),
-        processes=args.num_processes,
-        machines=settings.values["num_machines"],
-        machine=section.machine_rank,
-        rendezvous=Rendezvous.of(section, section.main_process_port or DEFAULT_PORT),
-        environment=variables or {},
-    )
-    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
 
 
 def prepare_tpu(
@@ -225,27 +220,24 @@ def prepare_sagemager_args_inputs(
     Raises:
         ConfigurationError: the job cannot work.
     """
-    plan = sagemaker_plan(sagemaker_config, args)
-    job = plan.detail(SageMakerDetails)
+    job = _plan_job(sagemaker_config, args).detail(SageMakerDetails)
     environ.assign(job.credentials)
     return dict(job.arguments), None if job.inputs is None else dict(job.inputs)
 
 
-def sagemaker_plan(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
+def _plan_job(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
     """A plan from the file's object, under the flags that the namespace gives."""
-    held = {name: value for name, value in config.to_dict().items() if name in all_options()}
-    keys = ("aws_access_key_id", "aws_secret_access_key", "mixed_precision", *_names(DynamoSection))
-    flags = {name: value for name in keys if (value := getattr(args, name, None)) is not None}
     rows = all_options()
-    dynamo = {name: value for name, value in (config.dynamo_config or {}).items() if name in rows}
-    given = {name: rows[name].read(value, name) for name, value in {**dynamo, **held, **flags}.items()}
+    dynamo = [row.name for row in DynamoSection.options()]
+    keys = ("aws_access_key_id", "aws_secret_access_key", "mixed_precision", *dynamo)
+    flags = {name: value for name in keys if (value := getattr(args, name, None)) is not None}
+    given = {
+        name: rows[name].read(value, name)
+        for name, value in {**(config.dynamo_config or {}), **config.to_dict(), **flags}.items()
+        if name in rows
+    }
     settings = merge_layers(Layer(FLAG, {**given, "compute_environment": "AMAZON_SAGEMAKER"}))
-    plan = LaunchPlan("sagemaker", Target.of(args), machines=settings.values["num_machines"])
-    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
-
-
-def _names(section: type[Section]) -> tuple[str, ...]:
-    return tuple(row.name for row in section.options())
+    return _make_plan(settings, args, "sagemaker", {})
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -306,7 +298,7 @@ def simple_launcher(args: argparse.Namespace) -> None:
         SystemExit: the script failed; with its exit code.
     """
     _, variables = prepare_simple_launcher_cmd_env(args)
-    _run(LaunchPlan("local", Target.of(args), environment=variables))
+    _run(_make_plan(settings_of(args), args, "local", variables))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
@@ -318,22 +310,8 @@ def multi_gpu_launcher(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: a process failed; with its exit code.
     """
-    _run(_elastic_plan(args, prepare_multi_gpu_env(args)))
-
-
-def _elastic_plan(args: argparse.Namespace, variables: dict[str, str]) -> LaunchPlan:
-    settings = settings_of(args)
-    section = settings[RendezvousSection]
-    port = section.main_process_port or DEFAULT_PORT
-    return LaunchPlan(
-        launcher="elastic",
-        target=Target.of(args),
-        processes=args.num_processes,
-        machines=settings.values["num_machines"],
-        machine=section.machine_rank,
-        rendezvous=Rendezvous.of(section, int(getattr(args, "master_port", None) or port)),
-        environment=variables,
-    )
+    variables = prepare_multi_gpu_env(args)
+    _run(_make_plan(settings_of(args), args, "elastic", variables, getattr(args, "master_port", None)))
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
@@ -346,7 +324,8 @@ def deepspeed_launcher(args: argparse.Namespace) -> None:
         SystemExit: a process failed; with its exit code.
     """
     command, variables = prepare_deepspeed_cmd_env(args)
-    _run(_elastic_plan(args, variables) if command is None else deepspeed_plan(args, variables))
+    port = getattr(args, "master_port", None) if command is None else None
+    _run(_make_plan(settings_of(args), args, "elastic" if command is None else "deepspeed", variables, port))
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
@@ -358,7 +337,7 @@ def tpu_launcher(args: argparse.Namespace) -> None:
     Raises:
         MissingPackageError: torch_xla is not installed.
     """
-    _run(_tpu_plan(args, "tpu"))
+    _run(_plan_tpu(args, "tpu"))
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
@@ -370,13 +349,12 @@ def tpu_pod_launcher(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: a host failed; with its exit code.
     """
-    _run(_tpu_plan(args, "tpu_pod"))
+    _run(_plan_tpu(args, "tpu_pod"))
 
 
-def _tpu_plan(args: argparse.Namespace, launcher: str) -> LaunchPlan:
+def _plan_tpu(args: argparse.Namespace, launcher: str) -> LaunchPlan:
     settings = settings_of(args).replaced(FLAG, tpu=True)
-    plan = LaunchPlan(launcher, Target.of(args), environment=env.encode(settings, SIMPLE))
-    return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
+    return _make_plan(settings, args, launcher, env.encode(settings, SIMPLE))
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
@@ -390,7 +368,7 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         MissingPackageError: the vendor's package is not installed.
         LaunchError: the job failed.
     """
-    _run(sagemaker_plan(sagemaker_config, args))
+    _run(_plan_job(sagemaker_config, args))
 
 
 def _run(plan: LaunchPlan) -> None:

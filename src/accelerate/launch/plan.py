@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from accelerate.base import ConfigurationError, environ
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection
 
@@ -55,62 +56,19 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """How the processes find each other.
-
-    Attributes:
-        backend: "static", "c10d", or another one that torch knows.
-        address: the machine of rank 0.
-        port: its port.
-        configuration: further settings, ``key=value,...``.
-        restarts: how often a failed group is started again.
-        interval: seconds between two looks at the processes.
-        role: their name in logs.
-        tee: which streams go to files and to the terminal.
-        log_dir: folder of those files.
-    """
-
-    backend: str = "static"
-    address: str = "127.0.0.1"
-    port: int = 29500
-    configuration: str = ""
-    restarts: int = 0
-    interval: float = 0.1
-    role: str = "default"
-    tee: str = "0"
-    log_dir: str | None = None
-
-    @classmethod
-    def of(cls, section: RendezvousSection, port: int) -> Rendezvous:
-        """The rendezvous that the settings describe, at a port that was chosen."""
-        return cls(
-            backend=section.rdzv_backend,
-            address=section.main_process_ip or "127.0.0.1",
-            port=port,
-            configuration=section.rdzv_conf,
-            restarts=section.max_restarts,
-            interval=section.monitor_interval,
-            role=section.role,
-            tee=section.tee,
-            log_dir=section.log_dir,
-        )
-
-
-@dataclass(frozen=True)
 class LaunchPlan:
     """What to start, where and with which environment.
 
     Attributes:
         launcher: key of `launch.backends.base.LAUNCHERS`.
-        target: what runs in each process.
         processes: over all machines.
-        shares: processes on each machine, where these differ; empty where they do not.
-        machines: how many.
-        machine: which one this is, from 0.
-        rendezvous: how the processes find each other.
+        machine: rank of this machine.
+        rendezvous: restarts, logs and the backend of torch; its address and port are those that were given.
+        address: of the machine of rank 0, as it was chosen; `port` likewise.
         environment: only the variables that are added.
         notes: what was assumed or changed, for the user.
         details: what the launcher needs beyond this; see `detail`.
+        shares: processes on each machine, where these differ; empty where they do not.
     """
 
     launcher: str
@@ -118,7 +76,9 @@ class LaunchPlan:
     processes: int = 1
     machines: int = 1
     machine: int = 0
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    rendezvous: RendezvousSection = RendezvousSection()
+    address: str = LOOPBACK_ADDRESS
+    port: int = DEFAULT_PORT
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: object = None
@@ -144,14 +104,7 @@ class LaunchPlan:
         return f"{self.local_processes} on each of {self.machines} machines"
 
     def detail(self, kind: type[Detail]) -> Detail:
-        """The launcher's own part of the plan.
-
-        Args:
-            kind: its class.
-
-        Raises:
-            TypeError: another launcher made this plan.
-        """
+        """The launcher's own part of the plan, of this class; a `TypeError` in a plan of another launcher."""
         if not isinstance(self.details, kind):
             raise TypeError(f"a plan of the {self.launcher} launcher holds no {kind.__name__}")
         return self.details
@@ -169,20 +122,22 @@ def local_command(target: Target) -> list[str]:
 def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     """The arguments of ``torchrun`` that run a plan."""
     rendezvous = plan.rendezvous
-    endpoint = f"{rendezvous.address}:{rendezvous.port}"
     words = [
         *("--nnodes", str(plan.machines)),
         *("--nproc_per_node", str(plan.local_processes)),
         *("--node_rank", str(plan.machine)),
-        *("--rdzv_endpoint", endpoint),  # absent, torch would take it from PET_RDZV_ENDPOINT
-        *("--rdzv_backend", rendezvous.backend),
-        *("--max_restarts", str(rendezvous.restarts)),
-        *("--monitor_interval", str(rendezvous.interval)),
+        *(
+            "--rdzv_endpoint",
+            f"{plan.address}:{plan.port}",
+        ),  # absent, torch would take it from PET_RDZV_ENDPOINT
+        *("--rdzv_backend", rendezvous.rdzv_backend),
+        *("--max_restarts", str(rendezvous.max_restarts)),
+        *("--monitor_interval", str(rendezvous.monitor_interval)),
         *("--role", rendezvous.role),
         *("--tee", rendezvous.tee),
     ]
-    if rendezvous.configuration:
-        words += ["--rdzv_conf", rendezvous.configuration]
+    if rendezvous.rdzv_conf:
+        words += ["--rdzv_conf", rendezvous.rdzv_conf]
     if rendezvous.log_dir:
         words += ["--log_dir", rendezvous.log_dir]
     return [*words, *plan.target.words]

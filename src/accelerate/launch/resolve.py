@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError, PrecisionType, read_seconds, wrong_value
 from accelerate.devices import CPU
-from accelerate.launch.backends import Launcher, launcher_named
+from accelerate.launch.backends import Launcher, launcher_for, launcher_named
 from accelerate.launch.layout import (
     CHOSEN as CHOSEN,
     check_layout,
@@ -21,10 +20,10 @@ from accelerate.launch.layout import (
     listed,
     where,
     worker_environment,
+    wrong_option,
 )
-from accelerate.launch.machine import Machine
-from accelerate.launch.network import DEFAULT_PORT
-from accelerate.launch.plan import LaunchPlan, Rendezvous, Target
+from accelerate.launch.machine import DEFAULT_PORT, Machine
+from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, deepspeed_checks as checks
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
@@ -36,11 +35,6 @@ NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_
 def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
     """Decide what to start.
 
-    Args:
-        settings: merged from flags, environment and file.
-        machine: facts about this machine.
-        target: what runs in each process.
-
     Returns:
         The plan, and the settings with the values that were chosen here filled in.
 
@@ -50,53 +44,54 @@ def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[
     """
     check_paradigm(settings)
     check_budget(settings)
-    starter, starter_notes = choose_starter(settings, machine)
+    starter = choose_starter(settings, machine)
     if starter is not None:
         settings = launcher_named(starter).amend(settings, machine)
     if starter is not None and launcher_named(starter).counts_remotely:
-        return _plan_remotely(starter, settings, machine, target), settings
-    machine = _hardware(settings, machine)
+        given = settings.values["num_processes"]
+        plan = LaunchPlan(starter, target, max(given or 1, 1), settings.values["num_machines"])
+    else:
+        machine = _used_hardware(settings, machine)
+        settings, plan = _plan_processes(_note_idle_flags(settings, starter), machine, target, starter)
+    environment = worker_environment(settings, machine, plan.launcher)
+    plan = replace(plan, environment=environment, notes=settings.notes)
+    return replace(plan, details=launcher_for(plan).details(settings, machine, plan)), settings
+
+
+def _plan_processes(
+    settings: Settings, machine: Machine, target: Target, starter: str | None
+) -> tuple[Settings, LaunchPlan]:
+    """Decide how many processes run here and where they meet."""
     check_engine(settings, machine)
     settings, shares = choose_shares(settings)
-    settings, notes = choose_processes(settings, machine)
+    settings = choose_processes(settings, machine)
     check_layout(settings, machine, shares)
     name = starter or _choose_here(settings)
     launcher = launcher_named(name)
     _check_calls(settings, launcher, name, shares)
     settings = choose_threads(settings, machine, name, shares)
-    rendezvous, port_notes = _rendezvous(settings, machine, name)
     plan = LaunchPlan(
         launcher=name,
         target=target,
         processes=settings.values["num_processes"],
         machines=settings.values["num_machines"],
         machine=settings.values["machine_rank"],
-        rendezvous=rendezvous,
         shares=shares,
-        environment=worker_environment(settings, machine, name),
-        notes=(*settings.notes, *_idle_notes(settings), *starter_notes, *notes, *port_notes),
     )
-    plan = replace(plan, notes=(*plan.notes, *_layout_note(plan)))
-    return replace(plan, details=launcher.details(settings, machine, plan)), settings
+    if name != "local":
+        rendezvous = settings[RendezvousSection]
+        _check_rendezvous(settings, launcher)
+        settings, port = _choose_port(settings, machine, plan.machines > 1 and not launcher.called_once)
+        address = rendezvous.main_process_ip or plan.address
+        plan = replace(plan, rendezvous=rendezvous, address=address, port=port)
+    if plan.machines > 1:  # the total is easily taken for the count of one machine
+        total = f"{plan.processes} processes in total: {plan.layout}"
+        settings = settings.noted(f"{total}; machine {plan.machine} has {plan.ranks}")
+    return settings, plan
 
 
-def _plan_remotely(name: str, settings: Settings, machine: Machine, target: Target) -> LaunchPlan:
-    """A plan whose processes are counted on the machines where they run."""
-    given = settings.values["num_processes"]
-    plan = LaunchPlan(
-        launcher=name,
-        target=target,
-        processes=given if given and given > 0 else 1,
-        machines=settings.values["num_machines"],
-        environment=worker_environment(settings, machine, name),
-        notes=settings.notes,
-    )
-    return replace(plan, details=launcher_named(name).details(settings, machine, plan))
-
-
-def _idle_notes(settings: Settings) -> tuple[str, ...]:
+def _note_idle_flags(settings: Settings, starter: str | None) -> Settings:
     """Name the flags that change nothing, since what they belong to is not chosen."""
-    notes = []
     for section in (s for s in SECTIONS if s.switch and not s.active(settings.values)):
         idle = [
             f"--{row.name}"
@@ -104,18 +99,11 @@ def _idle_notes(settings: Settings) -> tuple[str, ...]:
             if settings.source(row.name) == FLAG and settings.values[row.name] != row.default
         ]
         if idle:
-            notes.append(
-                f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without {section.switch}"
-            )
-    return tuple(notes)
-
-
-def _layout_note(plan: LaunchPlan) -> tuple[str, ...]:
-    """Say how the total is distributed, since it is easily taken for the count of one machine."""
-    if plan.machines == 1:
-        return ()
-    total = f"{plan.processes} processes in total: {plan.layout}"
-    return (f"{total}; machine {plan.machine} has {plan.ranks}",)
+            verb = "has" if len(idle) == 1 else "have"
+            settings = settings.noted(f"{', '.join(idle)} {verb} no effect without {section.switch}")
+    if starter is None and settings.values["slurm"]:
+        settings = settings.noted(f"{where(settings, 'slurm')} has no effect outside of an allocation")
+    return settings
 
 
 def check_paradigm(settings: Settings) -> None:
@@ -126,14 +114,7 @@ def check_paradigm(settings: Settings) -> None:
 
 
 def choose_cpu_or_devices(settings: Settings) -> Settings:
-    """Decide between the CPU and `multi_gpu` where both are asked for: a flag wins over a variable or file.
-
-    Args:
-        settings: merged, before the devices of the machine are looked for.
-
-    Raises:
-        ConfigurationError: two flags contradict each other.
-    """
+    """Decide between the CPU and `multi_gpu` where both are asked for: flags win over variables and files."""
     if settings.values["cpu"] and settings.source("gpu_ids") == FLAG:
         settings = settings.noted("--gpu_ids has no effect on the CPU")
     if not (settings.values["cpu"] and settings.values["multi_gpu"]):
@@ -152,16 +133,15 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
 
 def check_budget(settings: Settings) -> None:
     """Refuse a time budget that the processes could not read."""
-    text = settings.values["max_time"]
     try:
-        read_seconds(text or "0")
+        read_seconds(settings.values["max_time"] or "0")
     except ValueError:
         fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise wrong_value(where(settings, "max_time"), text, "this is not a span of time", fix) from None
+        raise wrong_option(settings, "max_time", "this is not a span of time", fix) from None
 
 
-def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
-    """Name the program that starts the processes, if it is not this one, and the notes for the user.
+def choose_starter(settings: Settings, machine: Machine) -> str | None:
+    """Name the program that starts the processes, if it is not this one.
 
     Raises:
         ConfigurationError: a flag asks for SLURM, and there is no allocation.
@@ -170,29 +150,27 @@ def choose_starter(settings: Settings, machine: Machine) -> tuple[str | None, tu
     if values["submit"] and not values["slurm"]:
         raise wrong_value("--submit", True, "it belongs to --slurm", "Pass --slurm as well, or leave it out")
     if values["compute_environment"] == "AMAZON_SAGEMAKER":
-        return "sagemaker", ()
+        return "sagemaker"
     if values["tpu"]:
-        return ("tpu_pod" if values["tpu_use_cluster"] else "tpu"), ()
+        return "tpu_pod" if values["tpu_use_cluster"] else "tpu"
     if values["slurm"]:
         return _choose_slurm(settings, machine)
     if values["mpirun_hostfile"]:
-        return "mpi", ()
+        return "mpi"
     several = values["num_machines"] > 1 or values["deepspeed_hostfile"]
-    if values["use_deepspeed"] and several and _own_multinode(values):
-        return "deepspeed", ()
-    return None, ()
+    starts_machines = values["deepspeed_multinode_launcher"] not in (None, "standard")
+    return "deepspeed" if values["use_deepspeed"] and several and starts_machines else None
 
 
-def _choose_slurm(settings: Settings, machine: Machine) -> tuple[str | None, tuple[str, ...]]:
+def _choose_slurm(settings: Settings, machine: Machine) -> str | None:
     if settings.values["submit"]:
-        return "sbatch", ()
+        return "sbatch"
     if "SLURM_JOB_ID" in (machine.environ or {}):
-        return "slurm", ()
-    origin, source = where(settings, "slurm"), settings.source("slurm")
-    if source in (FLAG, ENVIRONMENT):
+        return "slurm"
+    if settings.source("slurm") in (FLAG, ENVIRONMENT):
         fix = "Ask for one with salloc or sbatch, or add --submit"
-        raise wrong_value(origin, True, "this is not inside an allocation of SLURM", fix)
-    return None, (f"{origin} has no effect outside of an allocation",)
+        raise wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
+    return None
 
 
 def _choose_here(settings: Settings) -> str:
@@ -201,85 +179,55 @@ def _choose_here(settings: Settings) -> str:
     return "local" if alone and not any(values[name] for name in NEEDS_GROUP) else "elastic"
 
 
-def _own_multinode(values: Mapping[str, Any]) -> bool:
-    return values["deepspeed_multinode_launcher"] not in (None, "standard")
-
-
-def _hardware(settings: Settings, machine: Machine) -> Machine:
+def _used_hardware(settings: Settings, machine: Machine) -> Machine:
     """The machine as this run uses it: without its devices for `--cpu`, with those of `--gpu_ids` only."""
     launch = settings[LaunchSection]
     if launch.cpu:
         return replace(machine, hardware=CPU, devices=1)
-    if not machine.has_accelerator:
-        _refuse_devices(settings)
-        return machine
-    ids = device_ids(launch.gpu_ids)
-    devices = len(ids) if ids else machine.devices
-    return replace(machine, devices=devices)
-
-
-def _refuse_devices(settings: Settings) -> None:
+    if machine.has_accelerator:
+        return replace(machine, devices=len(device_ids(launch.gpu_ids)) or machine.devices)
     fix = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
     for name in ("multi_gpu", "gpu_ids"):
-        value = settings.values[name]
-        if value and value != "all":
-            raise wrong_value(where(settings, name), value, "this machine shows no accelerator", fix)
+        if settings.values[name] and settings.values[name] != "all":
+            raise wrong_option(settings, name, "this machine shows no accelerator", fix)
+    return machine
 
 
 def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tuple[int, ...]) -> None:
     if shares and name != "elastic":
         reason = f"the {name} launcher starts the same number on each machine"
         raise wrong_value("--processes_per_machine", listed(shares), reason, "Leave it out")
-    rank = settings.values["machine_rank"]
-    if launcher.called_once and rank:
+    if launcher.called_once and settings.values["machine_rank"]:
         fix = "Call it once, on one machine, without it"
-        raise wrong_value(
-            where(settings, "machine_rank"), rank, f"the {name} launcher starts all machines", fix
-        )
+        raise wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
 
 
-def _rendezvous(settings: Settings, machine: Machine, launcher: str) -> tuple[Rendezvous, tuple[str, ...]]:
-    section = settings[RendezvousSection]
-    if launcher == "local":
-        return Rendezvous(), ()
-    starter = launcher_named(launcher)
-    several = settings.values["num_machines"] > 1
-    if several and not section.main_process_ip and not starter.finds_address:
+def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
+    """Refuse several machines without an address, and what torch would refuse."""
+    values = settings.values
+    if values["num_machines"] > 1 and not values["main_process_ip"] and not launcher.finds_address:
         fix = "Pass the address of the machine of rank 0"
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", fix)
-    _check_streams(settings)
-    port, notes = _port(settings, machine, several and not starter.called_once)
-    return Rendezvous.of(section, port), notes
-
-
-def _check_streams(settings: Settings) -> None:
-    """Refuse streams and further settings that torch would refuse."""
-    streams, further = settings.values["tee"], settings.values["rdzv_conf"]
-    if not STREAMS.fullmatch(streams):
+    if not STREAMS.fullmatch(values["tee"]):
         fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
-        raise wrong_value(where(settings, "tee"), streams, "this names no streams", fix)
+        raise wrong_option(settings, "tee", "this names no streams", fix)
+    further = values["rdzv_conf"]
     if further and not all("=" in pair.strip("=") for pair in further.split(",")):
         fix = "Write for example timeout=900,read_timeout=60"
-        raise wrong_value(where(settings, "rdzv_conf"), further, "a setting has no name or no value", fix)
+        raise wrong_option(settings, "rdzv_conf", "a setting has no name or no value", fix)
 
 
-def _port(settings: Settings, machine: Machine, several: bool) -> tuple[int, tuple[str, ...]]:
+def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple[Settings, int]:
+    """Take the port that is given; a free one where it is busy and no other machine has to know it."""
     given = settings.values["main_process_port"]
     port = DEFAULT_PORT if given is None else given
     if not 0 <= port <= 65535:
-        raise wrong_value(where(settings, "main_process_port"), port, "ports go from 0 to 65535", "Use 29500")
-    if several:
-        _check_agreed_port(settings, machine, port)
-        return port, ()
-    if port == 0:
-        return machine.free_port(), ()
-    if not machine.port_in_use(port):
-        return port, ()
-    free = machine.free_port()
-    return free, (f"port {port} is in use, {free} is taken instead",)
-
-
-def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
+        raise wrong_option(settings, "main_process_port", "ports go from 0 to 65535", "Use 29500")
+    if not is_agreed:
+        if port and not machine.port_in_use(port):
+            return settings, port
+        free = machine.free_port()
+        return settings.noted(f"port {port} is in use, {free} is taken instead") if port else settings, free
     if port == 0:
         fix = "Choose one port and pass it on every machine"
         raise wrong_value("--main_process_port", 0, "several machines must agree on a port", fix)
@@ -288,28 +236,20 @@ def _check_agreed_port(settings: Settings, machine: Machine, port: int) -> None:
             f"Port {port} is in use on this machine, where the others would look for it. "
             f"Free it, or pass another --main_process_port on every machine."
         )
+    return settings, port
 
 
 FILE = "deepspeed_config_file"
 
 
 def check_engine(settings: Settings, machine: Machine) -> None:
-    """Refuse what DeepSpeed cannot train with; nothing where it is not the way of training.
-
-    Args:
-        settings: merged, with the hardware that is chosen.
-        machine: as the run uses it.
-
-    Raises:
-        ConfigurationError: with all that is wrong.
-    """
+    """Refuse what DeepSpeed cannot train with, all of it in one error, where it is the way of training."""
     values = settings.values
     if not values["use_deepspeed"]:
         return
     if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
-        fix = "Use bf16"
         reason = "DeepSpeed does not compute in float16 on the CPU"
-        raise wrong_value(where(settings, "mixed_precision"), "fp16", reason, fix)
+        raise wrong_option(settings, "mixed_precision", reason, "Use bf16")
     if not values[FILE]:
         _check_fields({name: value for name in checks.USUAL if (value := values.get(name)) is not None})
         return

@@ -1,18 +1,20 @@
-"""Runs a script as Python itself would, and writes down the error that ends it.
+"""What runs in a launched process: a script as Python itself would run it, or a function of a worker.
 
-The launcher starts `entry.py` instead of the script: `python entry.py script.py ...` or
-`python entry.py -m module ...`. The script finds itself as `__main__`, with its own `sys.argv`, `sys.path`
-and `__file__`; a traceback begins with its own lines.
+The launcher starts `entry.py` instead of a script: `python entry.py script.py ...` or `python entry.py -m
+module ...`. The script finds itself as `__main__`, with its own `sys.argv`, `sys.path` and `__file__`. The
+error that ends it is written down, with a traceback that begins with its own lines.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from accelerate.base import environ, stack_dumps
+from accelerate.base import ConfigurationError, DistributedType, environ, stack_dumps
 from accelerate.launch.children import NOTES
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
 
@@ -100,3 +102,56 @@ def main(words: list[str]) -> None:
     except Exception as error:
         report(error)
         sys.exit(1)
+
+
+RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
+
+
+class PrepareForLaunch:
+    """A function made ready for `torch.multiprocessing`: called with the index of its process first.
+
+    Args:
+        launcher: the user's function.
+        distributed_type: how the processes train; with `DistributedType.XLA` the ranks are XLA's business.
+        debug: use a file as store (``ACCELERATE_DEBUG_RDV_FILE``) instead of a port.
+    """
+
+    def __init__(
+        self,
+        launcher: Callable[..., Any],
+        distributed_type: DistributedType | str = "NO",
+        debug: bool = False,
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Tell this process its rank, then call the function.
+
+        Args:
+            index: of this process on its machine, from 0.
+            *args: for the function.
+        """
+        if self.debug:
+            _meet_over_file(index)
+        elif self.distributed_type != DistributedType.NO and self.distributed_type != DistributedType.XLA:
+            first = environ.get_int_from_env(["NODE_RANK"], 0) * environ.get_int_from_env(["NPROC"], 1)
+            environ.assign({"LOCAL_RANK": str(index), "RANK": str(first + index)})
+        environ.assign({"FORK_LAUNCHED": "1"})
+        self.launcher(*args)
+
+
+def _meet_over_file(index: int) -> None:
+    import torch.distributed
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    path = environ.current().get(RENDEZVOUS_FILE)
+    if not path:
+        raise ConfigurationError(
+            f"{RENDEZVOUS_FILE} is not set: a debug launch meets over that file. Set it to a path."
+        )
+    size = environ.get_int_from_env(["WORLD_SIZE"], 1)
+    torch.distributed.init_process_group(
+        backend="gloo", rank=index, store=FileStore(path, size), world_size=size
+    )

@@ -18,7 +18,6 @@ from accelerate.launch import (
     FOLDER_VARIABLE,
     VERBOSE_VARIABLE,
     LaunchPlan,
-    Rendezvous,
     Target,
     accelerate_command,
     env_var_path_add,
@@ -42,23 +41,6 @@ def test_what_runs_is_a_script_a_module_or_a_program() -> None:
     assert Target.of(command_line(no_python=True)) == Target("program", "train", ("--lr", "1"))
     with pytest.raises(ConfigurationError, match="exclude each other"):
         Target.of(command_line(module=True, no_python=True))
-
-
-def test_processes_meet_as_the_settings_say() -> None:
-    wanted = RendezvousSection(
-        rdzv_backend="c10d",
-        main_process_ip="10.0.0.1",
-        rdzv_conf="timeout=3",
-        max_restarts=2,
-        monitor_interval=0.5,
-        role="trainer",
-        tee="3",
-        log_dir="logs",
-    )
-    assert Rendezvous.of(wanted, 3000) == Rendezvous(
-        "c10d", "10.0.0.1", 3000, "timeout=3", 2, 0.5, "trainer", "3", "logs"
-    )
-    assert Rendezvous.of(RendezvousSection(), 3000).address == "127.0.0.1"
 
 
 def test_details_are_those_of_the_launcher_that_made_the_plan() -> None:
@@ -86,10 +68,10 @@ def test_torchrun_gets_the_target_last(kind: str, switch: list[str]) -> None:
 
 
 def test_torchrun_is_told_the_layout_and_the_meeting() -> None:
-    meeting = Rendezvous("static", "10.0.0.1", 5, "timeout=9", 2, 0.5, "trainer", "3", "/logs")
-    plan = LaunchPlan(
-        "elastic", Target("script", "a.py"), processes=6, machines=2, machine=1, rendezvous=meeting
+    rendezvous = RendezvousSection(
+        rdzv_conf="timeout=9", max_restarts=2, monitor_interval=0.5, role="trainer", tee="3", log_dir="/logs"
     )
+    plan = LaunchPlan("elastic", Target("script", "a.py"), 6, 2, 1, rendezvous, "10.0.0.1", 5)
     pairs = dict(zip(torchrun_arguments(plan)[:-1:2], torchrun_arguments(plan)[1:-1:2], strict=True))
     assert pairs == {
         "--nnodes": "2",
@@ -107,9 +89,9 @@ def test_torchrun_is_told_the_layout_and_the_meeting() -> None:
 
 
 def test_an_elastic_meeting_has_an_endpoint() -> None:
-    meeting = Rendezvous("c10d", "host", 5)
+    rendezvous = RendezvousSection(rdzv_backend="c10d")
     words = torchrun_arguments(
-        LaunchPlan("elastic", Target("script", "a.py"), processes=2, rendezvous=meeting)
+        LaunchPlan("elastic", Target("script", "a.py"), 2, rendezvous=rendezvous, address="host", port=5)
     )
     assert words[words.index("--rdzv_endpoint") + 1] == "host:5"
     assert "--master_addr" not in words
@@ -153,7 +135,7 @@ def make_plan(target: Target, launcher: str = "local", **meeting: str) -> Launch
         processes=1,
         machines=1,
         machine=0,
-        rendezvous=Rendezvous(**meeting),  # type: ignore[arg-type]
+        rendezvous=RendezvousSection(**meeting),  # type: ignore[arg-type]
         environment={"A": "b"},
     )
 

@@ -165,7 +165,7 @@ def test_several_machines_share_the_processes() -> None:
         main_process_port=5,
     )
     assert made.local_processes == 4
-    assert (made.machine, made.rendezvous.address, made.rendezvous.port) == (1, "10.0.0.1", 5)
+    assert (made.machine, made.address, made.port) == (1, "10.0.0.1", 5)
 
 
 def test_on_several_machines_the_total_is_assumed_from_this_one() -> None:
@@ -216,7 +216,7 @@ def test_shares_that_contradict_the_rest_are_refused(flags: dict[str, Any], prob
 
 def test_a_launcher_that_is_called_once_may_choose_the_port() -> None:
     made = plan(machine(1, busy=(29500,)), mpirun_hostfile="hosts")
-    assert made.rendezvous.port == 31000
+    assert made.port == 31000
 
 
 def test_what_starts_all_machines_is_called_on_the_first() -> None:
@@ -232,16 +232,16 @@ def test_slurm_of_a_file_has_no_effect_outside_of_an_allocation() -> None:
 
 def test_a_busy_port_is_replaced_on_one_machine() -> None:
     made = plan(machine(2, busy=(29500,)), num_processes=2)
-    assert made.rendezvous.port == 31000
+    assert made.port == 31000
     assert made.notes == ("port 29500 is in use, 31000 is taken instead",)
-    assert plan(machine(2), num_processes=2, main_process_port=0).rendezvous.port == 31000
+    assert plan(machine(2), num_processes=2, main_process_port=0).port == 31000
 
 
 def test_a_busy_port_is_an_error_on_several_machines() -> None:
     flags = {"num_processes": 2, "num_machines": 2, "main_process_ip": "10.0.0.1"}
     with pytest.raises(LaunchError, match="Port 29500 is in use on this machine"):
         plan(machine(1, busy=(29500,)), **flags)
-    assert plan(machine(1, busy=(29500,)), machine_rank=1, **flags).rendezvous.port == 29500
+    assert plan(machine(1, busy=(29500,)), machine_rank=1, **flags).port == 29500
 
 
 @pytest.mark.parametrize(

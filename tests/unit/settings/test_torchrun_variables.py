@@ -34,7 +34,7 @@ def plan(environ: dict[str, str], *words: str) -> LaunchPlan:
 def test_what_an_operator_sets_is_launched() -> None:
     made = plan(KUBEFLOW, "--cpu")
     assert (made.processes, made.machines, made.machine) == (6, 2, 1)
-    assert (made.rendezvous.address, made.rendezvous.port) == ("job-node-0-0.job", 29400)
+    assert (made.address, made.port) == ("job-node-0-0.job", 29400)
 
 
 @pytest.mark.parametrize(

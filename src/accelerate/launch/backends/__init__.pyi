@@ -15,6 +15,7 @@ from accelerate.launch.backends.elastic import (
     ElasticLauncher as ElasticLauncher,
     LocalLauncher as LocalLauncher,
     Ranks as Ranks,
+    check_reach as check_reach,
 )
 from accelerate.launch.backends.mpi import (
     MpiLauncher as MpiLauncher,

@@ -63,7 +63,7 @@ class DeepSpeedLauncher(Launcher):
             *_starter(section, plan),
             *_devices(section, plan),
             *(("--master_addr", address) if address else ()),
-            *("--master_port", str(plan.rendezvous.port)),
+            *("--master_port", str(plan.port)),
             "--no_local_rank",
             *plan.target.words,
         ]

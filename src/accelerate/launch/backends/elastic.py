@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +36,7 @@ from accelerate.launch.children import (
     taken_signals,
 )
 from accelerate.launch.failures import Exits, Kind, collect, find_first
-from accelerate.launch.network import check_reach, get_free_port, hold_loopback_store, run_key
+from accelerate.launch.machine import get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
 
 ATTEMPTS = 3
@@ -42,6 +44,17 @@ PORT_TAKEN = "EADDRINUSE"
 POLL = 0.05
 SECONDS_FOR_CAUSE = 2.0
 """How long ranks may go on when one has failed as it lost another, which may still write down its error."""
+
+PATIENCE = 300.0
+"""Seconds that machine 0 may come later than the others."""
+PAUSE = 0.5
+CONNECT_TIMEOUT = 5.0
+SAID_AFTER = 5.0
+CONNECTING = ("static", "c10d")
+"""Rendezvous backends at a port of machine 0."""
+
+NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
+"""The machine answers, and nothing listens there yet: machine 0 was not started, or later."""
 
 
 class LocalLauncher(Launcher):
@@ -196,7 +209,7 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
                 raise _did_not_meet(plan, error) from error
-        plan = replace(plan, rendezvous=replace(plan.rendezvous, port=get_free_port()))
+        plan = replace(plan, port=get_free_port())
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -213,9 +226,8 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    rendezvous = plan.rendezvous
-    is_alone = plan.machines == 1 and rendezvous.backend == "static"
-    held = hold_loopback_store(rendezvous.address, rendezvous.port) if is_alone else None
+    is_alone = plan.machines == 1 and plan.rendezvous.rdzv_backend == "static"
+    held = hold_loopback_store(plan.address, plan.port) if is_alone else None
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
     except ValueError as error:  # before a process is started
@@ -266,10 +278,63 @@ def _code_after(number: signal.Signals) -> int:
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> LaunchError:
-    rendezvous = plan.rendezvous
     reason = " ".join(str(error).split())
     return LaunchError(
-        f"The processes did not meet at {rendezvous.address}:{rendezvous.port}: {reason} "
+        f"The processes did not meet at {plan.address}:{plan.port}: {reason} "
         f"Check that this address is that of machine 0, that the port is free there and open between the "
         f"machines, and that every machine was started."
     )
+
+
+def check_reach(
+    plan: LaunchPlan, say: Callable[[str], None], *, patience: float = PATIENCE, pause: float = PAUSE
+) -> None:
+    """Find out in seconds what a rendezvous would find out in many minutes.
+
+    Machine 0 opens the port, so there only the name of its address is looked up. The others connect; while
+    machine 0 has not started yet, they wait for it, and say so.
+
+    Args:
+        plan: of several machines; with one there is nothing to check.
+        patience: seconds to wait for machine 0.
+        pause: seconds between two attempts.
+
+    Raises:
+        LaunchError: the address has no meaning here, or cannot be reached.
+    """
+    if plan.machines == 1:
+        return
+    endpoint, waiting = (plan.address, plan.port), f"machine {plan.machine} ({plan.ranks})"
+    connects = plan.machine > 0 and plan.rendezvous.rdzv_backend in CONNECTING
+    deadline, said_at = (time.monotonic() + seconds for seconds in (patience, SAID_AFTER))
+    while (problem := _connect(endpoint, connects)) is not None:
+        now = time.monotonic()
+        if problem.errno not in NOT_YET or now > deadline:
+            raise LaunchError(
+                f"{waiting} cannot reach {plan.address}:{plan.port}: {_reason(problem)}. Check that "
+                "--main_process_ip is the address of machine 0, that `accelerate launch` runs there, and "
+                "that no firewall is between."
+            )
+        if now > said_at:
+            say(f"{waiting} waits for machine 0 at {plan.address}:{plan.port}: {_reason(problem)}")
+            said_at = deadline + PAUSE
+        time.sleep(pause)
+
+
+def _connect(endpoint: tuple[str, int], connects: bool) -> OSError | None:
+    """Look the address up, and connect where this machine has to; return what went wrong."""
+    try:
+        socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
+        if connects:
+            socket.create_connection(endpoint, timeout=CONNECT_TIMEOUT).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "this name has no address"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT:.0f} s"
+    return (error.strerror or str(error)).lower()

@@ -126,5 +126,4 @@ class MpiLauncher(Launcher):
 
 def rendezvous_environment(plan: LaunchPlan) -> dict[str, str]:
     """The plan's variables, with the address and the port of the rendezvous."""
-    rendezvous = plan.rendezvous
-    return {**plan.environment, "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
+    return {**plan.environment, "MASTER_ADDR": plan.address, "MASTER_PORT": str(plan.port)}

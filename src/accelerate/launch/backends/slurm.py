@@ -22,8 +22,7 @@ from accelerate.base import (
 from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.layout import where
-from accelerate.launch.machine import Machine
-from accelerate.launch.network import run_key
+from accelerate.launch.machine import Machine, run_key
 from accelerate.launch.plan import LaunchPlan, accelerate_command
 from accelerate.settings import ENVIRONMENT, FLAG, Settings
 

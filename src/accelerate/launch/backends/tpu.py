@@ -14,7 +14,7 @@ from accelerate.base import ConfigurationError, MissingPackageError, patch_envir
 from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target, accelerate_command, local_command
-from accelerate.launch.worker import PrepareForLaunch
+from accelerate.launch.script import PrepareForLaunch
 from accelerate.settings import FLAG, Settings
 from accelerate.settings.sections import TpuSection
 

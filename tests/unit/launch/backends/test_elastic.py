@@ -32,7 +32,7 @@ class Agent:
         self.ports: list[int] = []
 
     def __call__(self, plan: LaunchPlan, ranks: Ranks) -> int:
-        self.ports.append(plan.rendezvous.port)
+        self.ports.append(plan.port)
         if self.errors:
             raise self.errors.pop(0)
         return 7

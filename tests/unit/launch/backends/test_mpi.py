@@ -91,9 +91,9 @@ def test_root_tells_open_mpi_so() -> None:
 
 def test_machines_and_address_are_those_of_the_host_file() -> None:
     plan = made(VERSIONS["MPICH"])
-    assert (plan.machines, plan.rendezvous.address) == (2, "first")
-    assert made(VERSIONS["MPICH"], main_process_ip="10.0.0.1").rendezvous.address == "10.0.0.1"
-    assert made(VERSIONS["MPICH"], hosts="localhost\n").rendezvous.address == "127.0.0.1"
+    assert (plan.machines, plan.address) == (2, "first")
+    assert made(VERSIONS["MPICH"], main_process_ip="10.0.0.1").address == "10.0.0.1"
+    assert made(VERSIONS["MPICH"], hosts="localhost\n").address == "127.0.0.1"
 
 
 def test_threads_of_oneccl_are_handed_on() -> None:

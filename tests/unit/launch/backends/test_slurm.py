@@ -35,13 +35,13 @@ def agent_of(plan: LaunchPlan) -> str:
 def test_addresses_and_counts_are_those_of_the_allocation() -> None:
     plan = made()
     assert (plan.launcher, plan.machines, plan.processes) == ("slurm", 3, 12)
-    assert (plan.rendezvous.address, plan.rendezvous.port) == ("gpu07", 12041)
+    assert (plan.address, plan.port) == ("gpu07", 12041)
 
 
 def test_what_the_user_says_wins() -> None:
     plan = made(num_machines=2, num_processes=2, main_process_ip="10.0.0.1", main_process_port=5)
     assert (plan.machines, plan.processes) == (2, 2)
-    assert (plan.rendezvous.address, plan.rendezvous.port) == ("10.0.0.1", 5)
+    assert (plan.address, plan.port) == ("10.0.0.1", 5)
 
 
 @pytest.mark.parametrize(
