@@ -60,7 +60,7 @@ def check_resume(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
         for run in RUNS:
             print(f"{run} run ...", flush=True)
-            code = run_child([*AGENT, *words, "--module", SCRIPT, run, folder], {})
+            code = run_child([*AGENT, *words, "--module", SCRIPT, run, folder], {}).code
             if code:
                 raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
         whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)

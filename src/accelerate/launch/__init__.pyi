@@ -10,7 +10,6 @@ from accelerate.launch.children import (
     exit_code as exit_code,
     grace as grace,
     run_child as run_child,
-    run_to_end as run_to_end,
 )
 from accelerate.launch.explain import as_json as as_json, as_text as as_text
 from accelerate.launch.failures import (

@@ -9,14 +9,29 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.base import ConfigurationError, environ
 
-REQUESTS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+
+def _existing(*names: str) -> tuple[int, ...]:
+    """The signals of these names that this system has."""
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+REQUESTS = _existing("SIGUSR1", "SIGUSR2")
 """Signals that ask a program for something, and end one that has no handler."""
+
+FORWARDED = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+TERMINAL_KEYS = _existing("SIGINT", "SIGQUIT")
+HANGUP = _existing("SIGHUP")
+GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+GRACE_SECONDS = 15
+"""How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
+
+PATIENCE = 2.0
+"""Seconds that descendants get to notice that the child has ended."""
 
 _CAN_BLOCK = hasattr(signal, "pthread_sigmask")
 
@@ -25,9 +40,7 @@ _CAN_BLOCK = hasattr(signal, "pthread_sigmask")
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread; a process that is started in the block begins with them blocked.
 
-    Args:
-        numbers: of the signals. Those that arrive meanwhile are delivered behind the block, unless another
-            thread of this process takes them.
+    Those that arrive meanwhile are delivered after it, unless another thread of this process takes them.
     """
     if not _CAN_BLOCK:
         yield
@@ -72,19 +85,6 @@ NOTES = RequestNotes()
 """Of this process: handlers are one per process."""
 
 
-FORWARDED = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
-)
-TERMINAL_KEYS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name))
-HANGUP = tuple(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name))
-GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-GRACE_SECONDS = 15
-"""How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
-
-PATIENCE = 2.0
-"""Seconds that descendants get to notice that the child has ended."""
-
-
 def grace() -> int:
     """Seconds between the signal that asks processes to end and the one that kills them."""
     return environ.get_int_from_env([GRACE_VARIABLE], GRACE_SECONDS)
@@ -101,8 +101,7 @@ def say(text: str) -> None:
     os.write(2, f"accelerate launch: {text}.\n".encode())
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """How a child ended.
 
     Attributes:
@@ -116,31 +115,12 @@ class End:
 
 
 def run_child(
-    command: Sequence[str], added: Mapping[str, str], instead: Mapping[int, int] | None = None
-) -> int:
-    """Run a program to its end.
-
-    Args:
-        command: its words.
-        added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program instead.
-
-    Returns:
-        The exit code that a shell would show.
-
-    Raises:
-        ConfigurationError: it cannot be started.
-    """
-    return run_to_end(command, added, instead).code
-
-
-def run_to_end(
     command: Sequence[str],
     added: Mapping[str, str],
     instead: Mapping[int, int] | None = None,
     blocked_at_start: Sequence[int] = (),
 ) -> End:
-    """As `run_child`, and tell how the program ended.
+    """Run a program to its end.
 
     Args:
         command: its words.
@@ -175,10 +155,6 @@ def taken_signals(
     """Let a handler take signals; in another thread than the main one, whoever owns that deals with them.
 
     SIGHUP stays ignored where it was: that is what `nohup` asks for, in this process and in those it starts.
-
-    Args:
-        handler: called with the number and the frame.
-        numbers: of the signals.
     """
     taken = [number for number in numbers if number not in ignored_for_good()]
     try:
@@ -206,13 +182,10 @@ class Ending:
 
     Args:
         instead: signal received -> signal sent.
-
-    Attributes:
-        killed_after: the signal after which the child had to be killed; 0 where it did not.
     """
 
     def __init__(self, instead: Mapping[int, int]) -> None:
-        self.killed_after = 0
+        self.killed_after = 0  # the signal after which the child had to be killed
         self._instead = instead
         self._child: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
@@ -221,11 +194,7 @@ class Ending:
         self._first = 0
 
     def begin(self, child: subprocess.Popen[Any]) -> None:
-        """The child runs: forward what was received before.
-
-        Args:
-            child: a running program.
-        """
+        """The child runs: forward what was received before."""
         self._child = child
         while self._early:
             self._forward(child, self._early.pop(0), has_it=False)
@@ -247,15 +216,12 @@ class Ending:
         if number not in REQUESTS:
             continue_stopped([child.pid, *(process.pid for process in self._family)])
         if is_first:
-            self._start_clock(number)
-
-    def _start_clock(self, number: int) -> None:
-        seconds = grace()
-        self._timer = threading.Timer(seconds, self._kill)
-        self._timer.daemon = True
-        self._timer.start()
-        name = signal.Signals(number).name
-        say(f"{name} received, ending the processes; what still runs after {seconds} s is killed")
+            seconds = grace()
+            self._timer = threading.Timer(seconds, self._kill)
+            self._timer.daemon = True
+            self._timer.start()
+            name = signal.Signals(number).name
+            say(f"{name} received, ending the processes; what still runs after {seconds} s is killed")
 
     def _kill(self) -> None:
         assert self._child is not None
@@ -264,7 +230,8 @@ class Ending:
             self._child.kill()
             self.killed_after = self._first
             killed += 1
-        say(f"{killed} process{'es' if killed > 1 else ''} did not end in time and {_were(killed)} killed")
+        processes = f"{killed} processes" if killed > 1 else f"{killed} process"
+        say(f"{processes} did not end in time and {'was' if killed == 1 else 'were'} killed")
 
     def finish(self) -> None:
         """The child has ended: if a signal asked for it, end what it left behind, and say how it went."""
@@ -278,13 +245,8 @@ class Ending:
 
 
 def continue_stopped(pids: Iterable[int], send: Callable[[int, int], None] = os.kill) -> None:
-    """Let processes that were stopped go on: until then they cannot do what a signal asks for.
-
-    Args:
-        pids: of processes that were asked to end.
-        send: called with a number and SIGCONT; the signal goes to the process, or to its group.
-    """
-    import psutil  # only a run that is ended early pays for it
+    """Continue stopped processes, or with `os.killpg` their groups: they cannot do what a signal asks for."""
+    import psutil  # only a run that is ended early needs it
 
     for pid in pids:
         try:
@@ -294,12 +256,8 @@ def continue_stopped(pids: Iterable[int], send: Callable[[int, int], None] = os.
             continue
 
 
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
-
-
 def _descendants(pid: int) -> list[Any]:
-    import psutil  # only a launch that is ended early pays for it
+    import psutil
 
     try:
         return list(psutil.Process(pid).children(recursive=True))

@@ -15,12 +15,7 @@ HIDDEN = "(hidden)"
 
 
 def as_text(plan: LaunchPlan, settings: Settings) -> str:
-    """Say what a launch would do: notes, values with their sources, environment, command.
-
-    Args:
-        plan: what was decided.
-        settings: the values it was decided from.
-    """
+    """Say what a launch would do: notes, values with their sources, environment, command."""
     files = launcher_for(plan).files(plan)
     parts = [
         _titled("Notes", [f"  {note}" for note in plan.notes] or ["  none"]),

@@ -28,19 +28,14 @@ HANG_KIND = "Hang"
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended one process.
+    """The error that ended one process, in Python or by its exit code.
 
     Attributes:
-        rank: of the process, among all.
-        world_size: number of processes.
         attempt: how often the group had been restarted.
-        host: machine it ran on.
-        pid: its number there.
         moment: seconds since the epoch.
         kind: class of the error, and those it derives from, by name.
         headline: class and message, one line.
-        trace: the traceback as Python prints it.
-        place: file and line of its last frame.
+        place: file and line of the last frame of the traceback.
     """
 
     rank: int
@@ -56,12 +51,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, environ: Mapping[str, str]) -> Failure:
-        """Describe an error in this process.
-
-        Args:
-            error: with the traceback that shall be shown.
-            environ: says which rank this is.
-        """
+        """Describe an error in this process, with its traceback; `environ` says which rank this is."""
         frames = traceback.extract_tb(error.__traceback__)
         (*_, headline) = traceback.format_exception_only(type(error), error)
         return cls(
@@ -91,13 +81,7 @@ class Failure:
 
 
 def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
-    """Return a count that the launcher sets, for a report: a wrong value must not prevent the report.
-
-    Args:
-        environ: variables of a process.
-        name: of one of them.
-        usual: the answer where it is absent or no count.
-    """
+    """Return a count that the launcher sets, for a report: a wrong value must not prevent the report."""
     text = environ.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else usual
 
@@ -108,9 +92,7 @@ class Exits:
 
     Attributes:
         codes: rank -> exit code, or minus the number of the signal that ended it.
-        attempt: how often the group had been restarted.
-        asked: ranks that still ran when the launcher asked them to end.
-        asked_by: the signal that it sent.
+        asked: ranks that still ran when the launcher asked them to end, with the signal `asked_by`.
         asked_at: when, in seconds since the epoch.
         killed: those that did not end in time, which the launcher killed.
     """
@@ -123,12 +105,11 @@ class Exits:
     killed: tuple[int, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Write it beside what the processes write down."""
         (folder / EXITS).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Exits:
-        """Read it; that of no processes where nothing was written."""
+        """Read what was written; that of no processes where nothing was."""
         path = folder / EXITS
         if not path.exists():
             return cls({})
@@ -143,7 +124,6 @@ class Outcome:
     """How a failed run ended.
 
     Attributes:
-        code: exit code of the run.
         failures: errors that processes wrote down in the last attempt, the earliest first.
         seen: what the launcher saw of its processes.
         hang: the last report about a hang; empty without one.
@@ -161,12 +141,7 @@ class Outcome:
 
 
 def collect(folder: Path, code: int) -> Outcome:
-    """Read what the processes of a run wrote.
-
-    Args:
-        folder: where they wrote.
-        code: exit code of the run.
-    """
+    """Read what the processes of a run that ended with a code wrote into a folder."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
     failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
     seen = Exits.read(folder)
@@ -212,13 +187,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Suspect:
-    """One rank whose end may be the cause.
-
-    Attributes:
-        kind: what its failure is.
-        rank: of the process.
-        failure: what it wrote; None where it wrote nothing.
-    """
+    """One rank whose end may be the cause, with what it wrote; None where it wrote nothing."""
 
     kind: Kind
     rank: int
@@ -243,11 +212,7 @@ _READ_BY_ANOTHER = re.compile(
 
 
 def find_suspects(outcome: Outcome) -> list[Suspect]:
-    """Return all that may have made the run fail, the most likely first.
-
-    Args:
-        outcome: how the run ended.
-    """
+    """Return all that may have made the run fail, the most likely first."""
     recorded = {failure.rank for failure in outcome.failures}
     suspects = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
     if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in suspects):
@@ -268,11 +233,7 @@ def find_suspects(outcome: Outcome) -> list[Suspect]:
 
 
 def find_first(outcome: Outcome) -> Suspect | None:
-    """Return what made the run fail; None where no rank did.
-
-    Args:
-        outcome: how the run ended.
-    """
+    """Return what made the run fail; None where no rank did."""
     return next(iter(find_suspects(outcome)), None)
 
 

@@ -275,13 +275,7 @@ def prepare_extend_env_parallelism_config(
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: list[str] | None = None
 ) -> argparse.Namespace:
-    """The values of a namespace that another parser knows too.
-
-    Args:
-        args: values by name.
-        parser: says which names matter, and gives the others their defaults.
-        default_args: words that the parser needs in order to parse at all.
-    """
+    """The values of a namespace that another parser knows too; `default_args` let that parse at all."""
     known, _ = parser.parse_known_args(default_args or [])
     shared = {name: value for name, value in vars(args).items() if hasattr(known, name)}
     vars(known).update(shared)

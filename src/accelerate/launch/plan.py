@@ -21,13 +21,7 @@ Kind: TypeAlias = Literal["script", "module", "program"]
 
 @dataclass(frozen=True)
 class Target:
-    """What runs in each process.
-
-    Attributes:
-        kind: a Python script, a Python module (``-m``), or a program of any kind.
-        name: its path or name.
-        arguments: its own arguments, untouched.
-    """
+    """What runs in each process: a Python script, a module (``-m``), or a program of any kind."""
 
     kind: Kind
     name: str
@@ -35,14 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Target:
-        """What a parsed command line names.
-
-        Args:
-            args: has ``module``, ``no_python``, ``training_script`` and ``training_script_args``.
-
-        Raises:
-            ConfigurationError: it is named as a module and as a program.
-        """
+        """What a parsed command line names; a `ConfigurationError` where it is both a module and a program."""
         if args.module and args.no_python:
             raise ConfigurationError("--module and --no_python exclude each other. Keep one of them.")
         kind: Kind = "module" if args.module else "program" if args.no_python else "script"
@@ -147,8 +134,6 @@ def accelerate_command(settings: Settings, target: Target, *left_out: str) -> li
     """The words of an `accelerate launch` on another machine, or later, that decides the same.
 
     Args:
-        settings: written as flags.
-        target: what it runs.
         left_out: names of options that it finds out by itself.
     """
     if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
@@ -175,12 +160,7 @@ RECORDED = ("local", "elastic")
 
 
 def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """A plan whose processes write down what ends them; the same plan where that is not possible.
-
-    Args:
-        plan: what is going to run.
-        folder: where they write.
-    """
+    """A plan whose processes write what ends them into a folder; the same plan where that is not possible."""
     if plan.launcher not in RECORDED or plan.target.kind == "program":
         return plan
     before = ("-m",) if plan.target.kind == "module" else ()
@@ -192,10 +172,6 @@ def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
 
 
 def folder_of(plan: LaunchPlan) -> Path | None:
-    """Where the processes of a plan write down what ends them; `None` where they do not.
-
-    Args:
-        plan: what is going to run.
-    """
+    """Where the processes of a plan write down what ends them; `None` where they do not."""
     folder = plan.environment.get(FOLDER_VARIABLE)
     return None if folder is None else Path(folder)

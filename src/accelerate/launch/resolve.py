@@ -141,11 +141,7 @@ def check_budget(settings: Settings) -> None:
 
 
 def choose_starter(settings: Settings, machine: Machine) -> str | None:
-    """Name the program that starts the processes, if it is not this one.
-
-    Raises:
-        ConfigurationError: a flag asks for SLURM, and there is no allocation.
-    """
+    """Name the program that starts the processes, if it is not this one."""
     values = settings.values
     if values["submit"] and not values["slurm"]:
         raise wrong_value("--submit", True, "it belongs to --slurm", "Pass --slurm as well, or leave it out")

@@ -20,11 +20,6 @@ from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE,
 
 
 def run(words: list[str]) -> None:
-    """Run a script or a module with its words.
-
-    Args:
-        words: the command line after this file.
-    """
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = words[1:]

@@ -15,6 +15,7 @@ import pytest
 from accelerate.base import CheckpointError, LaunchError
 from accelerate.commands import same_run
 from accelerate.commands.same_run import SAME, compare
+from accelerate.launch import End
 
 STEPS = [[0, 0, [4, 2]], [0, 1, [1, 3]], [1, 0, [2, 2]]]
 WEIGHTS = {"a": [0.5, -1.25], "b": [3.0]}
@@ -86,11 +87,11 @@ def test_a_difference_on_one_rank_is_found(
 def pretend(monkeypatch: pytest.MonkeyPatch, runs: dict[str, list[Any]], code: int = 0) -> None:
     """Let a launch only leave the records of a run."""
 
-    def run_child(command: list[str], added: dict[str, str]) -> int:
+    def run_child(command: list[str], added: dict[str, str]) -> End:
         run, folder = command[-2:]
         for rank, each in enumerate(runs[run]):
             (Path(folder) / f"{run}_{rank}.json").write_text(json.dumps(each))
-        return code if run == "resumed" else 0
+        return End(code if run == "resumed" else 0, 0)
 
     monkeypatch.setattr(same_run, "run_child", run_child)
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from accelerate.diagnostics import SignalNotes
-from accelerate.launch import ENTRY, REQUESTS, End, Ending, RequestNotes, blocked, run_to_end
+from accelerate.launch import ENTRY, REQUESTS, End, Ending, RequestNotes, blocked, run_child
 
 RUN = """
 import sys
 from accelerate.launch.children import run_child
-sys.exit(run_child([sys.executable, "-c", sys.argv[1]], {}, {} if len(sys.argv) < 3 else {2: 15}))
+sys.exit(run_child([sys.executable, "-c", sys.argv[1]], {}, {} if len(sys.argv) < 3 else {2: 15}).code)
 """
 NOTE = "import os, signal, subprocess, sys, time\nopen(f'pid-{os.getpid()}', 'w').close()\n"
 STUBBORN = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\n"
@@ -166,8 +166,8 @@ def test_a_request_to_a_program_that_starts_with_it_blocked_waits_there(tmp_path
         "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n"
         "raise SystemExit(40 + len(signal.sigpending() & {signal.SIGUSR1}))"
     )
-    assert run_to_end([sys.executable, "-c", asks], {}, blocked_at_start=REQUESTS) == End(41, 0)
-    assert run_to_end([sys.executable, "-c", asks], {}) == End(128 + signal.SIGUSR1, 0)
+    assert run_child([sys.executable, "-c", asks], {}, blocked_at_start=REQUESTS) == End(41, 0)
+    assert run_child([sys.executable, "-c", asks], {}) == End(128 + signal.SIGUSR1, 0)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(REQUESTS)
 
 

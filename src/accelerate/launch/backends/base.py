@@ -18,7 +18,6 @@ class Command:
     """The details of a launcher that runs another program, all of whose words are known with the plan.
 
     Attributes:
-        words: the command line.
         environment: variables that the program gets in addition to those of this process.
         files: path -> text of the files that are written first, and kept.
     """
@@ -46,11 +45,8 @@ class Launcher:
     called_once: ClassVar[bool] = False
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Fill in what this way of starting knows by itself, such as addresses and counts.
-
-        Raises:
-            ConfigurationError: what it knows contradicts the settings.
-        """
+        """Fill in what this way of starting knows by itself, such as addresses and counts, or refuse
+        settings."""
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> object:
@@ -70,7 +66,7 @@ class Launcher:
 
         Signals that end the launcher (SIGINT, SIGTERM, SIGHUP) end its processes too.
         """
-        return run_child(self.command(plan), {})
+        return run_child(self.command(plan), {}).code
 
 
 LAUNCHERS = {
@@ -88,15 +84,10 @@ LAUNCHERS = {
 
 
 def launcher_named(name: str) -> Launcher:
-    """The launcher of a name.
-
-    Args:
-        name: key of `LAUNCHERS`.
-    """
+    """The launcher of a name."""
     launcher: Launcher = getattr(import_module(__package__), LAUNCHERS[name])()
     return launcher
 
 
 def launcher_for(plan: LaunchPlan) -> Launcher:
-    """The launcher that a plan names."""
     return launcher_named(plan.launcher)

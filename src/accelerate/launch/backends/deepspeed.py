@@ -73,7 +73,7 @@ class DeepSpeedLauncher(Launcher):
         """Call DeepSpeed's launcher, and return its exit code."""
         variables = {**plan.detail(Command).environment, "PYTHONPATH": python_path()}
         with variable_file(variables) as path:
-            return run_child(self.command(plan), {**variables, FILE_VARIABLE: str(path)})
+            return run_child(self.command(plan), {**variables, FILE_VARIABLE: str(path)}).code
 
 
 def python_path() -> str:

@@ -31,7 +31,7 @@ from accelerate.launch.children import (
     exit_code,
     grace,
     ignored_for_good,
-    run_to_end,
+    run_child,
     say,
     taken_signals,
 )
@@ -65,13 +65,12 @@ class LocalLauncher(Launcher):
     """
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The target's own words."""
         return local_command(plan.target)
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the target, forward signals to it, and return its exit code."""
         folder = folder_of(plan)  # only our entry unblocks what is blocked at its start
-        end = run_to_end(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
+        end = run_child(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
         if folder and end.killed_after:
             Exits({0: -signal.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
         return end.code
@@ -81,7 +80,8 @@ class Ranks:
     """The processes that torch's elastic agent starts on this machine; a restart replaces them.
 
     The agent asks its processes to end and waits: for a stopped one, which cannot answer, as for one that
-    saves a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
+    saves
+    a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
 
     Args:
         folder: where they write down what ends them; None where they do not, since they are not our entry.
@@ -107,12 +107,7 @@ class Ranks:
         say(f"{name} received and passed on to {len(running)} process{'' if len(running) == 1 else 'es'}")
 
     def start(self, context: Any, start: Callable[[], None]) -> None:
-        """Start the processes.
-
-        Args:
-            context: torch's `SubprocessContext`.
-            start: starts them.
-        """
+        """Start the processes of torch's `SubprocessContext` by its own method."""
         for number in self._ignored:
             if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set a handler of its own
                 signal.signal(number, signal.SIG_IGN)
@@ -124,11 +119,7 @@ class Ranks:
             self.on_request(self._early.pop(0), None)
 
     def end(self, number: int) -> None:
-        """Ask all that run to end, and wait for them; those that are left after the timeout are recorded.
-
-        Args:
-            number: of the signal that asks them.
-        """
+        """Ask all that run to end, by a signal, and wait; those that are left after the timeout are recorded."""
         self._wait_for_cause()
         running = self._running()
         if not running:
@@ -176,16 +167,12 @@ class ElasticLauncher(Launcher):
     """Runs the target in each of the plan's processes on this machine, and restarts them as asked."""
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The words of ``torchrun``."""
         return ["torchrun", *torchrun_arguments(plan)]
 
     def run(self, plan: LaunchPlan) -> int:
         """Start the agent, wait for it, and return the exit code of the process that failed first.
 
         A port that another program takes between the plan and the start is replaced on one machine.
-
-        Raises:
-            LaunchError: the rendezvous failed.
         """
         _make_log_folder(plan)
         ranks = Ranks(folder_of(plan))

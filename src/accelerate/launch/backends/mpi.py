@@ -21,12 +21,9 @@ class Dialect:
     """The spelling of options in one implementation of mpirun.
 
     Attributes:
-        name: as users know it.
         marks: texts of ``mpirun --version``, in small letters, any of which names it.
-        hostfile: the flag before the path.
         per_machine: the words for processes on each machine, with ``{}`` for the count.
         variable: the words that export a variable, with ``{name}`` and ``{text}``.
-        as_root: words that are needed to run as root.
         binding: words that let each process use several cores, where that is not the default.
     """
 
@@ -57,14 +54,7 @@ DIALECTS = (
 
 
 def dialect_of(version: str) -> Dialect:
-    """Recognise a kind of mpirun.
-
-    Args:
-        version: what ``mpirun --version`` prints.
-
-    Raises:
-        ConfigurationError: it is none of those known.
-    """
+    """Recognize a kind of mpirun by what ``mpirun --version`` prints; an error where it is unknown."""
     text = version.lower()
     dialect = next((dialect for dialect in DIALECTS if any(mark in text for mark in dialect.marks)), None)
     if dialect is None:

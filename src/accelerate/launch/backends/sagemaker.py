@@ -29,13 +29,7 @@ METRIC_COLUMNS = ("metric_name", "metric_regex")
 
 @dataclass(frozen=True)
 class SageMakerDetails:
-    """A job.
-
-    Attributes:
-        arguments: of the estimator.
-        inputs: channel -> location of its data; None for none.
-        credentials: variables of AWS, never shown.
-    """
+    """A job: arguments of the estimator, channel -> location of its data, and AWS's variables, never shown."""
 
     arguments: Mapping[str, Any]
     inputs: Mapping[str, str] | None
@@ -64,12 +58,7 @@ class SageMakerLauncher(Launcher):
         return [ESTIMATOR, *words, *([f"fit:inputs={json.dumps(job.inputs)}"] if job.inputs else [])]
 
     def run(self, plan: LaunchPlan) -> int:
-        """Submit the job, and wait until it has ended.
-
-        Raises:
-            MissingPackageError: the vendor's package is missing, or has no such estimator.
-            LaunchError: AWS refused the job, or it failed.
-        """
+        """Submit the job, and wait until it has ended; a `LaunchError` where AWS refused it or it failed."""
         job = plan.detail(SageMakerDetails)
         with patch_environment(**job.credentials):
             estimator_class = _import_estimator()
@@ -78,15 +67,7 @@ class SageMakerLauncher(Launcher):
 
 
 def submit(estimator_class: Any, job: SageMakerDetails) -> None:
-    """Make the estimator, and run the job to its end.
-
-    Args:
-        estimator_class: the vendor's.
-        job: what to submit.
-
-    Raises:
-        LaunchError: AWS refused the job, or it failed.
-    """
+    """Make the vendor's estimator, and run the job to its end."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -118,16 +99,7 @@ def _import_estimator() -> Any:
 
 
 def estimator_arguments(settings: Settings, target: Target, machine: Machine) -> dict[str, Any]:
-    """What the estimator is made with; what the file gives under ``additional_args`` wins.
-
-    Args:
-        settings: merged.
-        target: a script; its folder is sent with it.
-        machine: reads the table of metrics.
-
-    Raises:
-        ConfigurationError: the target is no script, or the file lacks what a job needs.
-    """
+    """What the estimator is made with; what the file gives under ``additional_args`` wins."""
     job = settings[SageMakerSection]
     _check(job, target)
     own_image = job.image_uri is not None
@@ -211,16 +183,7 @@ def _metrics(path: str | None, machine: Machine) -> list[dict[str, str]] | None:
 
 
 def table_rows(text: str, path: str, columns: tuple[str, str]) -> list[tuple[str, str]]:
-    """The rows of a table of two columns, which are separated by tabs.
-
-    Args:
-        text: of the file.
-        path: the file, for errors.
-        columns: their names, which the first line holds.
-
-    Raises:
-        ConfigurationError: the first line or a row is not of that form.
-    """
+    """The rows of a table of two columns, which are separated by tabs; the first line holds their names."""
     lines = [line for line in text.splitlines() if line.strip()]
     cells = [tuple(cell.strip() for cell in line.split("\t")) for line in lines]
     if not cells or cells[0] != columns:

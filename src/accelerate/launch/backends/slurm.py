@@ -78,7 +78,7 @@ class SlurmLauncher(Launcher):
         srun only reports at the first Ctrl-C, so it gets the signal that ends its tasks.
         """
         variables = {**plan.environment, **run_key(environ.current())}  # srun hands the environment on
-        return run_child(self.command(plan), variables, {SIGINT: SIGTERM})
+        return run_child(self.command(plan), variables, {SIGINT: SIGTERM}).code
 
 
 def _agreed_machines(settings: Settings, nodes: int) -> Settings:
@@ -133,12 +133,7 @@ class SbatchLauncher(Launcher):
         return Command(("sbatch", "--parsable", path), files={path: "\n".join(lines) + "\n"})
 
     def run(self, plan: LaunchPlan) -> int:
-        """Write the script, submit it, and print its path and the job's number.
-
-        Raises:
-            ConfigurationError: the script cannot be written, or there is no sbatch.
-            LaunchError: SLURM did not take the job.
-        """
+        """Write the script, submit it, and print its path and the job's number."""
         ((path, text),) = self.files(plan).items()
         variables = {**environ.current(), **plan.environment}
         try:

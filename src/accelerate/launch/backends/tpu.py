@@ -22,12 +22,7 @@ POD_MODULE = "torch_xla.distributed.xla_dist"
 
 
 def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
-    """The variables by which XLA computes in bfloat16.
-
-    Args:
-        downcast: float64 becomes bfloat16 too, not only float32.
-        mixed_precision: number format of the run.
-    """
+    """The variables by which XLA computes in bfloat16; with `downcast` float64 becomes bfloat16 too."""
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
@@ -35,13 +30,7 @@ def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TpuDetails:
-    """What the processes of a host need beyond the plan.
-
-    Attributes:
-        function: of the script, which each process calls.
-        processes: 1, or ``None`` for one on each chip.
-        variables: for XLA.
-    """
+    """What the processes of a host need: a function of the script, and 1 process or one on each chip (None)."""
 
     function: str
     processes: int | None
@@ -67,16 +56,10 @@ class TpuLauncher(Launcher):
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The words that start the script; the processes are made inside of this program."""
         return local_command(plan.target)
 
     def run(self, plan: LaunchPlan) -> int:
-        """Import the script, and run its function in each process.
-
-        Raises:
-            MissingPackageError: torch_xla is not installed.
-            ConfigurationError: the script has no such function.
-        """
+        """Import the script, and run its function in each process."""
         details = plan.detail(TpuDetails)
         spawn = _spawn()
         with patch_environment(**{**plan.environment, **details.variables}):
@@ -100,15 +83,7 @@ def _spawn() -> Callable[..., Any]:
 
 
 def function_of(target: Target, name: str) -> Callable[..., Any]:
-    """A function of a script or module, which is imported for it.
-
-    Args:
-        target: script or module; code under ``if __name__ == "__main__"`` is not run.
-        name: of the function.
-
-    Raises:
-        ConfigurationError: there is no such script, module or function.
-    """
+    """Import a script or module, and return one of its functions; code under ``__main__`` is not run."""
     path = Path(target.name)
     if target.kind == "script":
         sys.path.insert(0, str(path.parent.resolve()))
