@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
 from typing import Any
 
 from accelerate.launch.backends import launcher_for
@@ -16,38 +15,36 @@ HIDDEN = "(hidden)"
 
 def as_text(plan: LaunchPlan, settings: Settings) -> str:
     """Say what a launch would do: notes, values with their sources, environment, command."""
-    files = launcher_for(plan).files(plan)
-    parts = [
-        _titled("Notes", [f"  {note}" for note in plan.notes] or ["  none"]),
-        _titled("Processes", [f"  {_layout(plan)}"]),
-        *(_section(section, settings) for section in SECTIONS),
-        _titled(
-            "Environment added", _columns([[name, text] for name, text in sorted(plan.environment.items())])
-        ),
-        *(
-            _titled(f"File {path}", [f"  {line}" for line in text.splitlines()])
-            for path, text in files.items()
-        ),
-        _titled("Command", [f"  {shlex.join(launcher_for(plan).command(plan))}"]),
+    launcher = launcher_for(plan)
+    parts: list[tuple[str, list[list[str]]]] = [
+        ("Notes", [[note] for note in plan.notes]),
+        ("Processes", [[_layout(plan)]]),
     ]
-    return "\n\n".join(part for part in parts if part)
+    for section in (section for section in SECTIONS if section.active(settings.values)):
+        rows = [
+            [row.name, str(_shown(row, settings.values[row.name])), settings.source(row.name)]
+            for row in section.options()
+        ]
+        parts.append((str(section.__doc__).split("\n")[0].rstrip("."), rows))
+    parts.append(("Environment added", [[name, text] for name, text in sorted(plan.environment.items())]))
+    for path, text in launcher.files(plan).items():
+        parts.append((f"File {path}", [[line] for line in text.splitlines()]))
+    parts.append(("Command", [[shlex.join(launcher.command(plan))]]))
+    return "\n\n".join("\n".join([title, *_columns(rows)]) for title, rows in parts)
 
 
 def as_json(plan: LaunchPlan, settings: Settings) -> str:
     """The same as one JSON object."""
+    launcher = launcher_for(plan)
     return json.dumps(
         {
             "launcher": plan.launcher,
             "processes": plan.processes,
             "machines": plan.machines,
             "machine": plan.machine,
-            "meeting": {
-                "backend": plan.rendezvous.rdzv_backend,
-                "address": plan.address,
-                "port": plan.port,
-            },
-            "command": launcher_for(plan).command(plan),
-            "files": dict(launcher_for(plan).files(plan)),
+            "meeting": {"backend": plan.rendezvous.rdzv_backend, "address": plan.address, "port": plan.port},
+            "command": launcher.command(plan),
+            "files": dict(launcher.files(plan)),
             "environment": dict(sorted(plan.environment.items())),
             "notes": list(plan.notes),
             "settings": {
@@ -60,8 +57,7 @@ def as_json(plan: LaunchPlan, settings: Settings) -> str:
 
 
 def _layout(plan: LaunchPlan) -> str:
-    launcher = launcher_for(plan)
-    if launcher.counts_remotely:
+    if launcher_for(plan).counts_remotely:
         return f"as many as the machines there decide, by the {plan.launcher} launcher"
     text = f"{plan.processes} in total by the {plan.launcher} launcher"
     if plan.machines == 1:
@@ -70,23 +66,8 @@ def _layout(plan: LaunchPlan) -> str:
     return f"{text}: {plan.layout}; {here}"
 
 
-def _section(section: Any, settings: Settings) -> str:
-    """The values of one section; nothing where the run does not use it."""
-    if not section.active(settings.values):
-        return ""
-    rows = [
-        [row.name, str(_shown(row, settings.values[row.name])), settings.source(row.name)]
-        for row in section.options()
-    ]
-    return _titled(section.__doc__.split("\n")[0].rstrip("."), _columns(rows))
-
-
 def _shown(row: Option, value: Any) -> Any:
     return HIDDEN if row.secret and value is not None else value
-
-
-def _titled(title: str, lines: Iterable[str]) -> str:
-    return "\n".join([title, *lines])
 
 
 def _columns(rows: list[list[str]]) -> list[str]:

@@ -29,7 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Target:
-        """What a parsed command line names; a `ConfigurationError` where it is both a module and a program."""
+        """What a parsed command line names; it cannot be both a module and a program."""
         if args.module and args.no_python:
             raise ConfigurationError("--module and --no_python exclude each other. Keep one of them.")
         kind: Kind = "module" if args.module else "program" if args.no_python else "script"

@@ -7,7 +7,6 @@ from accelerate.launch.backends.base import (
 from accelerate.launch.backends.deepspeed import (
     FILE_VARIABLE as FILE_VARIABLE,
     DeepSpeedLauncher as DeepSpeedLauncher,
-    python_path as python_path,
     variable_file as variable_file,
 )
 from accelerate.launch.backends.elastic import (

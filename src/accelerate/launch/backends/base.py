@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
@@ -13,18 +12,15 @@ from accelerate.launch.plan import LaunchPlan
 from accelerate.settings import Settings
 
 
-@dataclass(frozen=True)
-class Command:
-    """The details of a launcher that runs another program, all of whose words are known with the plan.
+class Command(NamedTuple):
+    """The details of a launcher that runs another program: its words, and the files that it gets.
 
     Attributes:
-        environment: variables that the program gets in addition to those of this process.
         files: path -> text of the files that are written first, and kept.
     """
 
     words: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = {}
 
 
 class Launcher:

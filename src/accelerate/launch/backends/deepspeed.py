@@ -14,7 +14,7 @@ from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.backends.mpi import hosts_of, rendezvous_environment
 from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.plan import LaunchPlan, env_var_path_add
 from accelerate.settings import Settings
 from accelerate.settings.sections import DeepSpeedSection
 
@@ -41,8 +41,7 @@ class DeepSpeedLauncher(Launcher):
         values = settings.values
         _check_filters(section)
         if section.deepspeed_hostfile:
-            text = machine.read_file(section.deepspeed_hostfile)
-            settings = _count(settings, section, section.deepspeed_hostfile, text)
+            settings = _count(settings, section, machine.read_file(section.deepspeed_hostfile))
         launcher = section.deepspeed_multinode_launcher
         if launcher not in KNOWS_ADDRESS and not values["main_process_ip"]:
             fix = "Pass the address of the machine of rank 0"
@@ -54,32 +53,28 @@ class DeepSpeedLauncher(Launcher):
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
-        """Write the words of DeepSpeed's launcher; `environment` is for the workers on all machines."""
+        """Write the words of DeepSpeed's launcher."""
         section = settings[DeepSpeedSection]
-        address = settings.values["main_process_ip"]
+        launcher, address = str(section.deepspeed_multinode_launcher), plan.rendezvous.main_process_ip
+        no_ssh = ("--no_ssh", "--node_rank", str(plan.machine))
         words = [
             *(sys.executable, "-m", RUNNER),
             *(("--hostfile", section.deepspeed_hostfile) if section.deepspeed_hostfile else ()),
-            *_starter(section, plan),
+            *(no_ssh if launcher == NO_SSH else ("--launcher", launcher)),
             *_devices(section, plan),
             *(("--master_addr", address) if address else ()),
             *("--master_port", str(plan.port)),
             "--no_local_rank",
             *plan.target.words,
         ]
-        return Command(tuple(words), rendezvous_environment(plan) if address else plan.environment)
+        return Command(tuple(words))
 
     def run(self, plan: LaunchPlan) -> int:
         """Call DeepSpeed's launcher, and return its exit code."""
-        variables = {**plan.detail(Command).environment, "PYTHONPATH": python_path()}
+        workers = rendezvous_environment(plan) if plan.rendezvous.main_process_ip else plan.environment
+        variables = {**workers, "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd()))}
         with variable_file(variables) as path:
             return run_child(self.command(plan), {**variables, FILE_VARIABLE: str(path)}).code
-
-
-def python_path() -> str:
-    """The search path of the workers: that of this process, and the current folder."""
-    present = environ.current().get("PYTHONPATH")
-    return f"{present}:{Path.cwd()}" if present else str(Path.cwd())
 
 
 def _check_filters(section: DeepSpeedSection) -> None:
@@ -88,15 +83,15 @@ def _check_filters(section: DeepSpeedSection) -> None:
             "--deepspeed_inclusion_filter and --deepspeed_exclusion_filter exclude each other. "
             "Keep one of them."
         )
-
     filters = section.deepspeed_inclusion_filter or section.deepspeed_exclusion_filter
     if filters and section.deepspeed_multinode_launcher in ALL_SLOTS:
         reason = f"the launcher {section.deepspeed_multinode_launcher} uses every slot of the host file"
         raise wrong_value("filter", filters, reason, "Leave the hosts out of the host file instead")
 
 
-def _count(settings: Settings, section: DeepSpeedSection, path: str, text: str) -> Settings:
+def _count(settings: Settings, section: DeepSpeedSection, text: str) -> Settings:
     """Take the number of machines, and for some launchers of processes, from the host file."""
+    path = str(section.deepspeed_hostfile)
     if not settings.given("num_machines"):
         settings = settings.replaced(path, num_machines=max(1, len(hosts_of(text))))
     launcher = section.deepspeed_multinode_launcher
@@ -108,11 +103,6 @@ def _count(settings: Settings, section: DeepSpeedSection, path: str, text: str) 
         reason = f"the launcher {launcher} uses every slot of {path}, and these are {slots}"
         raise wrong_value("--num_processes", total, reason, "Correct the host file, or leave it out")
     return settings.replaced(path, num_processes=slots)
-
-
-def _starter(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
-    launcher = str(section.deepspeed_multinode_launcher)
-    return ["--no_ssh", "--node_rank", str(plan.machine)] if launcher == NO_SSH else ["--launcher", launcher]
 
 
 def _devices(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
@@ -129,16 +119,12 @@ def _devices(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
 @contextmanager
 def variable_file(variables: Mapping[str, str]) -> Iterator[Path]:
     """A file of variables for the other machines, with those of the user's own file, while the block runs."""
-    lines = [*_own_lines(), *environ.convert_dict_to_env_variables(variables)]
+    name = environ.current().get(FILE_VARIABLE, USUAL_FILE)
+    paths = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))  # those that DeepSpeed reads
+    texts = (path.read_text(encoding="utf-8") for path in paths if path.is_file())
+    own_lines = [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]
     with tempfile.TemporaryDirectory(prefix="accelerate-") as folder:
         path = Path(folder, "variables")
+        lines = [*own_lines, *environ.convert_dict_to_env_variables(variables)]
         path.write_text("".join(lines), encoding="utf-8")
         yield path
-
-
-def _own_lines() -> list[str]:
-    """The lines of the files that DeepSpeed reads by default."""
-    name = environ.current().get(FILE_VARIABLE, USUAL_FILE)
-    paths = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))
-    texts = (path.read_text(encoding="utf-8") for path in paths if path.is_file())
-    return [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]

@@ -80,8 +80,7 @@ class Ranks:
     """The processes that torch's elastic agent starts on this machine; a restart replaces them.
 
     The agent asks its processes to end and waits: for a stopped one, which cannot answer, as for one that
-    saves
-    a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
+    saves a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
 
     Args:
         folder: where they write down what ends them; None where they do not, since they are not our entry.
@@ -119,7 +118,7 @@ class Ranks:
             self.on_request(self._early.pop(0), None)
 
     def end(self, number: int) -> None:
-        """Ask all that run to end, by a signal, and wait; those that are left after the timeout are recorded."""
+        """Send a signal to all that run, and wait; those that still run after the timeout are recorded."""
         self._wait_for_cause()
         running = self._running()
         if not running:
@@ -174,7 +173,12 @@ class ElasticLauncher(Launcher):
 
         A port that another program takes between the plan and the start is replaced on one machine.
         """
-        _make_log_folder(plan)
+        if folder := plan.rendezvous.log_dir:
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                reason = f"this folder cannot be made ({error.strerror})"
+                raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
         ranks = Ranks(folder_of(plan))
         with taken_signals(ranks.on_request, REQUESTS), _interruptible():
             check_reach(plan, say)
@@ -187,15 +191,20 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
 
     from accelerate import torch_private
 
+    key = run_key(current()) if plan.machines == 1 else {}  # several machines need one from outside
+    variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **key}
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            key = run_key(current()) if plan.machines == 1 else {}  # several machines need one from outside
-            variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **key}
             with patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
                 return _run_agent(plan, ranks)
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
-                raise _did_not_meet(plan, error) from error
+                reason = " ".join(str(error).split())
+                raise LaunchError(
+                    f"The processes did not meet at {plan.address}:{plan.port}: {reason} "
+                    f"Check that this address is that of machine 0, that the port is free there and open "
+                    f"between the machines, and that every machine was started."
+                ) from error
         plan = replace(plan, port=get_free_port())
     raise AssertionError("the last attempt returns or raises")
 
@@ -245,16 +254,6 @@ def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
     return 0 if first is None or first.rank in seen.asked else seen.codes.get(first.rank, 0)
 
 
-def _make_log_folder(plan: LaunchPlan) -> None:
-    folder = plan.rendezvous.log_dir
-    try:
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        reason = f"this folder cannot be made ({error.strerror})"
-        raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
-
-
 def _code_after(number: signal.Signals) -> int:
     """The exit code of a run that a signal ended.
 
@@ -262,15 +261,6 @@ def _code_after(number: signal.Signals) -> int:
     """
     ended_by_srun = number == signal.SIGTERM and "SLURM_STEP_ID" in current()
     return 1 if ended_by_srun else 128 + int(number)
-
-
-def _did_not_meet(plan: LaunchPlan, error: Exception) -> LaunchError:
-    reason = " ".join(str(error).split())
-    return LaunchError(
-        f"The processes did not meet at {plan.address}:{plan.port}: {reason} "
-        f"Check that this address is that of machine 0, that the port is free there and open between the "
-        f"machines, and that every machine was started."
-    )
 
 
 def check_reach(

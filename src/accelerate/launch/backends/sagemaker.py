@@ -29,7 +29,7 @@ METRIC_COLUMNS = ("metric_name", "metric_regex")
 
 @dataclass(frozen=True)
 class SageMakerDetails:
-    """A job: arguments of the estimator, channel -> location of its data, and AWS's variables, never shown."""
+    """A job: arguments of the estimator, channel -> location of its data, and hidden variables of AWS."""
 
     arguments: Mapping[str, Any]
     inputs: Mapping[str, str] | None
@@ -44,9 +44,10 @@ class SageMakerLauncher(Launcher):
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SageMakerDetails:
         """Describe the job."""
         job = settings[SageMakerSection]
+        inputs = _read_table(job.sagemaker_inputs_file, machine, INPUT_COLUMNS)
         return SageMakerDetails(
             arguments=estimator_arguments(settings, plan.target, machine),
-            inputs=_inputs(job.sagemaker_inputs_file, machine),
+            inputs=None if inputs is None else dict(inputs),
             credentials=credentials(job),
         )
 
@@ -61,33 +62,12 @@ class SageMakerLauncher(Launcher):
         """Submit the job, and wait until it has ended; a `LaunchError` where AWS refused it or it failed."""
         job = plan.detail(SageMakerDetails)
         with patch_environment(**job.credentials):
-            estimator_class = _import_estimator()
-            submit(estimator_class, job)
+            submit(job)
         return 0
 
 
-def submit(estimator_class: Any, job: SageMakerDetails) -> None:
+def submit(job: SageMakerDetails) -> None:
     """Make the vendor's estimator, and run the job to its end."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        estimator = estimator_class(**job.arguments)
-        estimator.fit(inputs=job.inputs)
-    except (BotoCoreError, ClientError, RuntimeError, ValueError) as error:
-        hidden = _hide(" ".join(str(error).split()), job.credentials)
-        raise LaunchError(f"The SageMaker job did not succeed: {hidden}") from None
-    name = estimator.latest_training_job.name
-    print(f"The SageMaker job {name} has ended. Its model: {estimator.model_data}", flush=True)
-
-
-def _hide(text: str, credentials: Mapping[str, str]) -> str:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        if credentials.get(name):
-            text = text.replace(credentials[name], "(hidden)")
-    return text
-
-
-def _import_estimator() -> Any:
     try:
         from sagemaker.huggingface import HuggingFace
     except ImportError as error:
@@ -95,13 +75,26 @@ def _import_estimator() -> Any:
             "A job on Amazon SageMaker needs sagemaker<3 (later versions have no such estimator), which "
             "cannot be imported here. Run `pip install 'sagemaker<3'`."
         ) from error
-    return HuggingFace
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        estimator = HuggingFace(**job.arguments)
+        estimator.fit(inputs=job.inputs)
+    except (BotoCoreError, ClientError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            if job.credentials.get(name):
+                reason = reason.replace(job.credentials[name], "(hidden)")
+        raise LaunchError(f"The SageMaker job did not succeed: {reason}") from None
+    name = estimator.latest_training_job.name
+    print(f"The SageMaker job {name} has ended. Its model: {estimator.model_data}", flush=True)
 
 
 def estimator_arguments(settings: Settings, target: Target, machine: Machine) -> dict[str, Any]:
     """What the estimator is made with; what the file gives under ``additional_args`` wins."""
     job = settings[SageMakerSection]
     _check(job, target)
+    metrics = _read_table(job.sagemaker_metrics_file, machine, METRIC_COLUMNS)
     own_image = job.image_uri is not None
     return {
         "image_uri": job.image_uri,
@@ -118,7 +111,7 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
         "distribution": _distribution(settings),
         "hyperparameters": _convert_nargs_to_dict(list(target.arguments)),
         "environment": job_environment(settings),
-        "metric_definitions": _metrics(job.sagemaker_metrics_file, machine),
+        "metric_definitions": metrics and [{"Name": name, "Regex": pattern} for name, pattern in metrics],
         **(job.additional_args or {}),
     }
 
@@ -169,21 +162,11 @@ def credentials(job: SageMakerSection) -> dict[str, str]:
     return {name: text for name, text in given.items() if text}
 
 
-def _inputs(path: str | None, machine: Machine) -> dict[str, str] | None:
+def _read_table(path: str | None, machine: Machine, columns: tuple[str, str]) -> list[tuple[str, str]] | None:
+    """The rows of a file with a table of two columns, which are separated by tabs; None without a file."""
     if path is None:
         return None
-    return {row[0]: row[1] for row in table_rows(machine.read_file(path), path, INPUT_COLUMNS)}
-
-
-def _metrics(path: str | None, machine: Machine) -> list[dict[str, str]] | None:
-    if path is None:
-        return None
-    rows = table_rows(machine.read_file(path), path, METRIC_COLUMNS)
-    return [{"Name": name, "Regex": pattern} for name, pattern in rows]
-
-
-def table_rows(text: str, path: str, columns: tuple[str, str]) -> list[tuple[str, str]]:
-    """The rows of a table of two columns, which are separated by tabs; the first line holds their names."""
+    text = machine.read_file(path)
     lines = [line for line in text.splitlines() if line.strip()]
     cells = [tuple(cell.strip() for cell in line.split("\t")) for line in lines]
     if not cells or cells[0] != columns:

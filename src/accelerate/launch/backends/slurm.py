@@ -40,16 +40,16 @@ class SlurmLauncher(Launcher):
     def amend(self, settings: Settings, machine: Machine) -> Settings:
         """Take machines, address, port and number of processes from the allocation."""
         facts = machine.environ or {}
-        nodes = _whole(facts, "SLURM_JOB_NUM_NODES") or _whole(facts, "SLURM_NNODES") or 1
+        nodes = _read_count(facts, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         settings = _agreed_machines(settings, nodes)
         values: dict[str, object] = {}
         if settings.values["main_process_ip"] is None:
             values["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
             values["main_process_port"] = port_of_step(facts)
-        if settings.values["num_processes"] in (None, -1):
-            machines = settings.values["num_machines"]
-            values["num_processes"] = machines * (_processes(facts) or machine.devices)
+        if settings.values["num_processes"] in (None, -1):  # one for each device, else for each task
+            local = _read_count(facts, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or machine.devices
+            values["num_processes"] = settings.values["num_machines"] * local
         return settings.replaced(ALLOCATION, **values)
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
@@ -99,18 +99,16 @@ def _options(settings: Settings) -> list[str]:
         raise wrong_value(where(settings, "slurm_options"), text, reason, "Close the quotes") from None
 
 
-def _processes(facts: Mapping[str, str]) -> int | None:
-    """Processes on each machine, as the job was asked for: one for each device, else for each task."""
-    devices = _whole(facts, "SLURM_GPUS_ON_NODE")
-    return devices or _whole(facts, "SLURM_NTASKS_PER_NODE")
-
-
-def _whole(facts: Mapping[str, str], name: str) -> int | None:
-    try:
-        number = whole_number(facts.get(name, "0"))
-    except ValueError:
-        return None
-    return number if number > 0 else None
+def _read_count(facts: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is a number from 1 on."""
+    for name in names:
+        try:
+            number = whole_number(facts.get(name, "0"))
+        except ValueError:
+            continue
+        if number > 0:
+            return number
+    return None
 
 
 class SbatchLauncher(Launcher):
@@ -121,15 +119,15 @@ class SbatchLauncher(Launcher):
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
         """Write the script: this command again, without the submission."""
         name = Path(plan.target.name).stem
-        given = settings.values["slurm_script"]
-        options = _options(settings)
+        # Those of the user come last, so that they win.
+        own = [f"--job-name={name}", f"--nodes={plan.machines}", "--ntasks-per-node=1", "--output=%x-%j.out"]
         words = accelerate_command(settings, plan.target, *OWN[1:], "num_machines")
         lines = [
             "#!/bin/sh",
-            *(f"#SBATCH {option}" for option in _directives(name, plan.machines, options)),
+            *(f"#SBATCH {option}" for option in [*own, *_join_values(_options(settings))]),
             f"exec {shlex.join(words)}",
         ]
-        path = str(Path(given or f"{name}.sbatch"))
+        path = str(Path(settings.values["slurm_script"] or f"{name}.sbatch"))
         return Command(("sbatch", "--parsable", path), files={path: "\n".join(lines) + "\n"})
 
     def run(self, plan: LaunchPlan) -> int:
@@ -152,13 +150,7 @@ class SbatchLauncher(Launcher):
         return 0
 
 
-def _directives(name: str, machines: int, options: list[str]) -> list[str]:
-    """The options of a job; those of the user come last, so that they win."""
-    own = [f"--job-name={name}", f"--nodes={machines}", "--ntasks-per-node=1", "--output=%x-%j.out"]
-    return [*own, *_joined(options)]
-
-
-def _joined(options: list[str]) -> list[str]:
+def _join_values(options: list[str]) -> list[str]:
     """One entry for each option, with its value: a batch script has one on each line."""
     entries: list[str] = []
     for word in options:

@@ -30,7 +30,7 @@ def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TpuDetails:
-    """What the processes of a host need: a function of the script, and 1 process or one on each chip (None)."""
+    """The function of the script that each process calls, and their number: 1, None for one on each chip."""
 
     function: str
     processes: int | None
