@@ -59,11 +59,7 @@ __getattr__, __dir__, _ = attach(__name__, {module: (function,) for module, _, f
 
 
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:
-    """The parser of `accelerate`, with the subcommands that these words need.
-
-    Args:
-        words: of the command line, without the program's name.
-    """
+    """The parser of `accelerate`, with the subcommands that these words need."""
     parser = CustomArgumentParser(
         prog="accelerate",
         usage="accelerate <command> [<args>]",

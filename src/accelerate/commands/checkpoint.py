@@ -343,6 +343,5 @@ def _relative(path: str) -> str:
 
 main = entry_point(checkpoint_command_parser)
 
-
 if __name__ == "__main__":
     main()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -21,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from accelerate.base import ConfigurationError, replace_files
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 
 DESCRIPTION = (
     "List the installed libraries that use `accelerate`, whether they accept this package, and where results "
@@ -54,31 +53,11 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class Client:
-    """A library that uses `accelerate`.
-
-    Attributes:
-        name: of the distribution.
-        version: that is installed.
-        refusals: why it does not accept this package; empty where it does.
-    """
+    """A library that uses `accelerate`, and why it does not accept this package; empty where it does."""
 
     name: str
     version: str
     refusals: tuple[str, ...]
-
-
-def clients_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate clients``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("clients", DESCRIPTION, subparsers, clients_command)
-    parser.add_argument(
-        "--allow", choices=HEADER_GATE, help="Say what header this library asks for, and write it."
-    )
-    parser.add_argument("--undo", action="store_true", help="Remove that header again.")
-    return parser
 
 
 def clients_command(args: argparse.Namespace) -> None:
@@ -102,11 +81,7 @@ def clients_command(args: argparse.Namespace) -> None:
 
 
 def find_clients(package: metadata.Distribution) -> list[Client]:
-    """Return the installed libraries that ask for `accelerate`, in the order of their names.
-
-    Args:
-        package: what they find as `accelerate`.
-    """
+    """Return the installed libraries that ask for `accelerate`, in the order of their names."""
     clients = {}
     for library in metadata.distributions():
         ranges = list(_ranges(library.requires or ()))
@@ -204,11 +179,7 @@ def _undo(package: metadata.Distribution) -> str:
 
 
 def _file(package: metadata.Distribution, name: str) -> Path:
-    """Return the path of a file of the installed metadata.
-
-    Raises:
-        ConfigurationError: this installation keeps no list of its files.
-    """
+    """Return the path of a file of the installed metadata."""
     for file in package.files or ():
         if file.name == name and file.parent.suffix == ".dist-info":
             return Path(str(file.locate()))
@@ -239,8 +210,15 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
         ) from None
 
 
-main = entry_point(clients_command_parser)
+@parser_of("clients", DESCRIPTION, clients_command)
+def clients_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument(
+        "--allow", choices=HEADER_GATE, help="Say what header this library asks for, and write it."
+    )
+    parser.add_argument("--undo", action="store_true", help="Remove that header again.")
 
+
+main = entry_point(clients_command_parser)
 
 if __name__ == "__main__":
     main()

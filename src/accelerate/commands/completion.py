@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from accelerate.base import require
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 from accelerate.settings import subcommands
 
 SHELLS = {
@@ -26,17 +25,6 @@ FILE_MARKS = ("_file", "_path", "hostfile", "script", "checkpoint_directory", "m
 FOLDER_MARKS = ("_dir",)
 
 
-def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate completion``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("completion", DESCRIPTION, subparsers, completion_command)
-    parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
-    return parser
-
-
 def completion_command(args: argparse.Namespace) -> None:
     """Print the script.
 
@@ -50,14 +38,7 @@ def completion_command(args: argparse.Namespace) -> None:
 
 
 def make_script(shell: str) -> str:
-    """The script that completes `accelerate` in a shell.
-
-    Args:
-        shell: "bash", "zsh" or "fish".
-
-    Raises:
-        MissingPackageError: shtab is not installed.
-    """
+    """The script that completes `accelerate` in a shell; needs shtab."""
     require("shtab", "Completion in the shell")
     import shtab
 
@@ -88,8 +69,12 @@ def _path_kind(action: argparse.Action) -> str | None:
     return "DIRECTORY" if action.dest.endswith(FOLDER_MARKS) else None
 
 
-main = entry_point(completion_command_parser)
+@parser_of("completion", DESCRIPTION, completion_command)
+def completion_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
 
+
+main = entry_point(completion_command_parser)
 
 if __name__ == "__main__":
     main()

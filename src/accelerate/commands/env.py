@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from accelerate.base import attach, environ, installed_version
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, parser_of
 from accelerate.devices import DeviceBackend
 from accelerate.settings import (
     default_config_file as default_config_file,
@@ -19,20 +19,7 @@ from accelerate.settings import (
     load_config_from_file as load_config_from_file,
 )
 
-__getattr__, __dir__, _ = attach(
-    __name__,
-    {
-        "accelerate.devices": (
-            "is_mlu_available",
-            "is_mps_available",
-            "is_musa_available",
-            "is_neuron_available",
-            "is_npu_available",
-            "is_sdaa_available",
-            "is_xpu_available",
-        ),
-    },
-)
+__getattr__, __dir__, _ = attach(__name__, {"accelerate.devices": DEVICE_PROBES})
 
 DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"
@@ -40,24 +27,8 @@ IMPLEMENTATION = "an independent implementation of the Accelerate interface"
 version = str(installed_version("accelerate"))
 
 
-def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate env``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("env", DESCRIPTION, subparsers, env_command)
-    parser.add_argument("--config_file", default=None, help="The configuration file to show.")
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
-    return parser
-
-
 def gather_facts(config_file: str | None) -> dict[str, Any]:
-    """Collect what `accelerate env` prints.
-
-    Args:
-        config_file: its path; ``None`` for the default one, if there is one.
-    """
+    """Collect what `accelerate env` prints; ``None`` is the default configuration file, if there is one."""
     import numpy
     import psutil
     import torch
@@ -136,8 +107,13 @@ def _as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-main = entry_point(env_command_parser)
+@parser_of("env", DESCRIPTION, env_command)
+def env_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("--config_file", default=None, help="The configuration file to show.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
+
+main = entry_point(env_command_parser)
 
 if __name__ == "__main__":
     main()

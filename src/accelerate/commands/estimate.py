@@ -30,7 +30,7 @@ from accelerate.commands.model_tensors import (
     read_tensors,
     verify_on_hub as verify_on_hub,
 )
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import entry_point, parser_of
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 DESCRIPTION = (
@@ -40,65 +40,6 @@ DESCRIPTION = (
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 USUAL_DTYPES = ["float32", "float16", "int8", "int4"]
 TABLE_WIDTH = 80
-
-
-def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate estimate-memory``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("estimate-memory", DESCRIPTION, subparsers, estimate_command)
-    parser.add_argument(
-        "model_name", type=str, help="A name on the Hub, a folder, a .safetensors file or a config.json."
-    )
-    parser.add_argument(
-        "--library_name",
-        type=str,
-        default=None,
-        choices=["timm", "transformers"],
-        metavar="NAME",
-        help="Library that builds the empty model: timm or transformers; default: what the Hub says.",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=str,
-        nargs="+",
-        default=USUAL_DTYPES,
-        choices=DTYPES,
-        metavar="NAME",
-        help=f"Number formats: {', '.join(DTYPES)}.",
-    )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
-    )
-    parser.add_argument(
-        "--device_map",
-        nargs="*",
-        default=None,
-        metavar="DEVICE=SIZE",
-        help="Also plan which modules go where, for devices such as 0=24GB 1=24GB cpu=64GB, which need not "
-        "be here; without any: for this machine.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print JSON with exact bytes.")
-    training = parser.add_argument_group("Training", "How the model would be trained.")
-    training.add_argument(
-        "--optimizer",
-        default="adamw",
-        choices=tuple(OPTIMIZERS),
-        metavar="NAME",
-        help=f"Optimizer: {', '.join(OPTIMIZERS)}.",
-    )
-    training.add_argument("--num_processes", type=int, default=1, metavar="N", help="Number of processes.")
-    training.add_argument(
-        "--sharding",
-        default=None,
-        choices=tuple(SHARDINGS),
-        metavar="NAME",
-        help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
-        f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
-    )
-    return parser
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -252,8 +193,60 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     return "\n".join(line.rstrip() for line in target.getvalue().rstrip().splitlines())
 
 
-main = entry_point(estimate_command_parser)
+@parser_of("estimate-memory", DESCRIPTION, estimate_command)
+def estimate_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument(
+        "model_name", type=str, help="A name on the Hub, a folder, a .safetensors file or a config.json."
+    )
+    parser.add_argument(
+        "--library_name",
+        type=str,
+        default=None,
+        choices=["timm", "transformers"],
+        metavar="NAME",
+        help="Library that builds the empty model: timm or transformers; default: what the Hub says.",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=str,
+        nargs="+",
+        default=USUAL_DTYPES,
+        choices=DTYPES,
+        metavar="NAME",
+        help=f"Number formats: {', '.join(DTYPES)}.",
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
+    )
+    parser.add_argument(
+        "--device_map",
+        nargs="*",
+        default=None,
+        metavar="DEVICE=SIZE",
+        help="Also plan which modules go where, for devices such as 0=24GB 1=24GB cpu=64GB, which need not "
+        "be here; without any: for this machine.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON with exact bytes.")
+    training = parser.add_argument_group("Training", "How the model would be trained.")
+    training.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=tuple(OPTIMIZERS),
+        metavar="NAME",
+        help=f"Optimizer: {', '.join(OPTIMIZERS)}.",
+    )
+    training.add_argument("--num_processes", type=int, default=1, metavar="N", help="Number of processes.")
+    training.add_argument(
+        "--sharding",
+        default=None,
+        choices=tuple(SHARDINGS),
+        metavar="NAME",
+        help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
+        f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
+    )
 
+
+main = entry_point(estimate_command_parser)
 
 if __name__ == "__main__":
     main()

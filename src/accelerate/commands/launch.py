@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.base import ConfigurationError, attach, environ, shown
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
 from accelerate.launch import (
     LaunchPlan,
     Target,
@@ -58,37 +58,26 @@ __getattr__, __dir__, _RE_EXPORTS = attach(
         ),
         "accelerate.commands.config.config_utils": ("DYNAMO_BACKENDS",),
         "accelerate.devices": (
+            *DEVICE_PROBES,
             "check_cuda_p2p_ib_support",
             "is_bf16_available",
-            "is_hpu_available",
-            "is_mlu_available",
-            "is_musa_available",
-            "is_neuron_available",
-            "is_npu_available",
-            "is_sdaa_available",
             "is_torch_xla_available",
-            "is_xpu_available",
         ),
-        "accelerate.launch": (
-            "PrepareForLaunch",
+        "accelerate.launch": ("PrepareForLaunch",),
+        "accelerate.launch.namespace": (
+            "deepspeed_launcher",
+            "multi_gpu_launcher",
             "prepare_deepspeed_cmd_env",
             "prepare_multi_gpu_env",
             "prepare_sagemager_args_inputs",
             "prepare_simple_launcher_cmd_env",
             "prepare_tpu",
-        ),
-        "accelerate.launch.namespace": (
-            "deepspeed_launcher",
-            "multi_gpu_launcher",
             "sagemaker_launcher",
             "simple_launcher",
             "tpu_launcher",
             "tpu_pod_launcher",
         ),
-        "accelerate.settings": (
-            "SageMakerConfig",
-            "load_config_from_file",
-        ),
+        "accelerate.settings": ("SageMakerConfig", "load_config_from_file"),
     },
 )
 
@@ -137,51 +126,8 @@ def _own_words(script: str, rest: list[str], words: Sequence[str]) -> list[str]:
     return ["--", *rest] if list(before[-2:]) == [script, "--"] else rest
 
 
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate launch``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser(
-        "launch",
-        DESCRIPTION,
-        subparsers,
-        launch_command,
-        LaunchParser,
-        allow_abbrev=False,
-        formatter_class=CustomHelpFormatter,
-    )
-    parser.add_argument("--config_file", default=None, help="Configuration file, instead of the default one.")
-    parser.add_argument(
-        "--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed."
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m."
-    )
-    parser.add_argument(
-        "--no_python", action="store_true", default=None, help="The script is a program, not a Python file."
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="Print every value with its source, the environment and the command, and start nothing.",
-    )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
-    )
-    flags.add_sections(parser)
-    parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
-    return parser
-
-
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Lay file, environment and flags over each other; the PET_* variables are weaker than flags alone.
-
-    Raises:
-        ConfigurationError: a value is wrong, a key unknown, or the file missing.
-    """
+    """Merge file, environment and flags; the PET_* variables are weaker than flags alone."""
     given = getattr(args, "config_file", None)
     path = find_config_file(given)
     layers: list[Layer] = []
@@ -192,11 +138,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
-    """Resolve the plan of a launch, and start nothing.
-
-    Args:
-        args: parsed by `launch_command_parser`.
-    """
+    """Resolve the plan of a launch, and start nothing."""
     settings = choose_cpu_or_devices(read_settings(args))
     this_machine = machine.look(environ.current(), cpu=settings.values["cpu"])
     return resolve_plan(settings, this_machine, Target.of(args))
@@ -284,8 +226,39 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 
-main = entry_point(launch_command_parser)
+@parser_of(
+    "launch",
+    DESCRIPTION,
+    launch_command,
+    parser_class=LaunchParser,
+    allow_abbrev=False,
+    formatter_class=CustomHelpFormatter,
+)
+def launch_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("--config_file", default=None, help="Configuration file, instead of the default one.")
+    parser.add_argument(
+        "--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed."
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m."
+    )
+    parser.add_argument(
+        "--no_python", action="store_true", default=None, help="The script is a program, not a Python file."
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="Print every value with its source, the environment and the command, and start nothing.",
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
+    )
+    flags.add_sections(parser)
+    parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
 
+
+main = entry_point(launch_command_parser)
 
 if __name__ == "__main__":
     main()

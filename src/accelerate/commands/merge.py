@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from accelerate.base import attach
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import entry_point, parser_of
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 __getattr__, __dir__, _ = attach(__name__, {"accelerate.strategies.fsdp": ("merge_fsdp_weights",)})
@@ -15,24 +14,6 @@ description = (
     "Merge the shards that FSDP writes with SHARDED_STATE_DICT into whole weights, as safetensors. Reads and "
     "writes a few gigabytes at a time, on the CPU: the model need not fit into memory."
 )
-
-
-def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate merge-weights``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("merge-weights", description, subparsers, merge_command)
-    parser.add_argument("checkpoint_directory", type=str, help="Folder with the model's shards.")
-    parser.add_argument("output_path", type=str, help="Folder for the whole weights; it is made.")
-    parser.add_argument(
-        "--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors."
-    )
-    parser.add_argument(
-        "--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards."
-    )
-    return parser
 
 
 def merge_command(args: argparse.Namespace) -> None:
@@ -52,8 +33,19 @@ def merge_command(args: argparse.Namespace) -> None:
     print(f"The weights were written to {args.output_path}.")
 
 
-main = entry_point(merge_command_parser)
+@parser_of("merge-weights", description, merge_command)
+def merge_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("checkpoint_directory", type=str, help="Folder with the model's shards.")
+    parser.add_argument("output_path", type=str, help="Folder for the whole weights; it is made.")
+    parser.add_argument(
+        "--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors."
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards."
+    )
 
+
+main = entry_point(merge_command_parser)
 
 if __name__ == "__main__":
     main()

@@ -80,9 +80,6 @@ class Sharding:
     """What is split between processes, and in which number format it is kept.
 
     Attributes:
-        weights: whether each process keeps only its part of the weights.
-        gradients: likewise.
-        optimizer: likewise.
         gathered: what of split weights is whole in the forward pass: the largest "layer", or "all".
         masters: in 16 bit, the float32 weights belong to the optimizer, and weights and gradients are kept in
             16 bit (DeepSpeed); else weights and gradients are kept in float32.
@@ -109,13 +106,6 @@ def training_bytes(
     weights: Sequence[Weight], dtype: str, optimizer: str, sharding: str, processes: int
 ) -> dict[str, int] | None:
     """Bytes on each process while a model is trained, without activations.
-
-    Args:
-        weights: of the model.
-        dtype: number format of the computation.
-        optimizer: a row of `OPTIMIZERS`.
-        sharding: a row of `SHARDINGS`.
-        processes: between how many processes it is split.
 
     Returns:
         Bytes of the weights, the gradients, the optimizer's states, and all together; ``None`` for a format
@@ -189,14 +179,7 @@ DEVICES = ("mps", "cpu", "disk")
 
 
 def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
-    """Read the limits of devices.
-
-    Args:
-        words: such as "0=24GB" or "cpu=64GB"; without any, what is free on this machine counts.
-
-    Raises:
-        ConfigurationError: a word has another form.
-    """
+    """Read limits such as "0=24GB" or "cpu=64GB"; without any, what is free on this machine counts."""
     if not words:
         return None
     from accelerate.big_modeling import get_max_memory
@@ -218,8 +201,6 @@ def plan_of(
     """Plan a device map.
 
     Args:
-        weights: all tensors of the model.
-        dtype: number format of the model once it is loaded.
         memory: bytes by device; None: what is free on this machine, without a tenth for activations.
 
     Returns:

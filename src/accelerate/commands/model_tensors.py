@@ -28,13 +28,7 @@ BITS = {"BOOL": 8, "F4": 4, "F6": 6}
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a model.
-
-    Attributes:
-        name: its path in the model.
-        shape: its sizes.
-        dtype: as safetensors writes it: F32, BF16, I64, F8_E4M3 ...
-    """
+    """One tensor of a model; its dtype is written as safetensors does: F32, BF16, I64, F8_E4M3 ..."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +36,6 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
         return math.prod(self.shape)
 
     @property
@@ -52,7 +45,6 @@ class Weight:
 
     @property
     def stored_bytes(self) -> int:
-        """Its size as it is stored."""
         family = self.dtype.partition("_")[0]
         bits = BITS.get(family) or int("".join(c for c in family if c.isdigit()))
         return math.ceil(self.numel * bits / 8)
@@ -60,12 +52,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a model, and the source of that knowledge.
-
-    Attributes:
-        weights: all of them.
-        source: for the user.
-    """
+    """The tensors of a model, and the source of that knowledge, for the user."""
 
     weights: tuple[Weight, ...]
     source: str
@@ -81,10 +68,6 @@ def read_tensors(
         library: "transformers" or "timm": builds the empty model where there are no headers.
         trust_remote_code: whether code that comes with the model may run.
         token: for the Hub; ``None`` uses the stored one.
-
-    Raises:
-        ConfigurationError: there is no such model, it may not be read, or it says nothing about its tensors.
-        MissingPackageError: an empty model is needed, and the library that builds it is missing.
     """
     path = expanded(model)
     if os.path.isdir(path):

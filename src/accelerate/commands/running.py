@@ -114,15 +114,7 @@ def execute_subprocess_async(
 def _run(
     words: list[str], env: Mapping[str, str] | None, stdin: Any, timeout: float | None, quiet: bool
 ) -> Output:
-    """Run a command with a thread at each of its streams.
-
-    Args:
-        words: The command.
-        env: Its environment.
-        stdin: Where it reads from.
-        timeout: Seconds.
-        quiet: Show nothing.
-    """
+    """Run a command with a thread at each of its streams."""
     output = Output()
     with subprocess.Popen(
         words,

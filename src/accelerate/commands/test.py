@@ -1,36 +1,35 @@
-"""`accelerate test`: launch the self-check the way a script would be launched."""
+"""`accelerate test`: launch the self-check, or compare an interrupted and resumed run with a whole one."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from accelerate.base import CheckpointError, LaunchError
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.commands.running import (
     execute_subprocess_async as execute_subprocess_async,
     path_in_accelerate_package as path_in_accelerate_package,
 )
-from accelerate.commands.same_run import check_resume
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.launch import AGENT, run_child
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
 SCRIPT = "accelerate.test_utils.scripts.test_script"
+RESUME_SCRIPT = "accelerate.test_utils.scripts.test_resume"
+RUNS = ("whole", "interrupted", "resumed")
+SAME = "same"
+WIDE = 140
+"""Columns of a table that no terminal shows."""
 
-
-def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
-    """The parser of ``accelerate test``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("test", DESCRIPTION, subparsers, test_command)
-    parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
-    )
-    return parser
+Record = dict[str, Any]
+"""What one process recorded in one run."""
 
 
 def test_command(args: argparse.Namespace) -> None:
@@ -51,8 +50,127 @@ def test_command(args: argparse.Namespace) -> None:
     launch_command(launch_command_parser().parse_args([*words, "--module", SCRIPT]))
 
 
-main = entry_point(test_command_parser)
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one kind of loader.
 
+    Attributes:
+        batches: that were compared, over all processes.
+        samples: "same", or where they begin to differ.
+        weights: "same", or by how much they differ.
+    """
+
+    name: str
+    workers: int
+    batches: int
+    samples: str
+    weights: str
+
+    @property
+    def is_same(self) -> bool:
+        return self.samples == self.weights == SAME
+
+
+def check_resume(words: Sequence[str]) -> None:
+    """Launch the three runs, compare them, and show a table; a `CheckpointError` where they differ."""
+    with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
+        for run in RUNS:
+            print(f"{run} run ...", flush=True)
+            code = run_child([*AGENT, *words, "--module", RESUME_SCRIPT, run, folder], {}).code
+            if code:
+                raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
+        whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
+    verdicts = compare(whole, interrupted, resumed)
+    _show(whole[0], verdicts)
+    if different := [f"{case.name} ({case.workers} workers)" for case in verdicts if not case.is_same]:
+        raise CheckpointError(
+            "A run that is interrupted and resumed is not the same run on this machine. These loaders give "
+            f"other samples or weights: {', '.join(different)}."
+        )
+    print("A run that is interrupted and resumed is the same run on this machine.")
+
+
+def read_records(folder: Path, run: str) -> list[Record]:
+    """Read what the processes of this machine recorded in a run, in the order of ranks."""
+    paths = sorted(folder.glob(f"{run}_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if not paths:
+        raise LaunchError(
+            f"The {run} run left no record on this machine. The check needs a configuration that runs the "
+            "processes here, and waits for them: not one that submits a job."
+        )
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record]) -> list[Verdict]:
+    """Compare the interrupted run, together with the resumed one, with the whole one; exactly."""
+    verdicts = []
+    for key, case in whole[0]["cases"].items():
+        ranks = [
+            tuple(record["cases"][key] for record in records)
+            for records in zip(whole, interrupted, resumed, strict=True)
+        ]
+        samples = [_compare_steps(first["steps"], a["steps"] + b["steps"]) for first, a, b in ranks]
+        weights = [_compare_weights(first["weights"], b["weights"]) for first, _, b in ranks]
+        batches = sum(len(first["steps"]) for first, _, _ in ranks)
+        verdicts.append(Verdict(case["name"], case["workers"], batches, _join(samples), _join(weights)))
+    return verdicts
+
+
+def _compare_steps(expected: list[Any], actual: list[Any]) -> str:
+    for (epoch, batch, samples), step in zip(expected, actual, strict=False):
+        if step != [epoch, batch, samples]:
+            return f"differ from epoch {epoch}, batch {batch} on"
+    if len(expected) != len(actual):
+        return f"{len(actual)} batches instead of {len(expected)}"
+    return SAME
+
+
+def _compare_weights(expected: dict[str, list[float]], actual: dict[str, list[float]]) -> str:
+    sizes, others = (
+        {name: len(values) for name, values in weights.items()} for weights in (expected, actual)
+    )
+    if sizes != others:
+        return "have other names or sizes"
+    differences = {
+        name: max((abs(a - b) for a, b in zip(values, actual[name], strict=True)), default=0.0)
+        for name, values in expected.items()
+        if values != actual[name]
+    }
+    if not differences:
+        return SAME
+    worst = max(differences, key=lambda name: differences[name])
+    return f"differ by up to {differences[worst]:.1e} ({worst})"
+
+
+def _join(results: list[str]) -> str:
+    """One text for all ranks: the first difference, with its rank."""
+    return next((f"rank {rank}: {result}" for rank, result in enumerate(results) if result != SAME), SAME)
+
+
+def _show(about: Record, verdicts: list[Verdict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{about['processes']} process(es) on {about['device']}, {about['kind']}"
+    table = Table(title=f"{title}, mixed_precision={about['mixed_precision']}")
+    for heading in ("loader", "workers", "batches", "samples", "weights"):
+        table.add_column(heading, justify="right" if heading in ("workers", "batches") else "left")
+    for case in verdicts:
+        table.add_row(case.name, str(case.workers), str(case.batches), case.samples, case.weights)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+@parser_of("test", DESCRIPTION, test_command)
+def test_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
+    )
+
+
+main = entry_point(test_command_parser)
 
 if __name__ == "__main__":
     main()

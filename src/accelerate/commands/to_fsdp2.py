@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.base import ConfigurationError, expanded, wrong_value
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import entry_point, parser_of
 from accelerate.settings import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
@@ -23,21 +23,6 @@ from accelerate.settings import (
 DESCRIPTION = "Write a configuration file of FSDP 1 for FSDP 2, and say what has no counterpart."
 
 
-def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate to-fsdp2``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("to-fsdp2", DESCRIPTION, subparsers, to_fsdp2_command)
-    parser.add_argument("--config_file", type=str, required=True, help="The file for FSDP 1.")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace the output file, or the file itself without one."
-    )
-    parser.add_argument("--output_file", type=str, default=None, help="Where the new file is written.")
-    return parser
-
-
 def load_config(config_file: str) -> dict[str, Any]:
     """Read a YAML or JSON file as it is.
 
@@ -48,11 +33,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
-    """Refuse arguments that would write over a file that nobody agreed to lose.
-
-    Raises:
-        ConfigurationError: the source is missing, there is no place to write, or it is taken.
-    """
+    """Refuse arguments that would write over a file that nobody agreed to lose."""
     existing_file("--config_file", args.config_file)
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")
@@ -80,8 +61,16 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     print(f"The configuration for FSDP 2 was written to {target}.")
 
 
-main = entry_point(to_fsdp2_command_parser)
+@parser_of("to-fsdp2", DESCRIPTION, to_fsdp2_command)
+def to_fsdp2_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("--config_file", type=str, required=True, help="The file for FSDP 1.")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace the output file, or the file itself without one."
+    )
+    parser.add_argument("--output_file", type=str, default=None, help="Where the new file is written.")
 
+
+main = entry_point(to_fsdp2_command_parser)
 
 if __name__ == "__main__":
     main()

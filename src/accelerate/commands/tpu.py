@@ -7,10 +7,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 from accelerate.launch import read_file
 from accelerate.settings import (
     ClusterConfig,
@@ -22,31 +21,6 @@ from accelerate.settings import (
 
 DESCRIPTION = "Run commands on every host of a TPU pod, as needed to set it up. Needs the gcloud program."
 LATEST = "latest"
-
-
-def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate tpu-config``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("tpu-config", DESCRIPTION, subparsers, tpu_command_launcher)
-    config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
-    config.add_argument("--config_file", type=str, default=None, help="Configuration file.")
-    config.add_argument("--tpu_name", default=None, help="Name of the TPU.")
-    config.add_argument("--tpu_zone", default=None, help="Zone of the TPU.")
-    pod = parser.add_argument_group("TPU Arguments", "What is run on each host.")
-    pod.add_argument("--use_alpha", action="store_true", help="Use gcloud alpha instead of gcloud.")
-    pod.add_argument("--command_file", default=None, help="File with a command on each line.")
-    pod.add_argument(
-        "--command", action="append", nargs="+", help="A command; may be given several times, in their order."
-    )
-    pod.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
-    pod.add_argument(
-        "--accelerate_version", default=LATEST, help="Which version is installed: latest, or a number."
-    )
-    pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
-    return parser
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
@@ -121,8 +95,26 @@ def _installation(version: str) -> str:
     return f"pip install {shlex.quote(f'accelerate=={version}')}"
 
 
-main = entry_point(tpu_command_parser)
+@parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)
+def tpu_command_parser(parser: CustomArgumentParser) -> None:
+    config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
+    config.add_argument("--config_file", type=str, default=None, help="Configuration file.")
+    config.add_argument("--tpu_name", default=None, help="Name of the TPU.")
+    config.add_argument("--tpu_zone", default=None, help="Zone of the TPU.")
+    pod = parser.add_argument_group("TPU Arguments", "What is run on each host.")
+    pod.add_argument("--use_alpha", action="store_true", help="Use gcloud alpha instead of gcloud.")
+    pod.add_argument("--command_file", default=None, help="File with a command on each line.")
+    pod.add_argument(
+        "--command", action="append", nargs="+", help="A command; may be given several times, in their order."
+    )
+    pod.add_argument("--install_accelerate", action="store_true", help="Install accelerate first.")
+    pod.add_argument(
+        "--accelerate_version", default=LATEST, help="Which version is installed: latest, or a number."
+    )
+    pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
 
+
+main = entry_point(tpu_command_parser)
 
 if __name__ == "__main__":
     main()

@@ -16,45 +16,74 @@ from accelerate.settings import (
     OneSpellingFormatter,
 )
 
+DEVICE_PROBES = (
+    "is_hpu_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_sdaa_available",
+    "is_xpu_available",
+)
+"""Names of `accelerate.devices` that can be imported from several commands too."""
+
+PARSER_DOCSTRING = """The parser of ``accelerate {}``.
+
+Args:
+    subparsers: of `accelerate`; ``None`` for a parser of its own.
+
+Returns:
+    The parser, whose default ``func`` runs the command.
+"""
+
 
 def make_parser(
     name: str,
     description: str,
     subparsers: Any = None,
-    command: Callable[[argparse.Namespace], object] | None = None,
     parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
 ) -> CustomArgumentParser:
-    """A command's parser: a subcommand of `accelerate`, or one that stands alone.
-
-    Args:
-        name: of the subcommand.
-        description: shown above the options.
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-        command: called with the parsed arguments; ``None`` where a subcommand is.
-        parser_class: of the parser.
-        **kwargs: for the parser.
-    """
+    """A command's parser: a subcommand of `accelerate`, or without `subparsers` one that stands alone."""
     kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
     if subparsers is None:
-        parser = parser_class(prog=f"accelerate {name}", **kwargs)
-    else:  # add_parser builds with the class that the subparsers object holds
-        usual, subparsers._parser_class = subparsers._parser_class, parser_class
-        try:
-            parser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
-        finally:
-            subparsers._parser_class = usual
-    if command is not None:
-        parser.set_defaults(func=command)
+        return parser_class(prog=f"accelerate {name}", **kwargs)
+    # add_parser builds with the class that the subparsers object holds
+    usual, subparsers._parser_class = subparsers._parser_class, parser_class
+    try:
+        parser: CustomArgumentParser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
+    finally:
+        subparsers._parser_class = usual
     return parser
 
 
-def entry_point(make: Callable[[], argparse.ArgumentParser]) -> Callable[[], NoReturn]:
-    """Return the `main` of a command, which parses the command line, runs the command and exits.
+def parser_of(
+    name: str, description: str, command: Callable[[argparse.Namespace], object], **kwargs: Any
+) -> Callable[[Callable[[CustomArgumentParser], None]], Callable[..., CustomArgumentParser]]:
+    """Turn a function that adds the options of a command into the one that makes its parser.
 
     Args:
-        make: returns the command's parser.
+        command: called with the parsed arguments.
+        **kwargs: for `make_parser`.
     """
+
+    def decorate(add_options: Callable[[CustomArgumentParser], None]) -> Callable[..., CustomArgumentParser]:
+        def make(subparsers: Any = None) -> CustomArgumentParser:
+            parser = make_parser(name, description, subparsers, **kwargs)
+            parser.set_defaults(func=command)
+            add_options(parser)
+            return parser
+
+        make.__module__, make.__name__ = add_options.__module__, add_options.__name__
+        make.__qualname__, make.__doc__ = add_options.__qualname__, PARSER_DOCSTRING.format(name)
+        return make
+
+    return decorate
+
+
+def entry_point(make: Callable[[], argparse.ArgumentParser]) -> Callable[[], NoReturn]:
+    """Return the `main` of a command, which parses the command line, runs the command and exits."""
 
     def main() -> NoReturn:
         """Run the command as a program of its own, or by ``python -m``."""

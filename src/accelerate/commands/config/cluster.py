@@ -1,6 +1,11 @@
-"""The questionnaire for one machine or a cluster."""
+"""The questionnaire for one machine or a cluster, and the defaults that it suggests for this machine."""
 
 from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from accelerate.base import (
     DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS,
@@ -11,11 +16,17 @@ from accelerate.base import (
     FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
     TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES,
     ComputeEnvironment,
+    ConfigurationError,
     DistributedType as DistributedType,
+    StateError,
     attach,
+    environ,
+    first_host,
 )
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
-from accelerate.commands.config.suggestions import Suggestions, suggest
+from accelerate.commands.utils import DEVICE_PROBES
+from accelerate.devices import nvidia
+from accelerate.launch import Machine, look
 from accelerate.settings import (
     SECTIONS,
     ClusterConfig,
@@ -23,7 +34,9 @@ from accelerate.settings import (
     Questionnaire,
     all_options,
     as_mapping,
+    find_config_file,
     prompt_of_this_process,
+    read_layer,
 )
 from accelerate.settings.sections import PARADIGM_OF_TYPE, SageMakerSection
 
@@ -36,18 +49,7 @@ __getattr__, __dir__, _ = attach(
             "is_torchao_available",
             "is_transformers_available",
         ),
-        "accelerate.devices": (
-            "is_fp8_available",
-            "is_hpu_available",
-            "is_mlu_available",
-            "is_mps_available",
-            "is_musa_available",
-            "is_neuron_available",
-            "is_npu_available",
-            "is_sdaa_available",
-            "is_transformer_engine_available",
-            "is_xpu_available",
-        ),
+        "accelerate.devices": (*DEVICE_PROBES, "is_fp8_available", "is_transformer_engine_available"),
     },
 )
 
@@ -92,3 +94,111 @@ def _kept(known: Suggestions, way: str) -> dict[str, object]:
     if known.kept.get("distributed_type") != way:
         return {}
     return {name: value for name, value in known.kept.items() if all_options()[name].ask is None}
+
+
+USUAL: dict[str, Any] = {
+    "distributed_type": "NO",
+    "gpu_ids": "all",
+    "main_process_port": 29500,
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "gradient_accumulation_steps": 1,
+    "deepspeed_multinode_launcher": "pdsh",
+    "zero3_init_flag": True,
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fp8_backend": "ao",
+    "ec2_instance_type": "ml.p3.2xlarge",
+    "iam_role_name": "accelerate_sagemaker_execution_role",
+}
+"""Defaults on any machine."""
+
+BF16_CAPABILITY = 8.0
+"""Compute capability from which NVIDIA GPUs compute in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Defaults of the questionnaire, by option name.
+
+    Attributes:
+        offers: the values that are listed.
+        kept: what the file that is there says.
+        facts: lines about the machine.
+    """
+
+    values: Mapping[str, Any]
+    offers: Mapping[str, tuple[str, ...]]
+    kept: Mapping[str, Any]
+    facts: tuple[str, ...]
+    has_accelerator: bool = True
+
+
+def suggest(config_file: str | None = None) -> Suggestions:
+    """Look at this machine, and at the file that is to be written, where it is there."""
+    variables = environ.current()
+    machine = look(variables, cpu=False)
+    devices, facts = _of_machine(machine)
+    nodes, slurm_facts = _of_slurm(variables)
+    if "num_machines" in nodes:
+        devices["num_processes"] = max(1, machine.devices) * nodes["num_machines"]
+    kept, note = _of_file(config_file)
+    values = {**USUAL, **devices, **nodes, **kept}
+    own = str(machine.hardware.distributed_type.value)
+    usual = all_options()["distributed_type"].offers
+    offers = usual if own in usual else (*usual[:2], own, *usual[2:])
+    all_facts = (*facts, *slurm_facts, *note)
+    return Suggestions(values, {"distributed_type": offers}, kept, all_facts, machine.has_accelerator)
+
+
+def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:
+    if not machine.has_accelerator:
+        return {"num_processes": 1, "cpu": True}, [f"No accelerator; {machine.cores} CPU cores."]
+    several = machine.devices > 1
+    bf16 = _computes_in_bf16(machine)
+    values = {
+        "num_processes": machine.devices,
+        "distributed_type": machine.hardware.distributed_type.value if several else "NO",
+        "mixed_precision": "bf16" if bf16 else "no",
+    }
+    support = "with" if bf16 else "without"
+    return values, [f"Found {machine.devices} x {machine.hardware.label}, {support} bf16."]
+
+
+def _computes_in_bf16(machine: Machine) -> bool:
+    if machine.hardware.comm == "nccl" and nvidia.driver_present():
+        return min((float(row[0]) for row in nvidia.query("compute_cap")), default=0.0) >= BF16_CAPABILITY
+    import torch
+
+    try:
+        return machine.hardware.supports(torch.bfloat16)
+    except (RuntimeError, StateError):  # the device is there and its driver cannot be asked
+        return False
+
+
+def _of_slurm(variables: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    if shutil.which("srun") is None:
+        return {}, []
+    values: dict[str, Any] = {"slurm": True}
+    nodes = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES") or ""
+    if not nodes.isdecimal():
+        return values, ["SLURM is installed; this shell is in no allocation."]
+    values["num_machines"] = int(nodes)
+    hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
+    if hosts:
+        values["main_process_ip"] = first_host(hosts)
+    return values, [f"SLURM: an allocation of {nodes} machines."]
+
+
+def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:
+    if config_file is None:
+        return {}, []
+    try:
+        path = find_config_file(config_file)
+        values = dict(read_layer(path, "file").values) if path else {}
+    except ConfigurationError as error:  # it is about to be replaced
+        return {}, [f"The file that is there is not used: {error}"]
+    return values, [f"Settings of {path} are the defaults."]

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
-from accelerate.commands.config.cluster import get_cluster_input as get_cluster_input
+from accelerate.commands.config.cluster import Suggestions, get_cluster_input as get_cluster_input, suggest
 from accelerate.commands.config.config_utils import add_subcommand
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
-from accelerate.commands.config.suggestions import Suggestions, suggest
 from accelerate.commands.config.update import update_command_parser
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 from accelerate.settings import (
     SCHEMA_FILE,
     ClusterConfig,
@@ -41,17 +40,6 @@ SCHEMA = (
     "In VS Code and others with a YAML language server, make this the first line of the file: "
     "# yaml-language-server: $schema=PATH"
 )
-
-
-def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate config`` without its subcommands.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("config", description, subparsers, config_command)
-    parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
-    return parser
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -148,8 +136,12 @@ def schema_command(args: argparse.Namespace) -> None:
     print(SCHEMA_FILE)
 
 
-main = entry_point(get_config_parser)
+@parser_of("config", description, config_command)
+def config_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
 
+
+main = entry_point(get_config_parser)
 
 if __name__ == "__main__":
     main()

@@ -46,11 +46,7 @@ def add_subcommand(
     """Add a subcommand to ``accelerate config``.
 
     Args:
-        subparsers: of ``accelerate config``.
         parents: parsers whose options it has too.
-        name: of the subcommand.
-        description: shown above its options.
-        command: called with the parsed arguments.
         help: what the list of subcommands says; default: the description.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(

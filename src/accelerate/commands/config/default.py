@@ -12,6 +12,7 @@ from accelerate.commands.config.config_utils import (
     SubcommandHelpFormatter as SubcommandHelpFormatter,
     add_subcommand,
 )
+from accelerate.commands.utils import DEVICE_PROBES
 from accelerate.launch import look
 from accelerate.settings import (
     ClusterConfig,
@@ -21,20 +22,7 @@ from accelerate.settings import (
 )
 from accelerate.settings.sections import PRECISIONS
 
-__getattr__, __dir__, _ = attach(
-    __name__,
-    {
-        "accelerate.devices": (
-            "is_hpu_available",
-            "is_mlu_available",
-            "is_musa_available",
-            "is_neuron_available",
-            "is_npu_available",
-            "is_sdaa_available",
-            "is_xpu_available",
-        ),
-    },
-)
+__getattr__, __dir__, _ = attach(__name__, {"accelerate.devices": DEVICE_PROBES})
 
 description = "Create a default config file for Accelerate with only a few flags set."
 

@@ -13,8 +13,8 @@ from accelerate.base import (
     is_boto3_available as is_boto3_available,
     require,
 )
+from accelerate.commands.config.cluster import USUAL, Suggestions
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
-from accelerate.commands.config.suggestions import USUAL, Suggestions
 from accelerate.settings import Prompt, Questionnaire, SageMakerConfig, as_mapping, prompt_of_this_process
 from accelerate.settings.sections import DynamoSection, LaunchSection, PrecisionSection, SageMakerSection
 
@@ -97,11 +97,7 @@ def get_sagemaker_input(
 
 
 def _create_iam_role_for_sagemaker(role_name: str) -> None:
-    """Create the role unless it is there.
-
-    Args:
-        role_name: its name.
-    """
+    """Create the role unless it is there."""
     client = _iam()
     try:
         client.create_role(RoleName=role_name, AssumeRolePolicyDocument=json.dumps(TRUST_POLICY))
@@ -113,11 +109,7 @@ def _create_iam_role_for_sagemaker(role_name: str) -> None:
 
 
 def _get_iam_role_arn(role_name: str) -> str:
-    """The full name of a role.
-
-    Args:
-        role_name: its name.
-    """
+    """The full name of a role."""
     return str(_iam().get_role(RoleName=role_name)["Role"]["Arn"])
 
 

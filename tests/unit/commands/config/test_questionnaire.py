@@ -22,11 +22,10 @@ import jsonschema
 import pytest
 import yaml
 
-from accelerate.commands.config import sagemaker, suggestions
-from accelerate.commands.config.cluster import get_cluster_input
+from accelerate.commands.config import cluster, sagemaker
+from accelerate.commands.config.cluster import get_cluster_input, suggest
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.sagemaker import get_sagemaker_input
-from accelerate.commands.config.suggestions import suggest
 from accelerate.devices import CPU, CUDA
 from accelerate.launch import Machine
 from accelerate.settings import (
@@ -216,9 +215,9 @@ class Defaults:
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggestions, "look", lambda environ, cpu: Machine(CUDA, 4))
-    monkeypatch.setattr(suggestions.nvidia, "driver_present", lambda: True)
-    monkeypatch.setattr(suggestions.nvidia, "query", lambda *fields: (("8.0",), ("9.0",)))
+    monkeypatch.setattr(cluster, "look", lambda environ, cpu: Machine(CUDA, 4))
+    monkeypatch.setattr(cluster.nvidia, "driver_present", lambda: True)
+    monkeypatch.setattr(cluster.nvidia, "query", lambda *fields: (("8.0",), ("9.0",)))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -239,7 +238,7 @@ def test_a_training_method_that_cannot_run_here_is_named(
     devices: int, way: str, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(CUDA, devices) if devices else Machine(CPU, 1)
-    monkeypatch.setattr(suggestions, "look", lambda environ, cpu: machine)
+    monkeypatch.setattr(cluster, "look", lambda environ, cpu: machine)
     prompt = Defaults(training=way)
     config = get_user_input(prompt, suggest())  # type: ignore[arg-type]
     assert config.distributed_type == way
@@ -248,15 +247,15 @@ def test_a_training_method_that_cannot_run_here_is_named(
 
 @pytest.mark.usefixtures("four_gpus")
 def test_old_gpus_do_not_get_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggestions.nvidia, "query", lambda *fields: (("7.5",),))
+    monkeypatch.setattr(cluster.nvidia, "query", lambda *fields: (("7.5",),))
     assert suggest().values["mixed_precision"] == "no"
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_an_allocation_of_slurm_gives_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suggestions.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(
-        suggestions.environ,
+        cluster.environ,
         "current",
         lambda: {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"},
     )

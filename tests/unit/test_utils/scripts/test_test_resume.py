@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.checkpointing import GeneratorsPart, nothing
-from accelerate.commands.same_run import RUNS, compare
+from accelerate.commands.test import RUNS, compare
 from accelerate.test_utils.scripts import test_resume as script
 
 pytestmark = [
