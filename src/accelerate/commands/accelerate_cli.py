@@ -11,51 +11,35 @@ from accelerate.commands.utils import run_command
 from accelerate.settings import CustomArgumentParser
 
 COMMANDS = {
-    "checkpoint": (
-        "accelerate.commands.checkpoint:checkpoint_command_parser",
-        "List, verify, compare and prune checkpoints.",
-    ),
+    "checkpoint": ("checkpoint:checkpoint_command_parser", "List, verify, compare and prune checkpoints."),
     "clients": (
-        "accelerate.commands.clients:clients_command_parser",
+        "clients:clients_command_parser",
         "List the installed libraries that use accelerate, and whether they accept this package.",
     ),
-    "config": (
-        "accelerate.commands.config:get_config_parser",
-        "Create, update or show the configuration file.",
-    ),
+    "config": ("config:get_config_parser", "Create, update or show the configuration file."),
     "completion": (
-        "accelerate.commands.completion:completion_command_parser",
+        "completion:completion_command_parser",
         "Print the completion of this command line for bash, zsh or fish.",
     ),
-    "env": ("accelerate.commands.env:env_command_parser", "Show versions, devices and configuration."),
+    "env": ("env:env_command_parser", "Show versions, devices and configuration."),
     "estimate-memory": (
-        "accelerate.commands.estimate:estimate_command_parser",
+        "estimate:estimate_command_parser",
         "Say how much memory a model needs, without loading it.",
     ),
-    "launch": (
-        "accelerate.commands.launch:launch_command_parser",
-        "Run a script on one or several processes.",
-    ),
-    "merge-weights": (
-        "accelerate.commands.merge:merge_command_parser",
-        "Merge a sharded checkpoint into whole weights.",
-    ),
-    "test": ("accelerate.commands.test:test_command_parser", "Check that training works on this machine."),
-    "to-fsdp2": (
-        "accelerate.commands.to_fsdp2:to_fsdp2_command_parser",
-        "Write a configuration file of FSDP 1 for FSDP 2.",
-    ),
-    "tpu-config": (
-        "accelerate.commands.tpu:tpu_command_parser",
-        "Run set-up commands on all hosts of a TPU pod.",
-    ),
+    "launch": ("launch:launch_command_parser", "Run a script on one or several processes."),
+    "merge-weights": ("merge:merge_command_parser", "Merge a sharded checkpoint into whole weights."),
+    "test": ("test:test_command_parser", "Check that training works on this machine."),
+    "to-fsdp2": ("to_fsdp2:to_fsdp2_command_parser", "Write a configuration file of FSDP 1 for FSDP 2."),
+    "tpu-config": ("tpu:tpu_command_parser", "Run set-up commands on all hosts of a TPU pod."),
 }
-"""Name -> where its parser is made, and what it does in one line."""
+"""Name -> module of this package with the function in it that makes the parser, and what it does."""
 
-_MAKERS = (place.partition(":") for place, _ in COMMANDS.values())
+_MAKERS = {name: maker.split(":") for name, (maker, _) in COMMANDS.items()}
 
 # The makers can be imported from here too, each loaded on first use.
-__getattr__, __dir__, _ = attach(__name__, {module: (function,) for module, _, function in _MAKERS})
+__getattr__, __dir__, _ = attach(
+    __name__, {f"accelerate.commands.{module}": (function,) for module, function in _MAKERS.values()}
+)
 
 
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:
@@ -66,12 +50,16 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
         allow_abbrev=False,
         description="Train with PyTorch on one CPU, many GPUs or many machines.",
     )
-    subparsers = parser.add_subparsers(
+    subparsers: Any = parser.add_subparsers(
         metavar="<command>", title="commands", parser_class=CustomArgumentParser
     )
     for name in _needed(words):
-        _load(name)(subparsers)
-    _list_the_rest(subparsers, words)
+        module, function = _MAKERS[name]
+        getattr(import_module(f"accelerate.commands.{module}"), function)(subparsers)
+    # The help gets its table of commands without loading them.
+    subparsers._choices_actions.clear()
+    for name, (_, summary) in COMMANDS.items():
+        subparsers._choices_actions.append(subparsers._ChoicesPseudoAction(name, (), summary))
     return parser
 
 
@@ -80,18 +68,6 @@ def _needed(words: list[str]) -> list[str]:
     if words and words[0] in COMMANDS:
         return [words[0]]
     return [] if words and words[0] in ("-h", "--help") else list(COMMANDS)
-
-
-def _load(name: str) -> Any:
-    module, _, function = COMMANDS[name][0].partition(":")
-    return getattr(import_module(module), function)
-
-
-def _list_the_rest(subparsers: Any, words: list[str]) -> None:
-    """Give the help its table of commands without loading them."""
-    subparsers._choices_actions.clear()
-    for name, (_, summary) in COMMANDS.items():
-        subparsers._choices_actions.append(subparsers._ChoicesPseudoAction(name, (), summary))
 
 
 def main() -> None:

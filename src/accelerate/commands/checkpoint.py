@@ -37,11 +37,11 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
 
     def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
-        one = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
+        child = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
         for name, meaning in paths.items():
-            one.add_argument(name, type=Path, help=meaning)
-        one.set_defaults(func=run)
-        return one
+            child.add_argument(name, type=Path, help=meaning)
+        child.set_defaults(func=run)
+        return child
 
     top = "A checkpoint, or a folder with checkpoints in it, at any depth."
     sums = "Compare the files of all checkpoints below a folder with their checksums."
@@ -53,8 +53,8 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     add("diff", "Say what differs between two checkpoints, and how much.", diff_command, **two)
     prune = add("prune", oldest, prune_command, folder=numbered)
     prune.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
-    for one in actions.choices.values():
-        one.add_argument("--json", action="store_true", help="Print JSON, for machines.")
+    for child in actions.choices.values():
+        child.add_argument("--json", action="store_true", help="Print JSON, for machines.")
     return parser
 
 
@@ -75,16 +75,12 @@ class Row:
 
 def list_command(args: argparse.Namespace) -> None:
     """Show the checkpoints below a folder, with what is wrong with the incomplete ones."""
-    _show([_row(path, read, fault) for path, read, fault in _survey(args.folder, deep=False)], args.json)
+    _show(_survey(args.folder, deep=False), args.json)
 
 
 def verify_command(args: argparse.Namespace) -> None:
-    """Compare all files with their checksums.
-
-    Raises:
-        CheckpointError: one does not fit.
-    """
-    rows = [_row(path, read, fault) for path, read, fault in _survey(args.folder, deep=True)]
+    """Compare all files with their checksums; a `CheckpointError` where one does not fit."""
+    rows = _survey(args.folder, deep=True)
     _show(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
         raise CheckpointError(f"Not complete and undamaged: {', '.join(broken)}.")
@@ -93,21 +89,18 @@ def verify_command(args: argparse.Namespace) -> None:
 
 
 def prune_command(args: argparse.Namespace) -> None:
-    """Delete the oldest numbered checkpoints.
-
-    Raises:
-        ConfigurationError: none would stay.
-    """
+    """Delete the oldest numbered checkpoints of a folder, or of `checkpoints` in it."""
     from accelerate.checkpointing import retention
 
     if args.keep < 1:
         raise wrong_value("--keep", args.keep, "the newest complete checkpoint always stays", "use 1 or more")
-    parent = _parent(args.folder)
-    gone = [str(path) for path in retention.prune(parent, args.keep)]
+    _check_folder(args.folder, "name one with checkpoints")
+    inner = args.folder / "checkpoints"
+    deleted = [str(path) for path in retention.prune(inner if inner.is_dir() else args.folder, args.keep)]
     if args.json:
-        print(json.dumps({"deleted": gone}))
+        print(json.dumps({"deleted": deleted}))
     else:
-        print("\n".join(f"deleted {path}" for path in gone) or "There was nothing to delete.")
+        print("\n".join(f"deleted {path}" for path in deleted) or "There was nothing to delete.")
 
 
 def diff_command(args: argparse.Namespace) -> None:
@@ -159,12 +152,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def _check_folder(folder: Path, fix: str) -> None:
+    if not os.path.isdir(folder):
+        raise wrong_value("folder", str(folder), "there is no such folder", fix)
+
+
 def _contents(folder: Path) -> dict[str, Any]:
     """All tensors and values of a checkpoint, by file and name in it."""
     from accelerate.checkpointing import files_under, manifest, shard_index
 
-    if not os.path.isdir(folder):
-        raise wrong_value("folder", str(folder), "there is no such folder", "name a checkpoint")
+    _check_folder(folder, "name a checkpoint")
     if (folder / manifest.NAME).is_file():
         try:
             manifest.read(folder)
@@ -175,8 +172,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         path = folder / name
         if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / shard_index.NAME).is_file()):
             continue
-        read = _read_shards if path.name == shard_index.NAME else _reader(path.suffix)
-        contents.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", read(path)))
+        contents.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", _read(path)))
     return contents
 
 
@@ -192,30 +188,22 @@ class OpaqueFile:
     checksum: str
 
 
-def _measure(path: Path) -> OpaqueFile:
-    from accelerate.checkpointing import measure
+def _read(path: Path) -> Any:
+    """Read a file; one of another format, or with objects that could run code, is only measured."""
+    from accelerate.checkpointing import measure, shard_index
+    from accelerate.weights import read_safetensors, read_torch, refused_globals
 
+    if path.name == shard_index.NAME:
+        return _read_shards(path)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    if path.suffix in (".bin", ".pt", ".pkl"):
+        try:
+            return read_torch(path)
+        except CheckpointError:
+            if not (is_zipfile(path) and refused_globals(path)):
+                raise
     return OpaqueFile(*measure(path))
-
-
-def _reader(suffix: str) -> Callable[[Path], Any]:
-    """What reads a file with this ending."""
-    from accelerate.weights import read_safetensors
-
-    readers = {".safetensors": read_safetensors, **dict.fromkeys((".bin", ".pt", ".pkl"), _read_saved)}
-    return readers.get(suffix, _measure)
-
-
-def _read_saved(path: Path) -> Any:
-    """Read what `torch.save` wrote, unless it holds objects that could run code."""
-    from accelerate.weights import read_torch, refused_globals
-
-    try:
-        return read_torch(path)
-    except CheckpointError:
-        if is_zipfile(path) and refused_globals(path):
-            return _measure(path)
-        raise
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
@@ -239,33 +227,24 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{path}{key}.", inner)
 
 
-def _parent(folder: Path) -> Path:
-    """The folder that holds numbered checkpoints: the given one, or `checkpoints` in it."""
-    inner = folder / "checkpoints"
-    if not os.path.isdir(folder):
-        raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
-    return inner if inner.is_dir() else folder
-
-
-def _survey(folder: Path, *, deep: bool) -> list[tuple[Path, Manifest | None, str]]:
-    """Return all checkpoints below a folder, each with its manifest and with what is wrong."""
+def _survey(folder: Path, *, deep: bool) -> list[Row]:
+    """Describe all checkpoints below a folder; `deep` compares the checksums of their files."""
     from accelerate.checkpointing import retention
 
     top = Path(os.path.abspath(folder))
-    if not os.path.isdir(top):
-        raise wrong_value("folder", str(folder), "there is no such folder", "name one with checkpoints")
+    _check_folder(folder, "name one with checkpoints")
     with progress_bar("Verifying"):
-        rows = [(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
+        rows = [_row(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
     if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return rows
 
 
-def _row(path: Path, read: Manifest | None, fault: str) -> Row:
-    if read is None:
+def _row(path: Path, manifest: Manifest | None, fault: str) -> Row:
+    if manifest is None:
         return Row(path.name, False, fault, path=str(path))
-    step = max(read.run.get("updates", []), default=0) or read.step
-    facts = (step, read.epoch, read.created, read.size, read.world_size)
+    step = max(manifest.run.get("updates", []), default=0) or manifest.step
+    facts = (step, manifest.epoch, manifest.created, manifest.size, manifest.world_size)
     return Row(path.name, not fault, fault, *facts, path=str(path))
 
 
@@ -329,10 +308,9 @@ def _table(rows: list[Row], folder: str) -> Table:
 def _minute(created: str) -> str:
     """Return a time as tables show it; text that is none as it is."""
     try:
-        moment = datetime.fromisoformat(created)
+        return datetime.fromisoformat(created).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")
     except ValueError:
         return created
-    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
 def _relative(path: str) -> str:

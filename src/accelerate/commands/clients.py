@@ -8,7 +8,7 @@ import csv
 import hashlib
 import io
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +30,9 @@ PACKAGE = "accelerate"
 HEADER = "Home-page: https://huggingface.co/docs/accelerate"
 """The line that `--allow` writes: where the interface of this package is described."""
 SEARCHED = "huggingface"
+NEWEST = Version("1.15.0")
+"""The newest version that llamafactory accepts."""
+
 HEADER_GATE = ("sentence-transformers", "setfit")
 """Libraries whose training asks for that word in the header."""
 MEANING = (
@@ -116,31 +119,13 @@ def _refusals(name: str, ranges: Iterable[SpecifierSet], package: metadata.Distr
     for specifiers in ranges:
         if not specifiers.contains(package.version, prereleases=True):
             yield f"it requires {PACKAGE}{specifiers}"
-    gate = _GATES.get(name)
-    if gate and (reason := gate(package)):
-        yield reason
-
-
-def _header_gate(package: metadata.Distribution) -> str | None:
-    if SEARCHED in (package.metadata["Home-page"] or ""):
-        return None
-    return (
-        "its training asks for a header that this package does not have (the rest works): "
-        f"`accelerate clients --allow {HEADER_GATE[0]}` says more"
-    )
-
-
-def _newest_gate(package: metadata.Distribution) -> str | None:
-    newest = Version("1.15.0")
-    if Version(package.version) <= newest:
-        return None
-    return f"it compares with <={newest}, local version included; DISABLE_VERSION_CHECK=1 skips that"
-
-
-_GATES: dict[str, Callable[[metadata.Distribution], str | None]] = {
-    **dict.fromkeys(HEADER_GATE, _header_gate),
-    "llamafactory": _newest_gate,
-}
+    if name in HEADER_GATE and SEARCHED not in (package.metadata["Home-page"] or ""):
+        yield (
+            "its training asks for a header that this package does not have (the rest works): "
+            f"`accelerate clients --allow {HEADER_GATE[0]}` says more"
+        )
+    if name == "llamafactory" and Version(package.version) > NEWEST:
+        yield f"it compares with <={NEWEST}, local version included; DISABLE_VERSION_CHECK=1 skips that"
 
 
 def _report(package: metadata.Distribution) -> Iterator[str]:

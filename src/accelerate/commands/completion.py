@@ -26,14 +26,7 @@ FOLDER_MARKS = ("_dir",)
 
 
 def completion_command(args: argparse.Namespace) -> None:
-    """Print the script.
-
-    Args:
-        args: ``shell``.
-
-    Raises:
-        MissingPackageError: shtab is not installed.
-    """
+    """Print the script that completes `accelerate` in ``args.shell``."""
     print(make_script(args.shell))
 
 

@@ -23,6 +23,14 @@ __getattr__, __dir__, _ = attach(__name__, {"accelerate.devices": DEVICE_PROBES}
 
 DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"
+SHOWN_PREFIXES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MEGATRON_LM_",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+)
 
 version = str(installed_version("accelerate"))
 
@@ -37,6 +45,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
 
     backend = detect()
     path = find_config_file(config_file)
+    variables = sorted(environ.current().items())
     return {
         "accelerate": f"{version} ({IMPLEMENTATION})",
         "accelerate command": shutil.which("accelerate") or "not on PATH",
@@ -51,7 +60,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "communication": backend.comm,
         "cpu cores": os.cpu_count(),
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
-        "variables": _variables(),
+        "variables": {name: text for name, text in variables if name.startswith(SHOWN_PREFIXES)},
         "configuration file": str(path) if path else None,
         "configuration": load_config_from_file(str(path)).to_dict() if path else None,
     }
@@ -64,20 +73,6 @@ def _device_names(backend: DeviceBackend) -> list[str]:
     if backend.is_host or not hasattr(module, "get_device_name"):
         return []
     return [module.get_device_name(index) for index in range(module.device_count())]  # type: ignore[union-attr]
-
-
-SHOWN_PREFIXES = (
-    "ACCELERATE_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-    "MEGATRON_LM_",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_",
-)
-
-
-def _variables() -> dict[str, str]:
-    return {name: text for name, text in sorted(environ.current().items()) if name.startswith(SHOWN_PREFIXES)}
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def _as_text(facts: dict[str, Any]) -> str:
 
 @parser_of("env", DESCRIPTION, env_command)
 def env_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("--config_file", default=None, help="The configuration file to show.")
+    parser.add_argument("--config_file", help="The configuration file to show.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 

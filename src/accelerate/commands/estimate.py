@@ -95,23 +95,34 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     model = _read(args)
     rows = _rows(args, model)
+    facts = _facts(args, model, rows)
     plans = _plans(args, model)
     if getattr(args, "json", False):
-        maps = (
-            {"device_maps": {dtype: device_map for dtype, (device_map, _) in plans.items()}} if plans else {}
-        )
-        print(json.dumps({**_facts(args, model, rows), **maps}, indent=2))
+        maps = {dtype: device_map for dtype, (device_map, _) in plans.items()}
+        print(json.dumps({**facts, "device_maps": maps} if plans else facts, indent=2))
         return
     from rich.console import Console
 
-    headers, cells, notes = _words(args, model, rows)
     console = Console(highlight=False)
-    console.print(f"Memory for {args.model_name}", soft_wrap=True, markup=False)
-    console.print(_table(headers, cells))
-    for note in notes:
-        console.print(note, soft_wrap=True, markup=False)
-    for dtype, (_, table) in plans.items():
-        console.print(f"\nDevice map in {dtype}\n{table}", soft_wrap=True, markup=False)
+    headers = ["dtype", "largest layer", "total size", f"training with {facts['optimizer']}"]
+    cells = [
+        [dtype, convert_bytes(largest), convert_bytes(total), convert_bytes(parts["total"]) if parts else "-"]
+        for dtype, largest, total, parts in rows
+    ]
+    lines = [
+        f"Memory for {args.model_name}",
+        _table(headers, cells),
+        f"{facts['parameters']:,} parameters, {convert_bytes(facts['stored_bytes'])} as stored; known from "
+        f"{model.source}.",
+        f"The largest layer is {facts['largest_layer']}. Activations come on top.",
+    ]
+    if facts["num_processes"] > 1:
+        processes, sharding = facts["num_processes"], facts["sharding"]
+        lines.append(f"Training: on each of {processes} processes, with sharding {sharding}.")
+    lines += [f"\nDevice map in {dtype}\n{table}" for dtype, (_, table) in plans.items()]
+    for line in lines:
+        is_text = isinstance(line, str)
+        console.print(line, soft_wrap=is_text, markup=not is_text)
 
 
 def _plans(args: argparse.Namespace, model: Tensors) -> dict[str, tuple[dict[str, Any], str]]:
@@ -138,26 +149,6 @@ def _facts(args: argparse.Namespace, model: Tensors, rows: list[list[Any]]) -> d
             for dtype, largest, total, training in rows
         },
     }
-
-
-def _words(
-    args: argparse.Namespace, model: Tensors, rows: list[list[Any]]
-) -> tuple[list[str], list[list[str]], list[str]]:
-    optimizer, sharding, processes = _training(args)
-    headers = ["dtype", "largest layer", "total size", f"training with {optimizer}"]
-    cells = [
-        [dtype, convert_bytes(largest), convert_bytes(total), convert_bytes(parts["total"]) if parts else "-"]
-        for dtype, largest, total, parts in rows
-    ]
-    facts = _facts(args, model, rows)
-    notes = [
-        f"{facts['parameters']:,} parameters, {convert_bytes(facts['stored_bytes'])} as stored; known from "
-        f"{model.source}.",
-        f"The largest layer is {facts['largest_layer']}. Activations come on top.",
-    ]
-    if processes > 1:
-        notes.append(f"Training: on each of {processes} processes, with sharding {sharding}.")
-    return headers, cells, notes
 
 
 def _table(headers: list[str], rows: list[list[str]], **kwargs: Any) -> Any:
@@ -195,38 +186,31 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 @parser_of("estimate-memory", DESCRIPTION, estimate_command)
 def estimate_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument(
-        "model_name", type=str, help="A name on the Hub, a folder, a .safetensors file or a config.json."
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model_name", help="A name on the Hub, a folder, a .safetensors file or a config.json.")
+    add(
         "--library_name",
-        type=str,
-        default=None,
         choices=["timm", "transformers"],
         metavar="NAME",
         help="Library that builds the empty model: timm or transformers; default: what the Hub says.",
     )
-    parser.add_argument(
+    add(
         "--dtypes",
-        type=str,
         nargs="+",
         default=USUAL_DTYPES,
         choices=DTYPES,
         metavar="NAME",
         help=f"Number formats: {', '.join(DTYPES)}.",
     )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
-    )
-    parser.add_argument(
+    add("--trust_remote_code", action="store_true", help="Allow code that comes with the model to run.")
+    add(
         "--device_map",
         nargs="*",
-        default=None,
         metavar="DEVICE=SIZE",
         help="Also plan which modules go where, for devices such as 0=24GB 1=24GB cpu=64GB, which need not "
         "be here; without any: for this machine.",
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON with exact bytes.")
+    add("--json", action="store_true", help="Print JSON with exact bytes.")
     training = parser.add_argument_group("Training", "How the model would be trained.")
     training.add_argument(
         "--optimizer",
@@ -238,7 +222,6 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
     training.add_argument("--num_processes", type=int, default=1, metavar="N", help="Number of processes.")
     training.add_argument(
         "--sharding",
-        default=None,
         choices=tuple(SHARDINGS),
         metavar="NAME",
         help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "

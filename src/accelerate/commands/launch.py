@@ -235,27 +235,20 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     formatter_class=CustomHelpFormatter,
 )
 def launch_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("--config_file", default=None, help="Configuration file, instead of the default one.")
-    parser.add_argument(
-        "--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed."
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m."
-    )
-    parser.add_argument(
-        "--no_python", action="store_true", default=None, help="The script is a program, not a Python file."
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config_file", help="Configuration file, instead of the default one.")
+    add("--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed.")
+    add("-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m.")
+    add("--no_python", action="store_true", default=None, help="The script is a program, not a Python file.")
+    add(
         "--explain",
         action="store_true",
         help="Print every value with its source, the environment and the command, and start nothing.",
     )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing."
-    )
+    add("--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing.")
     flags.add_sections(parser)
-    parser.add_argument("training_script", type=str, help="What to run; its own arguments follow it.")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    add("training_script", help="What to run; its own arguments follow it.")
+    add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
 
 
 main = entry_point(launch_command_parser)

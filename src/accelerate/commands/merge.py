@@ -35,14 +35,11 @@ def merge_command(args: argparse.Namespace) -> None:
 
 @parser_of("merge-weights", description, merge_command)
 def merge_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("checkpoint_directory", type=str, help="Folder with the model's shards.")
-    parser.add_argument("output_path", type=str, help="Folder for the whole weights; it is made.")
-    parser.add_argument(
-        "--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors."
-    )
-    parser.add_argument(
-        "--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards."
-    )
+    add = parser.add_argument
+    add("checkpoint_directory", help="Folder with the model's shards.")
+    add("output_path", help="Folder for the whole weights; it is made.")
+    add("--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors.")
+    add("--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards.")
 
 
 main = entry_point(merge_command_parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def read_tensors(
 
 
 def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tensors:
-    files = _safetensors_of(path)
-    if files:
+    if files := _safetensors_of(path):
         weights = tuple(weight for file in files for weight in _read_header(file))
         return Tensors(weights, f"safetensors headers of {path}")
     if (path / CONFIG_NAME).is_file():
@@ -92,20 +91,16 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 
 def _safetensors_of(path: Path) -> list[Path]:
     index = path / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        return [path / name for name in _files_of(index)]
-    usual = path / SAFE_WEIGHTS_NAME
-    return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
-
-
-def _files_of(index: Path) -> list[str]:
+    if not index.is_file():
+        usual = path / SAFE_WEIGHTS_NAME
+        return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
     try:
         names = sorted(set(read_weight_map(index).values()))
     except CheckpointError as error:
         raise wrong_value("MODEL", str(index), str(error), "Check the file") from error
     if not names:
         raise wrong_value("MODEL", str(index), "its weight_map names no files", "Check the file")
-    return names
+    return [path / name for name in names]
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Tensors:
@@ -122,13 +117,12 @@ def _read_header(path: Path) -> Iterator[Weight]:
 
     try:
         with safe_open(path, "numpy") as file:
-            names = file.keys()
-            parts = ((name, file.get_slice(name)) for name in names)
-            yield from (Weight(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts)
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                yield Weight(name, tuple(tensor.get_shape()), tensor.get_dtype())
     except (SafetensorError, OSError) as error:
-        raise wrong_value(
-            "MODEL", str(path), f"this file cannot be read: {error}", "Check the file"
-        ) from error
+        reason = f"this file cannot be read: {error}"
+        raise wrong_value("MODEL", str(path), reason, "Check the file") from error
 
 
 def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str | None) -> Tensors:
@@ -140,8 +134,7 @@ def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str
         if folder is None:
             raise ConfigurationError(str(error)) from error
         return _of_folder(folder, library, trust_remote_code)
-    weights = _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token))
-    if weights:
+    if weights := _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token)):
         return Tensors(weights, f"safetensors headers of {model} on the Hub")
     return _of_empty_model(model, library or info.library_name or "", trust_remote_code, token)
 
@@ -188,38 +181,38 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     return _ask_hub(repo, lambda hub: hub.model_info(repo, token=token))
 
 
+HUB_ERRORS = {
+    "GatedRepoError": (
+        "its owner lets only users in who accepted the terms",
+        "Accept them on its page, then run `hf auth login`",
+    ),
+    "RepositoryNotFoundError": (
+        "the Hub has no such model, or it is private",
+        "Check the name; for a private one run `hf auth login`",
+    ),
+    "HFValidationError": ("this is no name of a model", "Write owner/name"),
+    "SafetensorsParsingError": ("its safetensors header cannot be read", "Tell the owner of the model"),
+}
+"""Errors of huggingface_hub that the user can act on: the reason, and the fix."""
+
+
 def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
     import huggingface_hub
     from huggingface_hub import utils
 
     errors: Any = utils  # `huggingface_hub.errors` has only some of them before 0.25
-    reasons: Mapping[type[Exception], tuple[str, str]] = {
-        errors.GatedRepoError: (
-            "its owner lets only users in who accepted the terms",
-            "Accept them on its page, then run `hf auth login`",
-        ),
-        errors.RepositoryNotFoundError: (
-            "the Hub has no such model, or it is private",
-            "Check the name; for a private one run `hf auth login`",
-        ),
-        errors.HFValidationError: ("this is no name of a model", "Write owner/name"),
-        errors.SafetensorsParsingError: (
-            "its safetensors header cannot be read",
-            "Tell the owner of the model",
-        ),
-    }
-    failures: tuple[type[Exception], ...] = (errors.HfHubHTTPError, OSError, *_connection_errors())
     try:
         return question(huggingface_hub)
-    except tuple(reasons) as error:
-        reason, fix = next(text for kind, text in reasons.items() if isinstance(error, kind))
+    except tuple(getattr(errors, name) for name in HUB_ERRORS) as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        reason, fix = next(texts for name, texts in HUB_ERRORS.items() if name in kinds)
         raise wrong_value("MODEL", repo, reason, fix) from error
-    except errors.OfflineModeIsEnabled as error:
-        reason = "HF_HUB_OFFLINE is set, and the model is in no cache of this machine"
-        raise Unreachable(f"MODEL={repo!r}: {reason}. Unset it, or give a local folder.") from error
-    except failures as error:
+    except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError, *_connection_errors()) as error:
         reason = f"the Hub cannot be asked ({' '.join(str(error).partition(chr(10))[0].split())})"
         fix = "Check the connection, or give a local folder"
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            reason = "HF_HUB_OFFLINE is set, and the model is in no cache of this machine"
+            fix = "Unset it, or give a local folder"
         raise Unreachable(f"MODEL={repo!r}: {reason}. {fix}.") from error
 
 
@@ -234,8 +227,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 def _of_empty_model(model: str, library: str, trust_remote_code: bool, token: str | None = None) -> Tensors:
     empty = create_empty_model(model, library, trust_remote_code, token)
-    named = [*empty.named_parameters(), *empty.named_buffers()]
-    weights = tuple(Weight(name, tuple(tensor.shape), _dtype_name(tensor.dtype)) for name, tensor in named)
+    tensors = (*empty.named_parameters(), *empty.named_buffers())
+    weights = tuple(Weight(name, tuple(tensor.shape), _dtype_name(tensor.dtype)) for name, tensor in tensors)
     return Tensors(weights, f"an empty model that {library} built for {model}")
 
 
@@ -286,10 +279,9 @@ def _with_transformers(model: str, trust_remote_code: bool, token: str | None) -
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, token=token)
-    named = (getattr(transformers, name, None) for name in config.architectures or ())
-    own = next((kind for kind in named if kind is not None), None)
-    if own is not None:
-        return own(config)
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    for own_class in filter(None, classes):
+        return own_class(config)
     return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
 
@@ -299,10 +291,7 @@ def _with_timm(model: str, trust_remote_code: bool, token: str | None) -> Any:
     return timm.create_model(add_timm_hub_prefix(model), pretrained=False)
 
 
-BUILDERS: dict[str, Callable[[str, bool, str | None], Any]] = {
-    "transformers": _with_transformers,
-    "timm": _with_timm,
-}
+BUILDERS = {"transformers": _with_transformers, "timm": _with_timm}
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
@@ -320,10 +309,10 @@ def check_has_model(error: BaseException) -> str:
     Returns:
         "timm" or "transformers" where it means that the library knows no such model; else "unknown".
     """
-    text = str(error)
-    return next(
-        (library for library, marks in UNKNOWN_MODEL.items() if any(m in text for m in marks)), "unknown"
-    )
+    for library, marks in UNKNOWN_MODEL.items():
+        if any(mark in str(error) for mark in marks):
+            return library
+    return "unknown"
 
 
 UNKNOWN_MODEL = {

@@ -20,13 +20,7 @@ class SubprocessCallException(Exception):
 
 @dataclass
 class Output:
-    """What a command returned.
-
-    Args:
-        returncode: Its exit code.
-        stdout: Lines that it printed.
-        stderr: Lines that it printed as errors.
-    """
+    """The exit code of a command, and the lines that it printed to each stream."""
 
     returncode: int = 0
     stdout: list[str] = field(default_factory=list)
@@ -60,19 +54,17 @@ def run_command(
     """
     words = [str(word) for word in command]
     done = subprocess.run(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=None if env is None else dict(env),
-        text=True,
-        errors="replace",
-        check=False,
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **_options(env)
     )
     if done.returncode:
         raise SubprocessCallException(
             f"`{shlex.join(words)}` ended with exit code {done.returncode}. It printed:\n\n{done.stdout}"
         )
-    return done.stdout if return_stdout else None
+    return str(done.stdout) if return_stdout else None
+
+
+def _options(env: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"env": None if env is None else dict(env), "text": True, "errors": "replace"}
 
 
 def execute_subprocess_async(
@@ -102,36 +94,15 @@ def execute_subprocess_async(
     words = [str(word) for word in cmd]
     if echo:
         print("\nRunning: ", " ".join(words))
-    output = _run(words, env, stdin, timeout, quiet)
-    if output.returncode:
-        errors = "\n".join(output.stderr)
-        raise RuntimeError(
-            f"'{' '.join(words)}' failed with returncode {output.returncode}. Its errors:\n{errors}"
-        )
-    return output
-
-
-def _run(
-    words: list[str], env: Mapping[str, str] | None, stdin: Any, timeout: float | None, quiet: bool
-) -> Output:
-    """Run a command with a thread at each of its streams."""
     output = Output()
     with subprocess.Popen(
-        words,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=None if env is None else dict(env),
-        text=True,
-        errors="replace",
+        words, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **_options(env)
     ) as process:
-        readers = [
-            threading.Thread(target=_copy, args=arguments)
-            for arguments in (
-                (process.stdout, output.stdout, sys.stdout, "stdout:", quiet),
-                (process.stderr, output.stderr, sys.stderr, "stderr:", quiet),
-            )
-        ]
+        streams = (
+            (process.stdout, output.stdout, sys.stdout, "stdout:", quiet),
+            (process.stderr, output.stderr, sys.stderr, "stderr:", quiet),
+        )
+        readers = [threading.Thread(target=_copy, args=stream) for stream in streams]
         for reader in readers:
             reader.start()
         try:
@@ -142,6 +113,11 @@ def _run(
         finally:
             for reader in readers:
                 reader.join()
+    if output.returncode:
+        errors = "\n".join(output.stderr)
+        raise RuntimeError(
+            f"'{' '.join(words)}' failed with returncode {output.returncode}. Its errors:\n{errors}"
+        )
     return output
 
 

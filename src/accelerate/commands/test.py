@@ -162,7 +162,7 @@ def _show(about: Record, verdicts: list[Verdict]) -> None:
 
 @parser_of("test", DESCRIPTION, test_command)
 def test_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("--config_file", default=None, help="Configuration file to launch with.")
+    parser.add_argument("--config_file", help="Configuration file to launch with.")
     parser.add_argument(
         "--resume",
         action="store_true",

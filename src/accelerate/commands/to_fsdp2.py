@@ -63,11 +63,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 @parser_of("to-fsdp2", DESCRIPTION, to_fsdp2_command)
 def to_fsdp2_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("--config_file", type=str, required=True, help="The file for FSDP 1.")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace the output file, or the file itself without one."
-    )
-    parser.add_argument("--output_file", type=str, default=None, help="Where the new file is written.")
+    add = parser.add_argument
+    add("--config_file", required=True, help="The file for FSDP 1.")
+    add("--overwrite", action="store_true", help="Replace the output file, or the file itself without one.")
+    add("--output_file", help="Where the new file is written.")
 
 
 main = entry_point(to_fsdp2_command_parser)

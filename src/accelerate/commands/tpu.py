@@ -49,7 +49,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def _gcloud_command(args: argparse.Namespace) -> list[str]:
-    config = _config(args.config_file)
+    loaded = load_config_from_file(args.config_file) if find_config_file(args.config_file) else None
+    config = loaded if isinstance(loaded, ClusterConfig) else None
     name = args.tpu_name or (config.tpu_name if config else None)
     zone = args.tpu_zone or (config.tpu_zone if config else None)
     for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
@@ -61,13 +62,6 @@ def _gcloud_command(args: argparse.Namespace) -> list[str]:
     return ["gcloud", *alpha, *ssh, "--command", lines, "--worker", "all"]
 
 
-def _config(config_file: str | None) -> ClusterConfig | None:
-    if find_config_file(config_file) is None:
-        return None
-    loaded = load_config_from_file(config_file)
-    return loaded if isinstance(loaded, ClusterConfig) else None
-
-
 def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
     """What is run on each host: flags win over the configuration file."""
     file = args.command_file or (config.command_file if config and not args.command else None)
@@ -75,12 +69,13 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
     own = _read_lines(file) if file else given or (list(config.commands or []) if config else [])
     if args.command_file and given:
         own += given
-    first = [_installation(args.accelerate_version)] if args.install_accelerate else []
-    if not first and not own:
+    if args.install_accelerate:
+        own.insert(0, _installation(args.accelerate_version))
+    if not own:
         raise ConfigurationError(
             "There is nothing to run. Give --command, --command_file or --install_accelerate."
         )
-    return [*first, *own]
+    return own
 
 
 def _read_lines(file: str) -> list[str]:
@@ -98,12 +93,12 @@ def _installation(version: str) -> str:
 @parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)
 def tpu_command_parser(parser: CustomArgumentParser) -> None:
     config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
-    config.add_argument("--config_file", type=str, default=None, help="Configuration file.")
-    config.add_argument("--tpu_name", default=None, help="Name of the TPU.")
-    config.add_argument("--tpu_zone", default=None, help="Zone of the TPU.")
+    config.add_argument("--config_file", help="Configuration file.")
+    config.add_argument("--tpu_name", help="Name of the TPU.")
+    config.add_argument("--tpu_zone", help="Zone of the TPU.")
     pod = parser.add_argument_group("TPU Arguments", "What is run on each host.")
     pod.add_argument("--use_alpha", action="store_true", help="Use gcloud alpha instead of gcloud.")
-    pod.add_argument("--command_file", default=None, help="File with a command on each line.")
+    pod.add_argument("--command_file", help="File with a command on each line.")
     pod.add_argument(
         "--command", action="append", nargs="+", help="A command; may be given several times, in their order."
     )

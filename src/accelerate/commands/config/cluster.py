@@ -71,29 +71,24 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
     """
     known = suggestions or suggest()
     chosen = prompt or prompt_of_this_process()
-    asking = Questionnaire(
+    questions = Questionnaire(
         chosen, CLUSTER_SECTIONS, known.values, known.offers, left_out=("compute_environment",)
     )
-    answers = asking.run()
-    mapping = as_mapping({**_kept(known, answers["distributed_type"]), **answers})
+    answers = questions.run()
+    kind = answers["distributed_type"]
+    kept = {}  # settings of the present file that have no question, where they can still apply
+    if known.kept.get("distributed_type") == kind:
+        kept = {name: value for name, value in known.kept.items() if all_options()[name].ask is None}
+    mapping = as_mapping({**kept, **answers})
     mapping["compute_environment"] = ComputeEnvironment.LOCAL_MACHINE
-    mapping.setdefault("use_cpu", answers["distributed_type"] == "MULTI_CPU")
-    mapping.setdefault("debug", False)
-    mapping.setdefault("num_processes", 1)
-    way = answers["distributed_type"]
-    if PARADIGM_OF_TYPE.get(way) == "multi_gpu" and not known.has_accelerator:
+    for name, value in {"use_cpu": kind == "MULTI_CPU", "debug": False, "num_processes": 1}.items():
+        mapping.setdefault(name, value)
+    if PARADIGM_OF_TYPE.get(kind) == "multi_gpu" and not known.has_accelerator:
         chosen.say(
-            f"This machine shows no accelerator: `accelerate launch` refuses {way} here. MULTI_CPU trains on "
-            "this machine."
+            f"This machine shows no accelerator: `accelerate launch` refuses {kind} here. MULTI_CPU trains "
+            "on this machine."
         )
     return ClusterConfig(**mapping)
-
-
-def _kept(known: Suggestions, way: str) -> dict[str, object]:
-    """Settings of the file that is there for which there is no question, while they can still apply."""
-    if known.kept.get("distributed_type") != way:
-        return {}
-    return {name: value for name, value in known.kept.items() if all_options()[name].ask is None}
 
 
 USUAL: dict[str, Any] = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from typing import Any
 
 from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
 from accelerate.commands.config.cluster import Suggestions, get_cluster_input as get_cluster_input, suggest
-from accelerate.commands.config.config_utils import add_subcommand
+from accelerate.commands.config.config_utils import add_config_file, add_subcommand
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
 from accelerate.commands.config.update import update_command_parser
@@ -40,23 +39,6 @@ SCHEMA = (
     "In VS Code and others with a YAML language server, make this the first line of the file: "
     "# yaml-language-server: $schema=PATH"
 )
-
-
-def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate config`` with its subcommands.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = config_command_parser(subparsers)
-    parent = argparse.ArgumentParser(add_help=False)
-    children = parser.add_subparsers(title="subcommands", dest="subcommand")
-    default_command_parser(children, [parent])
-    update_command_parser(children, [parent])
-    show = add_subcommand(children, [parent], "show", SHOW, show_config_command)
-    show.add_argument("--config_file", default=None, help="The file; default: the default one.")
-    add_subcommand(children, [parent], "schema", SCHEMA, schema_command, SCHEMA.partition(",")[0] + ".")
-    return parser
 
 
 def get_user_input(
@@ -138,7 +120,18 @@ def schema_command(args: argparse.Namespace) -> None:
 
 @parser_of("config", description, config_command)
 def config_command_parser(parser: CustomArgumentParser) -> None:
-    parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
+    add_config_file(parser)
+
+
+@parser_of("config", description, config_command)
+def get_config_parser(parser: CustomArgumentParser) -> None:
+    add_config_file(parser)
+    parent = argparse.ArgumentParser(add_help=False)
+    children = parser.add_subparsers(title="subcommands", dest="subcommand")
+    default_command_parser(children, [parent])
+    update_command_parser(children, [parent])
+    add_config_file(add_subcommand(children, [parent], "show", SHOW, show_config_command))
+    add_subcommand(children, [parent], "schema", SCHEMA, schema_command, SCHEMA.partition(",")[0] + ".")
 
 
 main = entry_point(get_config_parser)

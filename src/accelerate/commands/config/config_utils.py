@@ -58,3 +58,8 @@ def add_subcommand(
     )
     parser.set_defaults(func=command)
     return parser
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the file."""
+    parser.add_argument("--config_file", default=None, help="The file; default: the default one.")

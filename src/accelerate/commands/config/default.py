@@ -48,14 +48,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     if os.path.exists(path):
         print(f"{path} is there already and is left as it is. Remove it to write a new one.")
         return False
-    write_mapping(path, _config_of_this_machine(precision).to_dict())
-    return path
-
-
-def _config_of_this_machine(precision: str) -> ClusterConfig:
     machine = look(environ.current(), cpu=False)
     several = machine.has_accelerator and machine.devices > 1
-    return ClusterConfig(
+    config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=machine.hardware.distributed_type if several else DistributedType.NO,
         mixed_precision=precision,
@@ -63,6 +58,8 @@ def _config_of_this_machine(precision: str) -> ClusterConfig:
         debug=False,
         num_processes=machine.devices,
     )
+    write_mapping(path, config.to_dict())
+    return path
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -72,25 +69,23 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
         parser: the subparsers of ``accelerate config``.
         parents: parsers whose options it has too.
     """
-    made = add_subcommand(parser, parents, "default", description, default_config_command)
-    made.add_argument(
+    child = add_subcommand(parser, parents, "default", description, default_config_command)
+    child.add_argument(
         "--config_file",
         default=default_config_file,
         dest="save_location",
         help="Where the file is written; default: the place where every command looks.",
     )
-    made.add_argument(
+    child.add_argument(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
-        type=str,
         default="no",
         help="Number format of the forward pass.",
     )
-    return made
+    return child
 
 
 def default_config_command(args: argparse.Namespace) -> None:
     """Write the file and say where it is."""
-    written = write_basic_config(args.mixed_precision, args.save_location)
-    if written:
-        print(f"The configuration was written to {written}.")
+    if path := write_basic_config(args.mixed_precision, args.save_location):
+        print(f"The configuration was written to {path}.")

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.base import expanded
 from accelerate.commands.config.config_utils import (
     SubcommandHelpFormatter as SubcommandHelpFormatter,
+    add_config_file,
     add_subcommand,
 )
 from accelerate.settings import (
@@ -46,9 +47,9 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
         parser: the subparsers of ``accelerate config``.
         parents: parsers whose options it has too.
     """
-    made = add_subcommand(parser, parents, "update", description, update_config_command)
-    made.add_argument("--config_file", default=None, help="The file; default: the default one.")
-    return made
+    child = add_subcommand(parser, parents, "update", description, update_config_command)
+    add_config_file(child)
+    return child
 
 
 def update_config_command(args: argparse.Namespace) -> None:
