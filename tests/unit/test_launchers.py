@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
-from accelerate.launchers import debug_launcher, notebook, notebook_launcher, processes
+from accelerate.launchers import debug_launcher, notebook, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
@@ -213,7 +213,7 @@ def test_cuda_in_the_notebook_is_refused(
 ) -> None:
     on(hardware_table.CUDA, 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes, "_on_cuda", lambda thing: thing is tensor)
+    monkeypatch.setattr(notebook, "_on_cuda", lambda thing: thing is tensor)
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     tensor = torch.ones(1)
     main = sys.modules["__main__"]

@@ -14,13 +14,11 @@ from accelerate.devices import (
 )
 from accelerate.launch import PrepareForLaunch as PrepareForLaunch
 from accelerate.launchers.notebook import (
-    debug_launcher as debug_launcher,
-    notebook_launcher as notebook_launcher,
-    test_launch as test_launch,
-)
-from accelerate.launchers.processes import (
     CpuWorker as CpuWorker,
     LocalWorkers as LocalWorkers,
+    debug_launcher as debug_launcher,
+    notebook_launcher as notebook_launcher,
     run_elastic as run_elastic,
+    test_launch as test_launch,
 )
 from accelerate.state import AcceleratorState as AcceleratorState, PartialState as PartialState

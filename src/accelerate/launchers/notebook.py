@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.multiprocessing.spawn import ProcessException, start_processes
+
 from accelerate.base import (
     ConfigurationError,
     DistributedType,
+    LaunchError,
     PrecisionName,
     PrecisionType,
+    are_libraries_initialized,
+    current,
     parse_flag_from_env,
     patch_environment,
     wrong_value,
 )
 from accelerate.devices import DeviceBackend, check_cuda_p2p_ib_support, count_chips, hardware_table
-from accelerate.launch import RENDEZVOUS_FILE, PrepareForLaunch, get_free_port, is_port_in_use
-from accelerate.launchers.processes import (
-    CpuWorker,
-    LocalWorkers,
-    Worker,
-    describe_cuda_use,
-    precision_variables,
-    run_elastic,
-    run_forked,
-    thread_variables,
+from accelerate.launch import (
+    RENDEZVOUS_FILE,
+    Failure,
+    PrepareForLaunch,
+    collect,
+    count_of,
+    find_first,
+    get_free_port,
+    hold_loopback_store,
+    is_port_in_use,
+    run_key,
 )
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.nested import iterate_tensors
+from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
 
 _STATES = (AcceleratorState, PartialState, GradientState)
+_SECONDS_TO_END = 10.0
+# Libraries that may start CUDA when they are imported.
+_CUDA_STARTERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
+_AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def notebook_launcher(
@@ -96,9 +110,7 @@ def notebook_launcher(
     )
     print(f"Launching training on {size} x {backend.label}.")
     if backend.is_host and num_nodes == 1:
-        with tempfile.TemporaryDirectory() as folder, patch_environment(**workers.environment()):
-            worker = CpuWorker(function, Path(folder))
-            run_forked(PrepareForLaunch(worker, DistributedType.MULTI_CPU), args, size, Path(folder))
+        run_forked(function, args, size, workers.environment())
         return
     run_elastic(
         CpuWorker if backend.is_host else Worker,
@@ -131,20 +143,18 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     if num_processes < 1:
         raise wrong_value("num_processes", num_processes, "nobody would run", "Give at least 1")
     _refuse_used_notebook(hardware_table.CPU)
-    with tempfile.TemporaryDirectory() as rendezvous, tempfile.TemporaryDirectory() as folder:
-        environment = {
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {
             "WORLD_SIZE": str(num_processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "ACCELERATE_USE_CPU": "yes",
-            RENDEZVOUS_FILE: str(Path(rendezvous) / "rendezvous"),
-            **precision_variables("no"),
+            RENDEZVOUS_FILE: str(Path(folder) / "rendezvous"),
+            **mixed_precision_variables("no"),
             **thread_variables(),
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         }
-        with patch_environment(**environment):
-            worker = CpuWorker(function, Path(folder))
-            run_forked(PrepareForLaunch(worker, debug=True), args, num_processes, Path(folder))
+        run_forked(function, args, num_processes, variables, debug=True)
 
 
 def test_launch() -> None:
@@ -157,20 +167,14 @@ test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would colle
 
 def _check_arguments(function: object, precision: str, machines: int, machine: int) -> None:
     if not callable(function):
-        raise wrong_value(
-            "function",
-            function,
-            "it cannot be called",
-            "Pass the function itself, and its arguments in `args`",
-            TypeError,
-        )
+        fix = "Pass the function itself, and its arguments in `args`"
+        raise wrong_value("function", function, "it cannot be called", fix, TypeError)
     names = [str(kind.value) for kind in PrecisionType]
     if precision not in names:
         raise wrong_value("mixed_precision", precision, "no such precision", f"Use one of {', '.join(names)}")
     if not 0 <= machine < machines:
-        raise wrong_value(
-            "node_rank", machine, f"there are {machines} machines", f"Use a number from 0 to {machines - 1}"
-        )
+        fix = f"Use a number from 0 to {machines - 1}"
+        raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)
 
 
 def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
@@ -182,12 +186,8 @@ def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
         raise wrong_value("num_processes", wanted, "nobody would run", "Give at least 1")
     limit = wanted if backend.is_host else 1 if backend.comm is None else backend.count()
     if wanted > limit:
-        raise wrong_value(
-            "num_processes",
-            wanted,
-            f"{backend.label} has room for {limit} here",
-            f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU",
-        )
+        fix = f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU"
+        raise wrong_value("num_processes", wanted, f"{backend.label} has room for {limit} here", fix)
     return wanted
 
 
@@ -197,7 +197,7 @@ def _run_here(
     print(f"Launching training on one {backend.label}.")
     absent = [kind for kind in _STATES if not kind._shared_state]
     try:
-        with patch_environment(**precision_variables(precision), **dict(backend.notebook_variables)):
+        with patch_environment(**mixed_precision_variables(precision), **dict(backend.notebook_variables)):
             function(*args)
     finally:  # so that another launch, of several processes too, finds no `Accelerator` here
         for kind in absent:
@@ -210,16 +210,12 @@ def _run_replicas(
     """Start the replicas of an XLA run; the runtime gives them their ranks."""
     chips = count_chips()
     if num_processes not in (None, 1, chips or num_processes):
-        raise wrong_value(
-            "num_processes",
-            num_processes,
-            f"the runtime starts one process for each of the {chips} chips, or a single one",
-            f"Give {chips} or 1, or leave it out",
-        )
+        reason = f"the runtime starts one process for each of the {chips} chips, or a single one"
+        raise wrong_value("num_processes", num_processes, reason, f"Give {chips} or 1, or leave it out")
     xmp = import_module("torch_xla.distributed.xla_multiprocessing")
     launcher = PrepareForLaunch(function, DistributedType.XLA)
     print("Launching training on the devices of torch_xla.")
-    with patch_environment(**precision_variables(precision)):
+    with patch_environment(**mixed_precision_variables(precision)):
         nprocs = 1 if num_processes == 1 else None
         xmp.spawn(launcher, args=args, nprocs=nprocs, start_method="fork")
 
@@ -242,9 +238,194 @@ def _free_port(port: int, machines: int) -> int:
 
 
 def _device_variables(backend: DeviceBackend) -> dict[str, str]:
-    """The variables that processes on this hardware need."""
     if backend.is_host:
         return {"ACCELERATE_USE_CPU": "true", **thread_variables()}
     if backend.comm == "nccl" and not check_cuda_p2p_ib_support():
         return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return {}
+
+
+@dataclass(frozen=True)
+class LocalWorkers:
+    """The processes to start on this machine, and the address and port of rank 0."""
+
+    size: int
+    machines: int
+    machine: int
+    address: str
+    port: int
+    precision: str
+    further: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "WORLD_SIZE": str(self.size * self.machines),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "NPROC": str(self.size),
+            "NODE_RANK": str(self.machine),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "FORK_LAUNCHED": "1",
+            **(run_key(current()) if self.machines == 1 else {}),
+            **mixed_precision_variables(self.precision),
+            **self.further,
+        }
+
+
+class Worker:
+    """The user's function in a process of its own, which writes its error to a folder and returns nothing."""
+
+    def __init__(self, function: Callable[..., Any], reports: Path) -> None:
+        self.function = function
+        self.reports = reports
+        self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")  # for torch's agent
+
+    def __call__(self, *args: Any) -> None:
+        try:
+            self.function(*args)
+        except BaseException as error:
+            Failure.of(error, current()).write(self.reports)
+            raise
+        process_group.close_group()
+
+
+class CpuWorker(Worker):
+    """The same in a fork that computes on the CPU: OpenMP's threads do not survive a fork."""
+
+    def __call__(self, *args: Any) -> None:
+        outermost = current().get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP takes one for each level
+        torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": outermost}, "OMP_NUM_THREADS", 1)))
+        super().__call__(*args)
+
+
+def run_forked(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    size: int,
+    variables: Mapping[str, str],
+    *,
+    debug: bool = False,
+) -> None:
+    """Fork processes on the CPU, wait for all, and leave none behind, however this ends.
+
+    Args:
+        size: How many processes.
+        debug: Whether they meet over a file, see `PrepareForLaunch`.
+    """
+    with tempfile.TemporaryDirectory() as folder, patch_environment(**variables):
+        launcher = PrepareForLaunch(CpuWorker(function, Path(folder)), DistributedType.MULTI_CPU, debug)
+        start: Any = start_processes
+        context = start(launcher, args=args, nprocs=size, join=False, start_method="fork")
+        try:
+            while not context.join():
+                pass
+        except ProcessException as error:
+            _end(context.processes)  # before the reports are read, so that they are whole
+            raise _failed(Path(folder), error) from error
+        finally:
+            _end(context.processes)
+            for file in context.error_files:  # torch leaves them where they are
+                Path(file).unlink(missing_ok=True)
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_SECONDS_TO_END)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def run_elastic(
+    worker_class: type[Worker],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    workers: LocalWorkers,
+    rdzv_backend: str = "static",
+    rdzv_configs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Let torch's elastic agent fork the processes, and start them again as asked.
+
+    Args:
+        rdzv_backend: How the machines meet.
+        rdzv_configs: Further settings of torch's rendezvous.
+        options: Further fields of torch's `LaunchConfig`.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    own_rank = {"rank": workers.machine} if rdzv_backend == "static" else {}
+    config = LaunchConfig(
+        min_nodes=workers.machines,
+        max_nodes=workers.machines,
+        nproc_per_node=workers.size,
+        rdzv_backend=rdzv_backend,
+        rdzv_configs={**own_rank, **(rdzv_configs or {})},
+        start_method="fork",
+        **options,
+    )
+    signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
+    is_alone = workers.machines == 1 and rdzv_backend == "static"
+    held = hold_loopback_store(workers.address, workers.port) if is_alone else None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
+    ):
+        try:
+            elastic_launch(config, worker_class(function, Path(folder)))(*args)
+            return
+        except ChildFailedError as error:
+            failed = _failed(Path(folder), error)
+        finally:
+            del held
+    # Raised out here: the agent's exception would keep the agent alive, and the port on which it listens.
+    raise failed
+
+
+def _failed(reports: Path, error: Exception) -> LaunchError:
+    """The error of a run, with the traceback of the process that failed first."""
+    first = find_first(collect(reports, 1))
+    report = str(error) if first is None or first.failure is None else first.failure.trace
+    is_cuda = "re-initialize CUDA in forked subprocess" in report
+    hint = f"\n\n{describe_cuda_use()}" if is_cuda else ""
+    return LaunchError(f"A process that was launched failed.\n\n{report.strip()}{hint}")
+
+
+def mixed_precision_variables(name: str) -> dict[str, str]:
+    """The variables that ask for mixed precision, under our name and the one the documentation uses."""
+    return {"ACCELERATE_MIXED_PRECISION": name, "MIXED_PRECISION": name}
+
+
+def thread_variables() -> dict[str, str]:
+    """One thread for each forked process, where the user did not ask for more."""
+    return {"OMP_NUM_THREADS": current().get("OMP_NUM_THREADS") or "1"}
+
+
+def describe_cuda_use() -> str:
+    """Say that CUDA is in use in this process, so that it cannot be forked, by what, and what to do."""
+    holders = [f"the variable {name!r}" for name in _cuda_variables()]
+    suspects = are_libraries_initialized(*_CUDA_STARTERS)
+    if not holders and any(_on_cuda(thing) for thing in gc.get_objects()):
+        holders = ["a tensor that some object holds"]
+    known = f" It is used by {', '.join(holders)}." if holders else ""
+    known += f" Importing {', '.join(suspects)} may have started it." if suspects else ""
+    return (
+        f"CUDA was already started in this process, and a process that uses it cannot be forked.{known} Move "
+        "everything that touches the GPU (`.cuda()`, `.to('cuda')`, `torch.cuda.*`, imports that start CUDA) "
+        "into the function, restart the notebook and launch again."
+    )
+
+
+def _cuda_variables() -> Iterator[str]:
+    """Names of the notebook's own variables that hold something on a GPU."""
+    for name, value in list(vars(sys.modules["__main__"]).items()):
+        values = value.parameters() if isinstance(value, torch.nn.Module) else iterate_tensors(value)
+        if not name.startswith("_") and any(_on_cuda(tensor) for tensor in values):
+            yield name
+
+
+def _on_cuda(thing: object) -> bool:
+    return issubclass(type(thing), torch.Tensor) and bool(thing.is_cuda)  # type: ignore[attr-defined]
