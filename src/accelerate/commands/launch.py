@@ -157,15 +157,16 @@ def launch_command(args: argparse.Namespace) -> None:
     plan, settings = make_plan(args)
     launcher = launcher_for(plan)
     if getattr(args, "explain", False) or getattr(args, "dry_run", False):
-        print(_explained(args, plan, settings))
+        from accelerate.launch import explain  # a run does not load it
+
+        print(explain.as_json(plan, settings) if args.dry_run else explain.as_text(plan, settings))
         return
     if plan.target.kind == "script" and not os.path.exists(plan.target.name):
         raise ConfigurationError(f"There is no script {shown(plan.target.name)} here. Check the path.")
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
-    code = _run(launcher, plan)
-    if code:
+    if code := _run(launcher, plan):
         sys.exit(code)
 
 
@@ -181,16 +182,13 @@ def _run(launcher: Launcher, plan: LaunchPlan) -> int:
     if code and "SLURM_STEP_ID" in environ.current():
         # srun ends its other tasks as soon as one has failed: this one still prints its failure.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kept = recorded is not plan and _explain_failure(folder, code, plan.rendezvous.log_dir)
-    if not kept:
+    if not (code and recorded is not plan and _explain_failure(folder, code, plan.rendezvous.log_dir)):
         shutil.rmtree(folder)
     return code
 
 
 def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
     """Print how a run failed, where a rank recorded it; return whether the folder is still needed."""
-    if not code:
-        return False
     from accelerate.diagnostics import digest  # a run that succeeds does not load it
 
     outcome = collect(folder, code)
@@ -201,12 +199,6 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
     digest.write_report(outcome, report)
     print(digest.render(outcome, report, log_dir), file=sys.stderr, flush=True)
     return log_dir is None
-
-
-def _explained(args: argparse.Namespace, plan: LaunchPlan, settings: Settings) -> str:
-    from accelerate.launch import explain  # a run does not load it
-
-    return explain.as_json(plan, settings) if args.dry_run else explain.as_text(plan, settings)
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
@@ -220,8 +212,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     _, settings = make_plan(args)
     for row, value, _ in settings:
         setattr(args, row.name, value)
-    given = getattr(args, "config_file", None)
-    path = find_config_file(given)
+    path = find_config_file(getattr(args, "config_file", None))
     loaded = None if path is None else load_config_from_file(str(path))
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.base import ConfigurationError
-from accelerate.commands.estimate import estimate_command, estimate_command_parser
-from accelerate.commands.model_memory import (
+from accelerate.commands.estimate import (
     OPTIMIZERS,
+    estimate_command,
+    estimate_command_parser,
     estimate_training_usage,
     largest_layer,
     layer_of,
