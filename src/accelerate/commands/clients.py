@@ -46,10 +46,7 @@ ORDER = "batches of loaders without workers are drawn as in plain PyTorch, not o
 WIDTH = 80
 DIFFERENCES = {
     "transformers": "fp16 on a CPU is float16; a resumed Trainer with dispatch_batches sees the rest",
-    "trl": "none in the programs compared",
-    "peft": "none in the programs compared",
-    "diffusers": "none in the programs compared",
-    "sentence-transformers": "none in the programs compared",
+    **dict.fromkeys(("trl", "peft", "diffusers", "sentence-transformers"), "none in the programs compared"),
 }
 """Library -> where its results differ from those with the original."""
 
@@ -72,7 +69,13 @@ def clients_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: the package is not installed, or its metadata cannot be written.
     """
-    package = _installed()
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise ConfigurationError(
+            "No installed metadata of `accelerate` was found, and libraries look there. Install the package: "
+            "pip install ."
+        ) from None
     if args.undo:
         print(_undo(package))
     elif args.allow:
@@ -92,16 +95,6 @@ def find_clients(package: metadata.Distribution) -> list[Client]:
             name = canonicalize_name(library.metadata["Name"])
             clients[name] = Client(name, library.version, tuple(_refusals(name, ranges, package)))
     return [clients[name] for name in sorted(clients)]
-
-
-def _installed() -> metadata.Distribution:
-    try:
-        return metadata.distribution(PACKAGE)
-    except metadata.PackageNotFoundError:
-        raise ConfigurationError(
-            "No installed metadata of `accelerate` was found, and libraries look there. Install the package: "
-            "pip install ."
-        ) from None
 
 
 def _ranges(requires: Iterable[str]) -> Iterator[SpecifierSet]:

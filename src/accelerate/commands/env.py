@@ -69,10 +69,10 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
 def _device_names(backend: DeviceBackend) -> list[str]:
     import torch
 
-    module = getattr(torch, backend.name, None)
+    module: Any = getattr(torch, backend.name, None)
     if backend.is_host or not hasattr(module, "get_device_name"):
         return []
-    return [module.get_device_name(index) for index in range(module.device_count())]  # type: ignore[union-attr]
+    return [module.get_device_name(index) for index in range(module.device_count())]
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:

@@ -227,19 +227,14 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 def _of_empty_model(model: str, library: str, trust_remote_code: bool, token: str | None = None) -> Tensors:
     empty = create_empty_model(model, library, trust_remote_code, token)
-    tensors = (*empty.named_parameters(), *empty.named_buffers())
-    weights = tuple(Weight(name, tuple(tensor.shape), _dtype_name(tensor.dtype)) for name, tensor in tensors)
+    from accelerate.weights import DTYPES
+
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    weights = tuple(
+        Weight(name, tuple(tensor.shape), names.get(tensor.dtype, f"X{8 * tensor.element_size()}"))
+        for name, tensor in (*empty.named_parameters(), *empty.named_buffers())
+    )
     return Tensors(weights, f"an empty model that {library} built for {model}")
-
-
-DTYPE_NAMES = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U", "bool": "BOOL"}
-
-
-def _dtype_name(dtype: Any) -> str:
-    """``torch.float32`` -> ``F32``, as safetensors writes it."""
-    word = str(dtype).removeprefix("torch.").partition("_")[0]
-    letters = word.rstrip("0123456789")
-    return DTYPE_NAMES.get(letters, letters.upper()) + word.removeprefix(letters)
 
 
 def create_empty_model(
@@ -279,9 +274,9 @@ def _with_transformers(model: str, trust_remote_code: bool, token: str | None) -
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, token=token)
-    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    for own_class in filter(None, classes):
-        return own_class(config)
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)(config)
     return transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
 

@@ -76,8 +76,7 @@ def check_resume(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
         for run in RUNS:
             print(f"{run} run ...", flush=True)
-            code = run_child([*AGENT, *words, "--module", RESUME_SCRIPT, run, folder], {}).code
-            if code:
+            if code := run_child([*AGENT, *words, "--module", RESUME_SCRIPT, run, folder], {}).code:
                 raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
         whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
     verdicts = compare(whole, interrupted, resumed)
@@ -105,10 +104,8 @@ def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record
     """Compare the interrupted run, together with the resumed one, with the whole one; exactly."""
     verdicts = []
     for key, case in whole[0]["cases"].items():
-        ranks = [
-            tuple(record["cases"][key] for record in records)
-            for records in zip(whole, interrupted, resumed, strict=True)
-        ]
+        runs = zip(whole, interrupted, resumed, strict=True)
+        ranks = [tuple(record["cases"][key] for record in records) for records in runs]
         samples = [_compare_steps(first["steps"], a["steps"] + b["steps"]) for first, a, b in ranks]
         weights = [_compare_weights(first["weights"], b["weights"]) for first, _, b in ranks]
         batches = sum(len(first["steps"]) for first, _, _ in ranks)
@@ -126,10 +123,8 @@ def _compare_steps(expected: list[Any], actual: list[Any]) -> str:
 
 
 def _compare_weights(expected: dict[str, list[float]], actual: dict[str, list[float]]) -> str:
-    sizes, others = (
-        {name: len(values) for name, values in weights.items()} for weights in (expected, actual)
-    )
-    if sizes != others:
+    sizes, actual_sizes = ({name: len(values) for name, values in w.items()} for w in (expected, actual))
+    if sizes != actual_sizes:
         return "have other names or sizes"
     differences = {
         name: max((abs(a - b) for a, b in zip(values, actual[name], strict=True)), default=0.0)

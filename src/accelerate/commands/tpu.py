@@ -57,9 +57,8 @@ def _gcloud_command(args: argparse.Namespace) -> list[str]:
         if not value:
             raise ConfigurationError(f"{flag} is missing. Give it, or set it in the configuration file.")
     alpha = ["alpha"] if args.use_alpha else []
-    lines = "; ".join(_lines(args, config))
     ssh = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
-    return ["gcloud", *alpha, *ssh, "--command", lines, "--worker", "all"]
+    return ["gcloud", *alpha, *ssh, "--command", "; ".join(_lines(args, config)), "--worker", "all"]
 
 
 def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:

@@ -120,16 +120,12 @@ def run_child(
     instead: Mapping[int, int] | None = None,
     blocked_at_start: Sequence[int] = (),
 ) -> End:
-    """Run a program to its end.
+    """Run a program to its end; a `ConfigurationError` where it cannot be started.
 
     Args:
-        command: its words.
         added: variables it gets in addition to those of this process.
         instead: signal that reaches this process -> signal that is sent to the program instead.
         blocked_at_start: signals that the program starts with blocked; it has to unblock them itself.
-
-    Raises:
-        ConfigurationError: it cannot be started.
     """
     ending = Ending(instead or {})
     # Set before the start: a signal that is caught here has its default action in the program, even where the

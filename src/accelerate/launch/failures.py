@@ -146,12 +146,9 @@ def collect(folder: Path, code: int) -> Outcome:
     failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
     seen = Exits.read(folder)
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
-    return Outcome(
-        code,
-        tuple(sorted((f for f in failures if f.attempt == last), key=lambda failure: failure.moment)),
-        seen,
-        _read_hang(folder / HANG, last),
-    )
+    of_last = [failure for failure in failures if failure.attempt == last]
+    of_last.sort(key=lambda failure: failure.moment)
+    return Outcome(code, tuple(of_last), seen, _read_hang(folder / HANG, last))
 
 
 def shortened(text: str, width: int = 300) -> str:
@@ -169,20 +166,13 @@ def _read_hang(path: Path, attempt: int) -> str:
 class Kind(IntEnum):
     """What a failure is, the most likely cause first."""
 
-    OWN = 1
-    """An error of the script, or of a worker of its data loader."""
-    SILENT = 2
-    """An exit code, or a signal that the launcher did not send, without a Python error."""
-    LEFT = 3
-    """Exit code 0 while others needed the rank."""
-    HANG = 4
-    """Ended as ranks waited for each other."""
-    OF_OTHERS = 5
-    """An error that says what another rank did, or did not."""
-    LOST = 6
-    """A connection to another rank broke, or an operation with it timed out."""
-    AFTER = 7
-    """An error of a rank that the launcher had asked to end."""
+    OWN = 1  # an error of the script, or of a worker of its data loader
+    SILENT = 2  # an exit code, or a signal that the launcher did not send, without a Python error
+    LEFT = 3  # exit code 0 while others needed the rank
+    HANG = 4  # ended as ranks waited for each other
+    OF_OTHERS = 5  # an error that says what another rank did, or did not
+    LOST = 6  # a connection to another rank broke, or an operation with it timed out
+    AFTER = 7  # an error of a rank that the launcher had asked to end
 
 
 @dataclass(frozen=True)
@@ -246,11 +236,9 @@ def _kind(failure: Failure, outcome: Outcome) -> Kind:
         return Kind.OF_OTHERS
     if AccelerateError.__name__ in failure.kind:
         return Kind.OF_OTHERS if _OF_OTHERS.search(failure.headline) else Kind.OWN
-    text = " ".join((failure.kind[0], failure.headline))
-    lost = _CONNECTION.search(text) or (
-        _ANY_CONNECTION.search(text) and _DISTRIBUTED.search(failure.trace) is not None
-    )
-    return Kind.LOST if lost else Kind.OWN
+    text = f"{failure.kind[0]} {failure.headline}"
+    lost = _ANY_CONNECTION.search(text) and _DISTRIBUTED.search(failure.trace)
+    return Kind.LOST if lost or _CONNECTION.search(text) else Kind.OWN
 
 
 def _is_by_launcher(rank: int, number: int, outcome: Outcome) -> bool:

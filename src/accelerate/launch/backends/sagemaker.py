@@ -172,9 +172,9 @@ def _read_table(path: str | None, machine: Machine, columns: tuple[str, str]) ->
     if not cells or cells[0] != columns:
         fix = f"Write the first line as {columns[0]}, a tab, {columns[1]}"
         raise wrong_value(path, lines[0] if lines else "", "the first line names the columns", fix)
-    wrong = next((line for line, row in zip(lines, cells, strict=True) if len(row) != len(columns)), None)
-    if wrong is not None:
-        raise wrong_value(path, wrong, "a row has two cells with a tab between", "Correct the row")
+    for line, row in zip(lines, cells, strict=True):
+        if len(row) != len(columns):
+            raise wrong_value(path, line, "a row has two cells with a tab between", "Correct the row")
     return [(row[0], row[1]) for row in cells[1:]]
 
 
@@ -190,7 +190,7 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     name: str | None = None
     for word in nargs:
-        if word.startswith("--") or (word.startswith("-") and not _is_number(word)):
+        if word.startswith("--") or (word.startswith("-") and isinstance(_value_of(word), str)):
             name, _, text = word.lstrip("-").partition("=")
             result[name] = _value_of(text) if "=" in word else True
         elif name is None:
@@ -198,14 +198,6 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
         else:
             result[name] = _value_of(word)
     return result
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _value_of(word: str) -> Any:
