@@ -14,7 +14,6 @@ import pytest
 from accelerate.base import LaunchError, patch_environment
 from accelerate.launch import get_free_port
 from accelerate.launchers import (
-    CpuWorker,
     LocalWorkers,
     debug_launcher,
     notebook_launcher,
@@ -32,7 +31,7 @@ def start_elastic(function: Callable[..., Any], args: tuple[Any, ...], num_proce
     workers = LocalWorkers(num_processes, 1, 0, "127.0.0.1", port, "bf16")
     with patch_environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"):
         options = {"rdzv_endpoint": f"127.0.0.1:{port}", "run_id": "none", "max_restarts": 0}
-        run_elastic(CpuWorker, function, args, workers, **options)
+        run_elastic(function, args, workers, on_cpu=True, **options)
 
 
 def start_notebook(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int) -> None:

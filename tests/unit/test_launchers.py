@@ -33,7 +33,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note what the elastic agent would be given, and the environment it would be given it in."""
     calls: list[Any] = []
 
-    def note(worker: Any, function: Any, args: Any, workers: Any, *rendezvous: Any, **options: Any) -> None:
+    def note(function: Any, args: Any, workers: Any, on_cpu: bool, *rendezvous: Any, **options: Any) -> None:
         calls.append((workers, rendezvous, options))
 
     monkeypatch.setattr(notebook, "run_elastic", note)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,37 +25,6 @@ if TYPE_CHECKING:
     from accelerate.checkpointing import Manifest
 
 description = "List, verify, compare and prune the checkpoints that `Accelerator.save_state` writes."
-
-
-def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of ``accelerate checkpoint``.
-
-    Args:
-        subparsers: of `accelerate`; ``None`` for a parser of its own.
-    """
-    parser = make_parser("checkpoint", description, subparsers)
-    actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
-
-    def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
-        child = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
-        for name, meaning in paths.items():
-            child.add_argument(name, type=Path, help=meaning)
-        child.set_defaults(func=run)
-        return child
-
-    top = "A checkpoint, or a folder with checkpoints in it, at any depth."
-    sums = "Compare the files of all checkpoints below a folder with their checksums."
-    two = {"first": "A checkpoint.", "second": "Another one."}
-    oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one stays."
-    numbered = "The folder of numbered checkpoints, or the folder of the project."
-    add("list", "Show all checkpoints below a folder.", list_command, folder=top)
-    add("verify", sums, verify_command, folder=top)
-    add("diff", "Say what differs between two checkpoints, and how much.", diff_command, **two)
-    prune = add("prune", oldest, prune_command, folder=numbered)
-    prune.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
-    for child in actions.choices.values():
-        child.add_argument("--json", action="store_true", help="Print JSON, for machines.")
-    return parser
 
 
 @dataclass(frozen=True)
@@ -317,6 +286,31 @@ def _relative(path: str) -> str:
     """Return a path below the working directory relative to it; another path as it is."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
+
+
+@parser_of("checkpoint", description)
+def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
+
+    def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
+        child = actions.add_parser(action, help=summary, description=summary, allow_abbrev=False)
+        for name, meaning in paths.items():
+            child.add_argument(name, type=Path, help=meaning)
+        child.set_defaults(func=run)
+        return child
+
+    top = "A checkpoint, or a folder with checkpoints in it, at any depth."
+    sums = "Compare the files of all checkpoints below a folder with their checksums."
+    two = {"first": "A checkpoint.", "second": "Another one."}
+    oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one stays."
+    numbered = "The folder of numbered checkpoints, or the folder of the project."
+    add("list", "Show all checkpoints below a folder.", list_command, folder=top)
+    add("verify", sums, verify_command, folder=top)
+    add("diff", "Say what differs between two checkpoints, and how much.", diff_command, **two)
+    prune = add("prune", oldest, prune_command, folder=numbered)
+    prune.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
+    for child in actions.choices.values():
+        child.add_argument("--json", action="store_true", help="Print JSON, for machines.")
 
 
 main = entry_point(checkpoint_command_parser)

@@ -38,40 +38,33 @@ Returns:
 """
 
 
-def make_parser(
+def parser_of(
     name: str,
     description: str,
-    subparsers: Any = None,
+    command: Callable[[argparse.Namespace], object] | None = None,
     parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
-) -> CustomArgumentParser:
-    """A command's parser: a subcommand of `accelerate`, or without `subparsers` one that stands alone."""
-    kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
-    if subparsers is None:
-        return parser_class(prog=f"accelerate {name}", **kwargs)
-    # add_parser builds with the class that the subparsers object holds
-    usual, subparsers._parser_class = subparsers._parser_class, parser_class
-    try:
-        parser: CustomArgumentParser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
-    finally:
-        subparsers._parser_class = usual
-    return parser
-
-
-def parser_of(
-    name: str, description: str, command: Callable[[argparse.Namespace], object], **kwargs: Any
 ) -> Callable[[Callable[[CustomArgumentParser], None]], Callable[..., CustomArgumentParser]]:
     """Turn a function that adds the options of a command into the one that makes its parser.
 
     Args:
-        command: called with the parsed arguments.
-        **kwargs: for `make_parser`.
+        command: called with the parsed arguments; ``None`` where a subcommand is.
+        **kwargs: for the parser.
     """
+    kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
 
     def decorate(add_options: Callable[[CustomArgumentParser], None]) -> Callable[..., CustomArgumentParser]:
         def make(subparsers: Any = None) -> CustomArgumentParser:
-            parser = make_parser(name, description, subparsers, **kwargs)
-            parser.set_defaults(func=command)
+            if subparsers is None:
+                parser = parser_class(prog=f"accelerate {name}", **kwargs)
+            else:  # add_parser builds with the class that the subparsers object holds
+                usual, subparsers._parser_class = subparsers._parser_class, parser_class
+                try:
+                    parser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
+                finally:
+                    subparsers._parser_class = usual
+            if command is not None:
+                parser.set_defaults(func=command)
             add_options(parser)
             return parser
 

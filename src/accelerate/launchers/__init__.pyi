@@ -14,7 +14,6 @@ from accelerate.devices import (
 )
 from accelerate.launch import PrepareForLaunch as PrepareForLaunch
 from accelerate.launchers.notebook import (
-    CpuWorker as CpuWorker,
     LocalWorkers as LocalWorkers,
     debug_launcher as debug_launcher,
     notebook_launcher as notebook_launcher,

@@ -113,10 +113,10 @@ def notebook_launcher(
         run_forked(function, args, size, workers.environment())
         return
     run_elastic(
-        CpuWorker if backend.is_host else Worker,
         function,
         args,
         workers,
+        backend.is_host,
         rdzv_backend,
         rdzv_conf,
         rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
@@ -179,13 +179,12 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
 
 def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
     """Number of processes on this machine."""
-    single = backend.is_host or backend.comm is None
+    limit = 1 if backend.is_host or backend.comm is None else backend.count()
     if wanted is None:
-        return 1 if single else backend.count()
+        return limit
     if wanted < 1:
         raise wrong_value("num_processes", wanted, "nobody would run", "Give at least 1")
-    limit = wanted if backend.is_host else 1 if backend.comm is None else backend.count()
-    if wanted > limit:
+    if wanted > limit and not backend.is_host:
         fix = f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU"
         raise wrong_value("num_processes", wanted, f"{backend.label} has room for {limit} here", fix)
     return wanted
@@ -273,29 +272,26 @@ class LocalWorkers:
 
 
 class Worker:
-    """The user's function in a process of its own, which writes its error to a folder and returns nothing."""
+    """The user's function in a process of its own, which writes its error to a folder and returns nothing.
 
-    def __init__(self, function: Callable[..., Any], reports: Path) -> None:
-        self.function = function
-        self.reports = reports
+    Args:
+        on_cpu: Whether the number of threads is set again: OpenMP's threads do not survive a fork.
+    """
+
+    def __init__(self, function: Callable[..., Any], reports: Path, on_cpu: bool) -> None:
+        self.function, self.reports, self.on_cpu = function, reports, on_cpu
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")  # for torch's agent
 
     def __call__(self, *args: Any) -> None:
+        if self.on_cpu:
+            outermost = current().get("OMP_NUM_THREADS", "").partition(",")[0]  # one for each level
+            torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": outermost}, "OMP_NUM_THREADS", 1)))
         try:
             self.function(*args)
         except BaseException as error:
             Failure.of(error, current()).write(self.reports)
             raise
         process_group.close_group()
-
-
-class CpuWorker(Worker):
-    """The same in a fork that computes on the CPU: OpenMP's threads do not survive a fork."""
-
-    def __call__(self, *args: Any) -> None:
-        outermost = current().get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP takes one for each level
-        torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": outermost}, "OMP_NUM_THREADS", 1)))
-        super().__call__(*args)
 
 
 def run_forked(
@@ -313,7 +309,8 @@ def run_forked(
         debug: Whether they meet over a file, see `PrepareForLaunch`.
     """
     with tempfile.TemporaryDirectory() as folder, patch_environment(**variables):
-        launcher = PrepareForLaunch(CpuWorker(function, Path(folder)), DistributedType.MULTI_CPU, debug)
+        worker = Worker(function, Path(folder), on_cpu=True)
+        launcher = PrepareForLaunch(worker, DistributedType.MULTI_CPU, debug)
         start: Any = start_processes
         context = start(launcher, args=args, nprocs=size, join=False, start_method="fork")
         try:
@@ -339,10 +336,10 @@ def _end(processes: list[Any]) -> None:
 
 
 def run_elastic(
-    worker_class: type[Worker],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     workers: LocalWorkers,
+    on_cpu: bool,
     rdzv_backend: str = "static",
     rdzv_configs: Mapping[str, Any] | None = None,
     **options: Any,
@@ -375,7 +372,7 @@ def run_elastic(
         patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
     ):
         try:
-            elastic_launch(config, worker_class(function, Path(folder)))(*args)
+            elastic_launch(config, Worker(function, Path(folder), on_cpu))(*args)
             return
         except ChildFailedError as error:
             failed = _failed(Path(folder), error)
@@ -389,8 +386,7 @@ def _failed(reports: Path, error: Exception) -> LaunchError:
     """The error of a run, with the traceback of the process that failed first."""
     first = find_first(collect(reports, 1))
     report = str(error) if first is None or first.failure is None else first.failure.trace
-    is_cuda = "re-initialize CUDA in forked subprocess" in report
-    hint = f"\n\n{describe_cuda_use()}" if is_cuda else ""
+    hint = f"\n\n{describe_cuda_use()}" if "re-initialize CUDA in forked subprocess" in report else ""
     return LaunchError(f"A process that was launched failed.\n\n{report.strip()}{hint}")
 
 
