@@ -12,7 +12,6 @@ from typing import Any
 
 from accelerate.base import attach, environ, installed_version
 from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, parser_of
-from accelerate.devices import DeviceBackend
 from accelerate.settings import (
     default_config_file as default_config_file,
     find_config_file,
@@ -45,6 +44,9 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
 
     backend = detect()
     path = find_config_file(config_file)
+    module: Any = getattr(torch, backend.name, None)
+    has_names = hasattr(module, "get_device_name") and not backend.is_host
+    names = [module.get_device_name(index) for index in range(module.device_count())] if has_names else []
     variables = sorted(environ.current().items())
     return {
         "accelerate": f"{version} ({IMPLEMENTATION})",
@@ -56,7 +58,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "device": backend.label,
         "devices": backend.count(),
-        "device names": _device_names(backend),
+        "device names": names,
         "communication": backend.comm,
         "cpu cores": os.cpu_count(),
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
@@ -64,15 +66,6 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "configuration file": str(path) if path else None,
         "configuration": load_config_from_file(str(path)).to_dict() if path else None,
     }
-
-
-def _device_names(backend: DeviceBackend) -> list[str]:
-    import torch
-
-    module: Any = getattr(torch, backend.name, None)
-    if backend.is_host or not hasattr(module, "get_device_name"):
-        return []
-    return [module.get_device_name(index) for index in range(module.device_count())]
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:

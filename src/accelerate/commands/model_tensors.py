@@ -73,7 +73,12 @@ def read_tensors(
     if os.path.isdir(path):
         return _of_folder(path, library, trust_remote_code)
     if os.path.isfile(path):
-        return _of_file(path, trust_remote_code)
+        if path.suffix == ".safetensors":
+            return Tensors(tuple(_read_header(path)), f"safetensors header of {path}")
+        if path.suffix == ".json":
+            return _of_empty_model(str(path), "transformers", trust_remote_code)
+        reason = "this is neither a .safetensors file nor a configuration file (.json)"
+        raise wrong_value("MODEL", str(path), reason, "Name one of these, or the model's folder")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise wrong_value("MODEL", model, "there is no such file or folder", "Check the path")
     return _of_hub(model, library, trust_remote_code, token)
@@ -101,15 +106,6 @@ def _safetensors_of(path: Path) -> list[Path]:
     if not names:
         raise wrong_value("MODEL", str(index), "its weight_map names no files", "Check the file")
     return [path / name for name in names]
-
-
-def _of_file(path: Path, trust_remote_code: bool) -> Tensors:
-    if path.suffix == ".safetensors":
-        return Tensors(tuple(_read_header(path)), f"safetensors header of {path}")
-    if path.suffix == ".json":
-        return _of_empty_model(str(path), "transformers", trust_remote_code)
-    reason = "this is neither a .safetensors file nor a configuration file (.json)"
-    raise wrong_value("MODEL", str(path), reason, "Name one of these, or the model's folder")
 
 
 def _read_header(path: Path) -> Iterator[Weight]:

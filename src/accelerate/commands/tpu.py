@@ -69,7 +69,9 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
     if args.command_file and given:
         own += given
     if args.install_accelerate:
-        own.insert(0, _installation(args.accelerate_version))
+        version = args.accelerate_version
+        package = "-U accelerate" if version == LATEST else shlex.quote(f"accelerate=={version}")
+        own.insert(0, f"pip install {package}")
     if not own:
         raise ConfigurationError(
             "There is nothing to run. Give --command, --command_file or --install_accelerate."
@@ -81,12 +83,6 @@ def _read_lines(file: str) -> list[str]:
     path = existing_file("--command_file", file)
     lines = (line.strip() for line in read_file(str(path)).splitlines())
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def _installation(version: str) -> str:
-    if version == LATEST:
-        return "pip install -U accelerate"
-    return f"pip install {shlex.quote(f'accelerate=={version}')}"
 
 
 @parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)

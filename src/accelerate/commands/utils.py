@@ -91,7 +91,8 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
 
     Exit codes: 0 when all went well, 2 for wrong settings, 1 for other failures, 130 after Ctrl-C.
     """
-    _print_everything()
+    if isinstance(sys.stdout, TextIOWrapper):  # escape what cannot be encoded, as parts of paths not in UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command(args)
         sys.stdout.flush()
@@ -104,9 +105,3 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(0)
-
-
-def _print_everything() -> None:
-    """Escape characters that the output cannot encode, such as parts of a path that are not UTF-8."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")

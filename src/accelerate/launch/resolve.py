@@ -127,8 +127,8 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
         return settings.replaced(FLAG, cpu=False).noted(note)
     if sources[0] == FLAG:
         return settings
-    way = settings.values["distributed_type"]
-    return settings.noted(f"the run stays on the CPU: {where(settings, 'cpu')}=true wins over {way}")
+    kind = settings.values["distributed_type"]
+    return settings.noted(f"the run stays on the CPU: {where(settings, 'cpu')}=true wins over {kind}")
 
 
 def check_budget(settings: Settings) -> None:

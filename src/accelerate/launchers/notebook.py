@@ -404,7 +404,7 @@ def describe_cuda_use() -> str:
     """Say that CUDA is in use in this process, so that it cannot be forked, by what, and what to do."""
     holders = [f"the variable {name!r}" for name in _cuda_variables()]
     suspects = are_libraries_initialized(*_CUDA_STARTERS)
-    if not holders and any(_on_cuda(thing) for thing in gc.get_objects()):
+    if not holders and any(map(_on_cuda, gc.get_objects())):
         holders = ["a tensor that some object holds"]
     known = f" It is used by {', '.join(holders)}." if holders else ""
     known += f" Importing {', '.join(suspects)} may have started it." if suspects else ""
@@ -423,5 +423,5 @@ def _cuda_variables() -> Iterator[str]:
             yield name
 
 
-def _on_cuda(thing: object) -> bool:
-    return issubclass(type(thing), torch.Tensor) and bool(thing.is_cuda)  # type: ignore[attr-defined]
+def _on_cuda(value: object) -> bool:
+    return issubclass(type(value), torch.Tensor) and bool(value.is_cuda)  # type: ignore[attr-defined]

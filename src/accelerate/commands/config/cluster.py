@@ -144,9 +144,8 @@ def suggest(config_file: str | None = None) -> Suggestions:
     values = {**USUAL, **devices, **nodes, **kept}
     own = str(machine.hardware.distributed_type.value)
     usual = all_options()["distributed_type"].offers
-    offers = usual if own in usual else (*usual[:2], own, *usual[2:])
-    all_facts = (*facts, *slurm_facts, *note)
-    return Suggestions(values, {"distributed_type": offers}, kept, all_facts, machine.has_accelerator)
+    offers = {"distributed_type": usual if own in usual else (*usual[:2], own, *usual[2:])}
+    return Suggestions(values, offers, kept, (*facts, *slurm_facts, *note), machine.has_accelerator)
 
 
 def _of_machine(machine: Machine) -> tuple[dict[str, Any], list[str]]:

@@ -41,15 +41,20 @@ class SlurmLauncher(Launcher):
         """Take machines, address, port and number of processes from the allocation."""
         facts = machine.environ or {}
         nodes = _read_count(facts, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-        settings = _agreed_machines(settings, nodes)
         values: dict[str, object] = {}
+        machines = settings.values["num_machines"]
+        if settings.source("num_machines") not in (FLAG, ENVIRONMENT):
+            machines = values["num_machines"] = nodes
+        elif machines > nodes:
+            fix = "Leave it out, or ask SLURM for more"
+            raise wrong_value("--num_machines", machines, f"the allocation has {nodes}", fix)
         if settings.values["main_process_ip"] is None:
             values["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
             values["main_process_port"] = port_of_step(facts)
         if settings.values["num_processes"] in (None, -1):  # one for each device, else for each task
             local = _read_count(facts, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or machine.devices
-            values["num_processes"] = settings.values["num_machines"] * local
+            values["num_processes"] = machines * local
         return settings.replaced(ALLOCATION, **values)
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
@@ -79,15 +84,6 @@ class SlurmLauncher(Launcher):
         """
         variables = {**plan.environment, **run_key(environ.current())}  # srun hands the environment on
         return run_child(self.command(plan), variables, {SIGINT: SIGTERM}).code
-
-
-def _agreed_machines(settings: Settings, nodes: int) -> Settings:
-    machines = settings.values["num_machines"]
-    explicit = settings.source("num_machines") in (FLAG, ENVIRONMENT)
-    if explicit and machines > nodes:
-        reason = f"the allocation has {nodes}"
-        raise wrong_value("--num_machines", machines, reason, "Leave it out, or ask SLURM for more")
-    return settings if explicit else settings.replaced(ALLOCATION, num_machines=nodes)
 
 
 def _options(settings: Settings) -> list[str]:

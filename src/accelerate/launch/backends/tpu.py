@@ -61,25 +61,23 @@ class TpuLauncher(Launcher):
     def run(self, plan: LaunchPlan) -> int:
         """Import the script, and run its function in each process."""
         details = plan.detail(TpuDetails)
-        spawn = _spawn()
+        try:
+            from torch_xla.distributed import xla_multiprocessing
+        except ImportError as error:
+            raise MissingPackageError(
+                "--tpu needs torch_xla, which cannot be imported here. Install it: "
+                "pip install 'torch_xla[tpu]'."
+            ) from error
         with patch_environment(**{**plan.environment, **details.variables}):
             before, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
             try:
                 function = function_of(plan.target, details.function)
-                spawn(PrepareForLaunch(function, "XLA"), args=(), nprocs=details.processes)
+                xla_multiprocessing.spawn(
+                    PrepareForLaunch(function, "XLA"), args=(), nprocs=details.processes
+                )
             finally:
                 sys.argv = before
         return 0
-
-
-def _spawn() -> Callable[..., Any]:
-    try:
-        from torch_xla.distributed import xla_multiprocessing
-    except ImportError as error:
-        raise MissingPackageError(
-            "--tpu needs torch_xla, which cannot be imported here. Install it: pip install 'torch_xla[tpu]'."
-        ) from error
-    return xla_multiprocessing.spawn  # type: ignore[no-any-return]
 
 
 def function_of(target: Target, name: str) -> Callable[..., Any]:
