@@ -169,7 +169,7 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
     ("options", "text"),
     [
         ({"mixed_precision": "fp32"}, "mixed_precision='fp32': no such precision"),
-        ({"num_processes": 0}, "num_processes=0: nobody would run"),
+        ({"num_processes": 0}, "num_processes=0: at least one process is needed"),
         ({"num_processes": 3}, "num_processes=3: GPU .* has room for 2 here"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: there are 2 machines"),
     ],

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from accelerate.checkpointing import Manifest
 
 description = "List, verify, compare and prune the checkpoints that `Accelerator.save_state` writes."
 
@@ -73,19 +72,17 @@ def prune_command(args: argparse.Namespace) -> None:
 
 
 def diff_command(args: argparse.Namespace) -> None:
-    """Say what differs between two checkpoints, and how much."""
     first, second = _contents(args.first), _contents(args.second)
-    different = [
-        {"name": name, "difference": difference}
-        for name in sorted({*first, *second})
-        if (difference := _difference(first.get(name, _ABSENT), second.get(name, _ABSENT)))
-    ]
+    differences = dict.fromkeys(first.keys() - second.keys(), "only in the first")
+    differences |= dict.fromkeys(second.keys() - first.keys(), "only in the second")
+    differences |= {name: _difference(first[name], second[name]) for name in first.keys() & second.keys()}
+    different = [{"name": name, "difference": text} for name, text in sorted(differences.items()) if text]
     if args.json:
         print(json.dumps(different, indent=1))
         return
     for entry in different:
         print(_beside(f"{entry['name']}:", entry["difference"]))
-    print(f"{len(different)} of {len({*first, *second})} entries differ.")
+    print(f"{len(different)} of {len(differences)} entries differ.")
 
 
 def _beside(name: str, text: str) -> str:
@@ -94,15 +91,10 @@ def _beside(name: str, text: str) -> str:
     return line if len(line) <= get_terminal_size().columns else f"{name}\n    {text}"
 
 
-_ABSENT = object()
-
-
 def _difference(first: Any, second: Any) -> str:
     """Describe how two values differ; empty when they do not."""
     import torch
 
-    if first is _ABSENT or second is _ABSENT:
-        return "only in the second" if first is _ABSENT else "only in the first"
     if isinstance(first, OpaqueFile) and isinstance(second, OpaqueFile):
         return "" if first == second else "another file, by its checksum; its content is not compared"
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
@@ -200,21 +192,21 @@ def _survey(folder: Path, *, deep: bool) -> list[Row]:
     """Describe all checkpoints below a folder; `deep` compares the checksums of their files."""
     from accelerate.checkpointing import retention
 
-    top = Path(os.path.abspath(folder))
     _check_folder(folder, "name one with checkpoints")
+    rows = []
     with progress_bar("Verifying"):
-        rows = [_row(path, *retention.look_at(path, deep=deep)) for path in retention.checkpoints_below(top)]
+        for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
+            manifest, fault = retention.look_at(path, deep=deep)
+            facts: dict[str, Any] = {}
+            if manifest is not None:
+                step = max(manifest.run.get("updates", []), default=0) or manifest.step
+                facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
+                facts |= {"bytes": manifest.size, "processes": manifest.world_size}
+            complete = manifest is not None and not fault
+            rows.append(Row(path.name, complete, fault, path=str(path), **facts))
     if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return rows
-
-
-def _row(path: Path, manifest: Manifest | None, fault: str) -> Row:
-    if manifest is None:
-        return Row(path.name, False, fault, path=str(path))
-    step = max(manifest.run.get("updates", []), default=0) or manifest.step
-    facts = (step, manifest.epoch, manifest.created, manifest.size, manifest.world_size)
-    return Row(path.name, not fault, fault, *facts, path=str(path))
 
 
 def _show(rows: list[Row], as_json: bool) -> None:

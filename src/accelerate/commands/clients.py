@@ -61,14 +61,8 @@ class Client:
 
 
 def clients_command(args: argparse.Namespace) -> None:
-    """List the libraries, or write or remove the header.
-
-    Args:
-        args: ``allow`` and ``undo``.
-
-    Raises:
-        ConfigurationError: the package is not installed, or its metadata cannot be written.
-    """
+    """List the libraries, or write or remove the header; an error where the metadata cannot be read or
+    written."""
     try:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -127,9 +121,9 @@ def _report(package: metadata.Distribution) -> Iterator[str]:
     if not clients:
         yield "No installed library asks for it."
         return
-    heads = [f"{client.name} {client.version}" for client in clients]
-    width = max(map(len, heads))
-    for head, client in zip(heads, clients, strict=True):
+    width = max(len(f"{client.name} {client.version}") for client in clients)
+    for client in clients:
+        head = f"{client.name} {client.version}"
         yield f"{head:{width}}  {'refuses' if client.refusals else 'accepts'}"
         yield from (f"  {reason}" for reason in client.refusals)
         if client.name in DIFFERENCES:

@@ -66,8 +66,6 @@ def read_tensors(
     Args:
         model: a folder, a ``.safetensors`` file, a configuration file, or a model's name on the Hub.
         library: "transformers" or "timm": builds the empty model where there are no headers.
-        trust_remote_code: whether code that comes with the model may run.
-        token: for the Hub; ``None`` uses the stored one.
     """
     path = expanded(model)
     if os.path.isdir(path):

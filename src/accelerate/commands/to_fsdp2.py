@@ -33,7 +33,7 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
-    """Refuse arguments that would write over a file that nobody agreed to lose."""
+    """Refuse to write over a file without `--overwrite`, or to write nowhere."""
     existing_file("--config_file", args.config_file)
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")

@@ -148,7 +148,7 @@ def run_child(
 def taken_signals(
     handler: Callable[[int, FrameType | None], None], numbers: Iterable[int] = (*FORWARDED, *REQUESTS)
 ) -> Iterator[None]:
-    """Let a handler take signals; in another thread than the main one, whoever owns that deals with them.
+    """Let a handler take signals in the main thread; in another thread no handler can be set.
 
     SIGHUP stays ignored where it was: that is what `nohup` asks for, in this process and in those it starts.
     """
@@ -167,8 +167,8 @@ def taken_signals(
 def ignored_for_good() -> tuple[int, ...]:
     """The signals that `nohup` has this process ignore.
 
-    A shell without job control has programs in its background ignore SIGINT and SIGQUIT; but whoever sends
-    one of these to a launcher means to end the run, and the launcher does not ignore them.
+    A shell without job control has programs in its background ignore SIGINT and SIGQUIT. The launcher does
+    not ignore these: they are sent to it to end the run.
     """
     return tuple(number for number in HANGUP if signal.getsignal(number) == signal.SIG_IGN)
 

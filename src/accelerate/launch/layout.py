@@ -18,7 +18,7 @@ def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
     """Read how many processes each machine runs, where the machines differ, and set the totals that follow.
 
     Returns:
-        The settings, and the processes on each machine; none where nobody gave them.
+        The settings, and the processes on each machine; none where they are not given.
     """
     given = settings.values["processes_per_machine"]
     if not given:
@@ -44,7 +44,7 @@ def listed(shares: tuple[int, ...]) -> str:
 
 
 def choose_processes(settings: Settings, machine: Machine) -> Settings:
-    """Fill in the number of processes where nobody gave it, and note what was assumed."""
+    """Fill in the number of processes where it is not given, and note what was assumed."""
     launch = settings[LaunchSection]
     machines = launch.num_machines
     if machines < 1:

@@ -44,7 +44,7 @@ def _become(script: str) -> None:
 def report(error: BaseException) -> None:
     """Write the error down, and print it: whole, or one line where the launcher prints one for all ranks."""
     trace = _own_lines(error.__traceback__)
-    # What the interpreter notes for an error that nobody caught; the process group asks for it at exit.
+    # What the interpreter sets for an uncaught error; the process group reads it at exit.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     variables = environ.current()
     failure = Failure.of(error.with_traceback(trace), variables)
@@ -107,7 +107,7 @@ class PrepareForLaunch:
 
     Args:
         launcher: the user's function.
-        distributed_type: how the processes train; with `DistributedType.XLA` the ranks are XLA's business.
+        distributed_type: how the processes train; with `DistributedType.XLA` the ranks are set by XLA.
         debug: use a file as store (``ACCELERATE_DEBUG_RDV_FILE``) instead of a port.
     """
 

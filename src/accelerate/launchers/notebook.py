@@ -141,7 +141,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     """
     _check_arguments(function, "no", 1, 0)
     if num_processes < 1:
-        raise wrong_value("num_processes", num_processes, "nobody would run", "Give at least 1")
+        raise wrong_value("num_processes", num_processes, "at least one process is needed", "Give at least 1")
     _refuse_used_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
@@ -183,7 +183,7 @@ def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
     if wanted is None:
         return limit
     if wanted < 1:
-        raise wrong_value("num_processes", wanted, "nobody would run", "Give at least 1")
+        raise wrong_value("num_processes", wanted, "at least one process is needed", "Give at least 1")
     if wanted > limit and not backend.is_host:
         fix = f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU"
         raise wrong_value("num_processes", wanted, f"{backend.label} has room for {limit} here", fix)
@@ -284,8 +284,8 @@ class Worker:
 
     def __call__(self, *args: Any) -> None:
         if self.on_cpu:
-            outermost = current().get("OMP_NUM_THREADS", "").partition(",")[0]  # one for each level
-            torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": outermost}, "OMP_NUM_THREADS", 1)))
+            first_level = current().get("OMP_NUM_THREADS", "").partition(",")[0]
+            torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": first_level}, "OMP_NUM_THREADS", 1)))
         try:
             self.function(*args)
         except BaseException as error:

@@ -96,25 +96,13 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def show_config_command(args: argparse.Namespace) -> None:
-    """Print the file's path and its settings in today's form.
-
-    Args:
-        args: ``config_file``.
-
-    Raises:
-        ConfigurationError: there is no such file, or its content is wrong.
-    """
+    """Print the path of the file ``args.config_file`` and its settings in today's form."""
     config = load_config_from_file(args.config_file)
     print(f"# {find_config_file(args.config_file)}")
     print(to_text(config.to_dict()), end="")
 
 
 def schema_command(args: argparse.Namespace) -> None:
-    """Print the path of the JSON Schema.
-
-    Args:
-        args: nothing of it is read.
-    """
     print(SCHEMA_FILE)
 
 

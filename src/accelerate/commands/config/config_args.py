@@ -1,4 +1,4 @@
-"""Import path of the configuration classes of `accelerate.settings`."""
+"""Old import path of the configuration classes of `accelerate.settings`."""
 
 from accelerate.base import (
     SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION,

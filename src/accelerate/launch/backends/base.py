@@ -32,7 +32,7 @@ class Launcher:
 
     Attributes:
         counts_remotely: the machines that run the processes decide how many there are.
-        finds_address: nobody has to say where the machine of rank 0 is.
+        finds_address: it needs no address of the machine of rank 0.
         called_once: it is called on one machine only, and starts the others.
     """
 

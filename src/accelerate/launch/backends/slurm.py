@@ -82,7 +82,7 @@ class SlurmLauncher(Launcher):
 
         srun only reports at the first Ctrl-C, so it gets the signal that ends its tasks.
         """
-        variables = {**plan.environment, **run_key(environ.current())}  # srun hands the environment on
+        variables = {**plan.environment, **run_key(environ.current())}  # srun passes the environment on
         return run_child(self.command(plan), variables, {SIGINT: SIGTERM}).code
 
 
