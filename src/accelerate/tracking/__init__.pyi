@@ -15,7 +15,6 @@ from accelerate.base import (
 from accelerate.logging import get_logger as get_logger
 from accelerate.nested import listify as listify
 from accelerate.state import PartialState as PartialState
-from accelerate.tracking.aim import AimTracker as AimTracker
 from accelerate.tracking.base import (
     GeneralTracker as GeneralTracker,
     Silence as Silence,
@@ -24,8 +23,6 @@ from accelerate.tracking.base import (
     plain as plain,
 )
 from accelerate.tracking.clearml import ClearMLTracker as ClearMLTracker
-from accelerate.tracking.comet import CometMLTracker as CometMLTracker
-from accelerate.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker as MLflowTracker
 from accelerate.tracking.registry import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
@@ -36,6 +33,9 @@ from accelerate.tracking.registry import (
     register_tracker_class as register_tracker_class,
 )
 from accelerate.tracking.runs import (
+    AimTracker as AimTracker,
+    CometMLTracker as CometMLTracker,
+    DVCLiveTracker as DVCLiveTracker,
     SwanLabTracker as SwanLabTracker,
     TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from accelerate.base import PACKAGES, require
+from accelerate.logging import get_logger
 from accelerate.state import PartialState
+
+logger = get_logger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -35,7 +38,7 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker:
-    """Base of all trackers; itself a tracker that keeps nothing.
+    """Base of all trackers; itself a tracker that logs nothing.
 
     A tracker of your own derives from it, sets `name` and `requires_logging_directory`, and has a property
     `tracker` with the run object of its library. It gets these calls, each on all ranks:
@@ -75,17 +78,17 @@ class GeneralTracker:
         """Begin the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep what the run was configured with.
+        """Store what the run was configured with.
 
         Args:
             values: Hyperparameters by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one moment.
+        """Log values.
 
         Args:
-            values: Numbers, texts or dictionaries of numbers by name.
+            values: Numbers, strings or dictionaries of numbers by name; tensors of one element are numbers.
             step: The training step they belong to.
             **kwargs: Arguments of the tracker's library.
         """
@@ -95,19 +98,26 @@ class GeneralTracker:
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker that keeps values through a library.
+    """A tracker that logs through a library.
 
     Attributes:
         package: The name that the library is imported by: a row of `PACKAGES`.
         attribute: The name of the attribute that holds the library's run.
+        title: The library in messages.
+        accepts: The values that `log` sends to the library; it leaves out others with a warning.
     """
 
     package: str
     attribute: str = "run"
+    title: str
+    accepts: str = "number or text"
+    requires_logging_directory = False
 
-    def __init__(self) -> None:
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
         setattr(self, self.attribute, Silence())
+        self.run_name = run_name
+        self.init_kwargs = kwargs
 
     @classmethod
     def available(cls) -> bool:
@@ -126,11 +136,53 @@ class LibraryTracker(GeneralTracker):
         Raises:
             MissingPackageError: The library is not installed.
         """
+        setattr(self, self.attribute, self._open(self._import()))
+
+    def _import(self) -> Any:
         require(self.package, type(self).__name__)
-        setattr(self, self.attribute, self._open(import_module(self.package)))
+        return import_module(self.package)
 
     def _open(self, library: Any) -> Any:
         """Return the run: an object of the imported library."""
+        raise NotImplementedError
+
+    def _warn_left_out(self, name: str, value: object) -> None:
+        logger.warning_once(
+            f"{self.title} leaves out {name!r}: a {type(value).__name__} is no {self.accepts}"
+        )
+
+
+class TableTracker(LibraryTracker):
+    """A tracker that logs tables."""
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, given by rows or as a data frame.
+
+        Args:
+            table_name: Its name.
+            columns: Names of the columns.
+            data: Its rows.
+            dataframe: A pandas data frame, in place of both.
+            step: The training step it belongs to.
+            **kwargs: Arguments of the call of the library: `log` of wandb's run, `report_table` of ClearML.
+
+        Raises:
+            ConfigurationError: ClearML gets neither rows nor a data frame.
+        """
+        self._log_table(table_name, columns, data, dataframe, step, kwargs)
+
+    def _log_table(
+        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
+    ) -> None:
         raise NotImplementedError
 
 
@@ -147,32 +199,22 @@ class Silence:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers as Python has them, inside of dictionaries too.
-
-    Args:
-        value: Tensors and arrays of one element, and numpy's numbers, become numbers; anything else is kept.
-    """
+    """Return tensors, arrays and numpy's numbers of one element as Python numbers, in dictionaries too."""
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.item() if _elements(value) == 1 else value
-    return value.item() if isinstance(value, np.generic) else value
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.item() if value.size == 1 else value
+    return value
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values without nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`.
-
-    Args:
-        values: By name; numbers are made plain.
-    """
+    """Return plain values without nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            flat.update({f"{name}/{inner}": each for inner, each in flatten(value).items()})
+            flat.update({f"{name}/{inner}": item for inner, item in flatten(value).items()})
         else:
             flat[name] = plain(value)
     return flat
-
-
-def _elements(value: Any) -> int:
-    return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.base import environ, wrong_value
-from accelerate.logging import get_logger
-from accelerate.tracking.base import LibraryTracker, on_main_process, plain
-
-logger = get_logger(__name__)
+from accelerate.tracking.base import TableTracker, on_main_process, plain
 
 PREFIXES = ("eval", "test", "train")
 SERIES = "train"
 
 
-class ClearMLTracker(LibraryTracker):
+class ClearMLTracker(TableTracker):
     """Logs to a task of ClearML: the one that is running, or a new one, which is closed at the end.
 
     Args:
@@ -24,37 +21,31 @@ class ClearMLTracker(LibraryTracker):
     """
 
     name = package = "clearml"
+    title = "ClearML"
     attribute = "task"
     task: Any
-    requires_logging_directory = False
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.user_provided_run_name = run_name
-        self.init_kwargs = kwargs
         self._initialized_externally = False
 
     def _open(self, library: Any) -> Any:
         running = library.Task.current_task()
         self._initialized_externally = bool(running)
-        return running or library.Task.init(**self._names(), **self._arguments())
+        return running or library.Task.init(**{**self.init_kwargs, **self._names()})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep what the task was configured with.
-
-        Args:
-            values: Hyperparameters by name.
-        """
         self.task.connect_configuration(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one moment.
+        """Log numbers, strings, and dictionaries of numbers, which share a plot.
 
         Args:
-            values: By name: numbers (tensors of one element too), texts, or dictionaries of numbers, which
-                share a plot; others are left out with a warning. `eval_loss` is the series "eval" of "loss".
+            values: By name; others than these are left out with a warning. `eval_loss` is the series "eval"
+                of "loss".
             step: The training step they belong to; None: they are the single values of the task.
             **kwargs: Arguments of `report_scalar`, or without a step of `report_single_value`.
         """
@@ -68,28 +59,10 @@ class ClearMLTracker(LibraryTracker):
                 self._log_number(report, name, series, number, step, kwargs)
 
     def _log_number(
-        self,
-        report: Any,
-        name: str,
-        series: str | None,
-        number: Any,
-        step: int | None,
-        kwargs: dict[str, Any],
+        self, report: Any, name: str, series: str | None, number: Any, step: int | None, kwargs: Any
     ) -> None:
-        """Keep one number, in the plot and series of its name.
-
-        Args:
-            report: The logger of the task.
-            name: Its name.
-            series: Its series, where it came in a dictionary.
-            number: Its value.
-            step: The training step.
-            kwargs: Arguments of the report.
-        """
         if not isinstance(number, int | float):
-            logger.warning_once(
-                f"ClearML leaves out {name!r}: a {type(number).__name__} is no number or text"
-            )
+            self._warn_left_out(name, number)
         elif step is None:
             full = name if series is None else f"{name}/{series}"
             report.report_single_value(name=full, value=number, **kwargs)
@@ -99,7 +72,7 @@ class ClearMLTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of one moment.
+        """Log images.
 
         Args:
             values: By name: an image as `report_image` takes it, or a list of them.
@@ -117,36 +90,16 @@ class ClearMLTracker(LibraryTracker):
             for own, image in named.items():
                 report.report_image(title=title, series=own, iteration=step, image=image, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
+    def _log_table(
+        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
     ) -> None:
-        """Keep a table, given by rows or as a data frame.
-
-        Args:
-            table_name: What it is called.
-            columns: Their names.
-            data: Its rows.
-            dataframe: A pandas data frame, in place of both.
-            step: The training step it belongs to.
-            **kwargs: Arguments of `report_table`.
-
-        Raises:
-            ConfigurationError: There are neither rows nor a data frame.
-        """
         if data is None and dataframe is None:
             raise wrong_value("data", data, "the table has no rows", "Pass data or dataframe")
         rows = [columns, *data] if columns and data is not None else data
-        title, series = self._get_title_series(table_name)
-        shown = rows if dataframe is None else dataframe
+        title, series = self._get_title_series(name)
+        table = rows if dataframe is None else dataframe
         self.task.get_logger().report_table(
-            title=title, series=series, table_plot=shown, iteration=step, **kwargs
+            title=title, series=series, table_plot=table, iteration=step, **kwargs
         )
 
     @on_main_process
@@ -157,21 +110,15 @@ class ClearMLTracker(LibraryTracker):
 
     def _names(self) -> dict[str, Any]:
         """Names of project and task, where the further arguments do not give them."""
-        variables, given = environ.current(), self.init_kwargs
-        own = self.user_provided_run_name
-        project = variables.get("CLEARML_PROJECT", given.get("project_name", own))
-        task = variables.get("CLEARML_TASK", given.get("task_name", own))
-        return {"project_name": project, "task_name": task}
-
-    def _arguments(self) -> dict[str, Any]:
-        return {name: value for name, value in self.init_kwargs.items() if name not in self._names()}
+        names = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
+        default = self.user_provided_run_name
+        return {
+            argument: environ.current().get(variable, self.init_kwargs.get(argument, default))
+            for argument, variable in names.items()
+        }
 
     @staticmethod
     def _get_title_series(name: str) -> tuple[str, str]:
-        """Return plot and series of a name: `eval_loss` is the series "eval" of the plot "loss".
-
-        Args:
-            name: The name of a value.
-        """
+        """Return plot and series of a name: `eval_loss` is the series "eval" of the plot "loss"."""
         prefix, _, rest = name.partition("_")
         return (rest, prefix) if rest and prefix in PREFIXES else (name, SERIES)

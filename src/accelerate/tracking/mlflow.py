@@ -26,17 +26,18 @@ class MLflowTracker(LibraryTracker):
         run_id: An existing run to go on with.
         tags: Tags of the run, by name, or as JSON.
         nested_run: Whether it stands inside the run that is active.
-        run_name: What the run is called; None: MLflow finds a name.
-        description: What the run is for.
+        run_name: Name of the run; None: MLflow chooses one.
+        description: Its description.
 
     Raises:
         ConfigurationError: The tags are no JSON object.
     """
 
     name = package = "mlflow"
+    title = "MLflow"
+    accepts = "number"
     attribute = "active_run"
     active_run: Any
-    requires_logging_directory = False
     blocks = True
 
     def __init__(
@@ -49,14 +50,13 @@ class MLflowTracker(LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         variables = environ.current()
         self.experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = variables.get("MLFLOW_RUN_ID", run_id)
         self.tags = _tags(variables.get("MLFLOW_TAGS", tags))
         self.nested_run = bool(str_to_bool(variables.get("MLFLOW_NESTED_RUN", str(bool(nested_run)))))
-        self.run_name = run_name
         self.description = description
 
     def _open(self, library: Any) -> Any:
@@ -71,7 +71,7 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep what the run was configured with.
+        """Store what the run was configured with.
 
         Args:
             values: Hyperparameters by name; one longer than MLflow takes is left out with a warning.
@@ -87,11 +87,10 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one moment.
+        """Log numbers and dictionaries of numbers.
 
         Args:
-            values: Numbers by name (tensors of one element too) or dictionaries of them; others are left out
-                with a warning.
+            values: By name; others than these are left out with a warning.
             step: The training step they belong to.
             **kwargs: Arguments of `mlflow.log_metrics`.
         """
@@ -100,45 +99,44 @@ class MLflowTracker(LibraryTracker):
             if isinstance(value, int | float):
                 metrics[name] = value
             else:
-                logger.warning_once(f"MLflow leaves out {name!r}: a {type(value).__name__} is no number")
+                self._warn_left_out(name, value)
         # Threads have an active run each, and this may be called in another one than `start`.
         run = {"run_id": self.active_run.info.run_id}
         import_module("mlflow").log_metrics(metrics, step=step, **{**run, **kwargs})
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure.
+        """Log a figure.
 
         Args:
             figure: Of matplotlib or plotly.
-            artifact_file: Where it goes among the artifacts, such as "plots/loss.png".
+            artifact_file: Its path among the artifacts, such as "plots/loss.png".
             **save_kwargs: Arguments of `mlflow.log_figure`.
         """
         import_module("mlflow").log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep all files of a folder.
+        """Log all files of a folder.
 
         Args:
             local_dir: The folder.
-            artifact_path: Where they go among the artifacts.
+            artifact_path: Their folder among the artifacts.
         """
         import_module("mlflow").log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file.
+        """Log a file.
 
         Args:
             local_path: The file.
-            artifact_path: Where it goes among the artifacts.
+            artifact_path: Its folder among the artifacts.
         """
         import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
         import_module("mlflow").end_run()
 
     def _find_experiment(self) -> str | None:

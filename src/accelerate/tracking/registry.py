@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from accelerate.base import PACKAGES, LoggerType, wrong_value
-from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker, LibraryTracker
 from accelerate.tracking.clearml import ClearMLTracker
-from accelerate.tracking.comet import CometMLTracker
-from accelerate.tracking.dvclive import DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker
-from accelerate.tracking.runs import SwanLabTracker, TrackioTracker, WandBTracker
+from accelerate.tracking.runs import (
+    AimTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 from accelerate.tracking.tensorboard import TensorBoardTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
@@ -96,8 +100,7 @@ def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str |
     """
     chosen: list[Named] = []
     for entry in _expand(log_with):
-        if entry not in chosen and _installed(entry):
-            _check_folder(entry, logging_dir)
+        if entry not in chosen and (isinstance(entry, GeneralTracker) or _is_usable(entry, logging_dir)):
             chosen.append(entry)
     return chosen
 
@@ -107,11 +110,7 @@ def build_tracker(
 ) -> GeneralTracker:
     """Return the tracker of one entry that `filter_trackers` returned, not started.
 
-    Args:
-        entry: A name, or a tracker of the user's own, which is returned as it is.
-        project_name: Name of the run.
-        logging_dir: Folder for those that write files.
-        init_kwargs: Further arguments, by tracker name.
+    A tracker of the user's own is returned as it is; others get `init_kwargs` of their name.
     """
     if isinstance(entry, GeneralTracker):
         return entry
@@ -133,8 +132,8 @@ def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
         entries = list(log_with)
     if not any(str(entry) == "all" for entry in entries):
         return [_recognise(entry) for entry in entries]
-    own = [entry for entry in entries if isinstance(entry, GeneralTracker)]
-    return [*own, *get_available_trackers()]
+    trackers = [entry for entry in entries if isinstance(entry, GeneralTracker)]
+    return [*trackers, *get_available_trackers()]
 
 
 def _recognise(entry: Named) -> Named:
@@ -151,27 +150,18 @@ def _recognise(entry: Named) -> Named:
     return LoggerType(str(entry)) if str(entry) in LoggerType else str(entry)
 
 
-def _installed(entry: Named) -> bool:
-    named = None if isinstance(entry, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(entry)]
-    tracker = next((tracker for tracker in TRACKERS if tracker is named), None)
-    if tracker is None or tracker.available():
-        return True
-    distribution = PACKAGES[tracker.package].distributions[0]
-    warnings.warn(
-        f"log_with={str(entry)!r} is left out: {distribution} is not installed, so nothing is logged to it. "
-        f"Run `pip install {distribution}`.",
-        stacklevel=3,
-    )
-    return False
-
-
-def _check_folder(entry: Named, logging_dir: str | None) -> None:
-    if logging_dir is not None or isinstance(entry, GeneralTracker):
-        return
-    if LOGGER_TYPE_TO_CLASS[str(entry)].requires_logging_directory:
-        raise wrong_value(
-            "log_with",
-            str(entry),
-            "it needs a folder to write to",
-            "Pass project_dir, or ProjectConfiguration(logging_dir=...), to Accelerator",
+def _is_usable(entry: str | LoggerType, logging_dir: str | None) -> bool:
+    kind = LOGGER_TYPE_TO_CLASS[str(entry)]
+    library = next((tracker for tracker in TRACKERS if tracker is kind), None)
+    if library is not None and not library.available():
+        distribution = PACKAGES[library.package].distributions[0]
+        warnings.warn(
+            f"log_with={str(entry)!r} is left out: {distribution} is not installed, so nothing is logged to "
+            f"it. Run `pip install {distribution}`.",
+            stacklevel=3,
         )
+        return False
+    if kind.requires_logging_directory and logging_dir is None:
+        fix = "Pass project_dir, or ProjectConfiguration(logging_dir=...), to Accelerator"
+        raise wrong_value("log_with", str(entry), "it needs a folder to write to", fix)
+    return True

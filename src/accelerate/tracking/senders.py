@@ -25,13 +25,7 @@ EXIT_SECONDS = 60.0  # how long the end of the program waits for calls in the qu
 
 
 class Record(NamedTuple):
-    """One call of `log`.
-
-    Args:
-        values: What is logged, by name.
-        step: The training step.
-        arguments: Further arguments of the tracker.
-    """
+    """One call of `log`."""
 
     values: dict[str, Any]
     step: int | None
@@ -39,21 +33,12 @@ class Record(NamedTuple):
 
 
 class Sender:
-    """Sends values to a tracker at once.
-
-    Args:
-        tracker: A tracker that was started.
-    """
+    """Sends values to a started tracker at once."""
 
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
 
     def log(self, record: Record) -> None:
-        """Send values.
-
-        Args:
-            record: The call.
-        """
         self.tracker.log(record.values, step=record.step, **record.arguments)
 
     def wait(self) -> None:
@@ -65,13 +50,10 @@ class Sender:
 
 
 class QueuedSender(Sender):
-    """Sends values to a tracker in a thread, in order; it ends when there is nothing to do.
+    """Sends values to a started tracker in a thread, in order; the thread ends when there is nothing to do.
 
     What the tracker raises is raised by the next `log`, or by `finish`. Values that still wait when the
     program ends are sent.
-
-    Args:
-        tracker: A tracker that was started.
     """
 
     def __init__(self, tracker: GeneralTracker) -> None:
@@ -85,14 +67,7 @@ class QueuedSender(Sender):
         atexit.register(self._wait_at_exit)  # before what the library registered earlier
 
     def log(self, record: Record) -> None:
-        """Take a copy of the values; it is sent later.
-
-        Args:
-            record: The call; what the caller changes in it afterwards does not matter.
-
-        Raises:
-            Exception: What the tracker raised on earlier values.
-        """
+        """Take a copy of the values, to be sent later; raise what the tracker raised on earlier ones."""
         copy = record._replace(values=take_snapshot(record.values))
         with self._changed:
             self._raise_error()
@@ -106,20 +81,12 @@ class QueuedSender(Sender):
             self._changed.notify_all()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return once all values have been sent.
-
-        Args:
-            seconds: How long it waits at most; None: as long as it takes.
-        """
+        """Return once all values have been sent, or after so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._records or self._sending), seconds)
 
     def finish(self) -> None:
-        """Wait, and end the tracker.
-
-        Raises:
-            Exception: What the tracker raised on earlier values.
-        """
+        """Wait, end the tracker, and raise what it raised on earlier values."""
         self.wait()
         with self._changed:
             self._ended = True
@@ -175,15 +142,12 @@ class Senders:
         self._senders: dict[int, Sender] = {}
 
     def of(self, tracker: GeneralTracker) -> Sender:
-        """Return the sender of a tracker.
-
-        Args:
-            tracker: A tracker that was started.
-        """
-        known = self._senders.get(id(tracker))
-        if known is None:
-            known = self._senders[id(tracker)] = _sender_of(tracker)
-        return known
+        """Return the sender of a started tracker."""
+        if id(tracker) not in self._senders:
+            works_here = not tracker.main_process_only or PartialState().is_main_process
+            queued = getattr(tracker, "blocks", False) and works_here
+            self._senders[id(tracker)] = QueuedSender(tracker) if queued else Sender(tracker)
+        return self._senders[id(tracker)]
 
     def wait(self) -> None:
         """Return once all values of all trackers have been sent."""
@@ -191,64 +155,42 @@ class Senders:
             sender.wait()
 
 
-def _sender_of(tracker: GeneralTracker) -> Sender:
-    if not getattr(tracker, "blocks", False):
-        return Sender(tracker)
-    works_here = not tracker.main_process_only or PartialState().is_main_process
-    return QueuedSender(tracker) if works_here else Sender(tracker)
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a tensor of an accelerator, on that accelerator: taking it waits for nothing.
-
-    Args:
-        tensor: The copy.
-        wait: Returns once the copy is there.
-    """
+    """A copy of a tensor of an accelerator, on that accelerator; `wait` returns once the copy is complete."""
 
     tensor: torch.Tensor
     wait: Callable[[], None]
 
-    def read(self) -> torch.Tensor:
-        """Return the values, on the CPU."""
-        self.wait()
-        return self.tensor.cpu()
-
 
 def take_snapshot(value: Any) -> Any:
-    """Return a copy that later changes of tensors, arrays, lists and dictionaries do not reach.
+    """Return a copy that later changes of tensors, arrays, lists, tuples and dictionaries do not reach.
 
-    Args:
-        value: Tensors, arrays, lists, tuples and dictionaries are copied; anything else is kept.
+    A tensor of an accelerator becomes a `Snapshot`, so that nothing waits for the device. Other objects are
+    the same in the copy.
     """
-    if isinstance(value, dict):
-        return {name: take_snapshot(item) for name, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return _take_tensor(value.detach())
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) in (list, tuple):
-        return type(value)(take_snapshot(item) for item in value)
-    return value
+    return _apply(_copy, value)
 
 
 def read_snapshot(value: Any) -> Any:
-    """Return what `take_snapshot` copied, with every tensor on the CPU.
+    """Return what `take_snapshot` copied, with every tensor on the CPU."""
+    return _apply(_read, value)
 
-    Args:
-        value: What `take_snapshot` returned.
-    """
-    if isinstance(value, Snapshot):
-        return value.read()
+
+def _apply(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: read_snapshot(item) for name, item in value.items()}
+        return {name: _apply(function, item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(read_snapshot(item) for item in value)
-    return value
+        return type(value)(_apply(function, item) for item in value)
+    return function(value)
 
 
-def _take_tensor(tensor: torch.Tensor) -> Any:
+def _copy(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = value.detach()
     if tensor.is_cpu:
         return tensor.clone()
     if not of_device(tensor.device).has_streams:  # copies follow no order: the value is read now
@@ -256,3 +198,10 @@ def _take_tensor(tensor: torch.Tensor) -> Any:
     copy = tensor.clone()
     ready = getattr(torch, tensor.device.type).current_stream(tensor.device).record_event()
     return Snapshot(copy, ready.synchronize)
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, Snapshot):
+        return value
+    value.wait()
+    return value.tensor.cpu()

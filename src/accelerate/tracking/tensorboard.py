@@ -27,39 +27,39 @@ class TensorBoardTracker(LibraryTracker):
     """
 
     name = package = "tensorboard"
+    title = "TensorBoard"
+    accepts = "number, text or dict"
     attribute = "writer"
     writer: Any
     requires_logging_directory = True
     blocks = True
 
     def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
         self.logging_dir = str(Path(logging_dir, run_name))
-        self.init_kwargs = kwargs
 
     @classmethod
     def available(cls) -> bool:
         """Return whether tensorboard or tensorboardX is installed."""
         return is_tensorboard_available()
 
-    @on_main_process
-    def start(self) -> None:
-        """Open the event file.
+    def _import(self) -> Any:
+        if PACKAGES["tensorboardX"].available() and not PACKAGES["tensorboard"].available():
+            return import_module("tensorboardX")
+        require("tensorboard", "TensorBoardTracker")
+        return import_module("torch.utils.tensorboard")
 
-        Raises:
-            MissingPackageError: Neither tensorboard nor tensorboardX is installed.
-        """
-        self.writer = _writer_class()(self.logging_dir, **self.init_kwargs)
+    def _open(self, library: Any) -> Any:
         logger.debug("TensorBoard run %s logs to %s", self.run_name, self.logging_dir)
+        return library.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep hyperparameters, for TensorBoard's own page and in `<logging_dir>/<run>/<time>/hparams.yml`.
+        """Store hyperparameters, for TensorBoard's own page and in `<logging_dir>/<run>/<time>/hparams.yml`.
 
         Args:
-            values: Hyperparameters by name; what is no number, text, bool or None is kept as its text.
+            values: By name; what is no number, string, bool or None is stored as its `str`.
         """
         import yaml
 
@@ -76,11 +76,10 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one moment.
+        """Log numbers, strings and dictionaries of numbers.
 
         Args:
-            values: By name: numbers (tensors of one element too), texts, or dictionaries of numbers; others
-                are left out with a warning.
+            values: By name; others than these are left out with a warning.
             step: The training step they belong to.
             **kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
@@ -92,14 +91,12 @@ class TensorBoardTracker(LibraryTracker):
             elif _can_be_plotted(value):
                 self.writer.add_scalar(name, float(value), global_step=step, **kwargs)
             else:
-                logger.warning_once(
-                    f"TensorBoard leaves out {name!r}: a {type(value).__name__} is no number, text or dict"
-                )
+                self._warn_left_out(name, value)
         self.writer.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of one moment.
+        """Log images.
 
         Args:
             values: By name: arrays or tensors of shape (images, channels, height, width).
@@ -112,7 +109,6 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the event file."""
         self.writer.close()
 
 
@@ -122,10 +118,3 @@ def _can_be_plotted(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _writer_class() -> Any:
-    if PACKAGES["tensorboardX"].available() and not PACKAGES["tensorboard"].available():
-        return import_module("tensorboardX").SummaryWriter
-    require("tensorboard", "TensorBoardTracker")
-    return import_module("torch.utils.tensorboard").SummaryWriter
