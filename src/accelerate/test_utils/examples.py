@@ -8,14 +8,8 @@ FUNCTIONS = ("training_function", "main")
 
 
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
-    """Return the lines of a function, from its `def` to the next one or to the guard of the script.
-
-    Args:
-        lines: Of the script.
-        name: "training_function" or "main".
-
-    Raises:
-        ValueError: Another name.
+    """Return the lines of "training_function" or "main", from its `def` to the next one or to the script's
+    guard.
     """
     if name not in FUNCTIONS:
         raise ValueError(
@@ -29,11 +23,7 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    """Return lines without those that are empty or only a comment.
-
-    Args:
-        lines: Of a script.
-    """
+    """Return lines without those that are empty or only a comment."""
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 

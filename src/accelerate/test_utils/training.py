@@ -57,11 +57,7 @@ class RegressionModel(nn.Module):
         self.first_batch = True
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the points of the line.
-
-        Args:
-            x: Of any shape.
-        """
+        """Return the points of the line."""
         if x is None:
             raise ValueError("x=None: the model has no input. Pass a tensor.")
         if self.first_batch:
@@ -74,7 +70,7 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
     """Return loaders of pairs of sentences with a label, made up and the same each time.
 
     Args:
-        accelerator: Whose process builds them.
+        accelerator: Not used: clients pass it.
         batch_size: Of the training loader; the other has twice as many.
 
     Returns:
@@ -84,15 +80,7 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
 
 
 def mocked_dataloaders_for_autoregressive_models(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
-    """Return loaders of texts whose labels are their own words, made up and the same each time.
-
-    Args:
-        accelerator: Whose process builds them.
-        batch_size: Of the training loader; the other has twice as many.
-
-    Returns:
-        Loaders for training and evaluation, of `input_ids`, `attention_mask` and `labels` (int64).
-    """
+    """Return loaders like those of `mocked_dataloaders`, of texts whose labels are their own words."""
     return _loaders(batch_size, labels_of_words=True)
 
 

@@ -84,43 +84,27 @@ class StatefulStream(Stream):
         self.index = state["index"]
 
 
-def shuffled(length: int, workers: int) -> DataLoader[Any]:
-    """A loader that torch shuffles."""
-    return DataLoader(Numbers(length), BATCH, shuffle=True, num_workers=workers)
-
-
-def sampled(length: int, workers: int) -> DataLoader[Any]:
-    """A loader whose sampler draws with a generator of its own, and draws samples more than once."""
-    generator = torch.Generator().manual_seed(3)
-    sampler = RandomSampler(Numbers(length), replacement=True, generator=generator)
-    return DataLoader(Numbers(length), BATCH, sampler=sampler, num_workers=workers)
-
-
-def streamed(length: int, workers: int) -> DataLoader[Any]:
-    """A loader over data that can only be read in order, from its beginning."""
-    return DataLoader(Stream(length), BATCH, num_workers=workers)
-
-
-def streamed_with_state(length: int, workers: int) -> DataLoader[Any]:
-    """A loader over data that can only be read in order, and knows where it is."""
-    return DataLoader(StatefulStream(length), BATCH, num_workers=workers)
+def sample_again(dataset: Any) -> RandomSampler:
+    """A sampler that draws with a generator of its own, and draws samples more than once."""
+    return RandomSampler(dataset, replacement=True, generator=torch.Generator().manual_seed(3))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of loader.
-
-    Attributes:
-        name: as it is shown.
-        build: makes the user's loader of a number of samples and of workers.
-        workers: of the loader.
-        config: fields of `DataLoaderConfiguration`.
-    """
+    """One kind of loader; `config` has fields of `DataLoaderConfiguration`."""
 
     name: str
-    build: Callable[[int, int], DataLoader[Any]]
+    dataset: Callable[[int], Any] = Numbers
+    sampler: Callable[[Any], RandomSampler] | None = None
     workers: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, length: int) -> DataLoader[Any]:
+        """Return the user's loader: map-style datasets without a sampler are shuffled."""
+        dataset = self.dataset(length)
+        sampler = None if self.sampler is None else self.sampler(dataset)
+        shuffle = self.dataset is Numbers and sampler is None
+        return DataLoader(dataset, BATCH, shuffle, sampler, num_workers=self.workers)
 
     @property
     def key(self) -> str:
@@ -134,29 +118,24 @@ class Case:
 
 
 CASES = (
-    Case("shuffled", shuffled),
-    Case("shuffled", shuffled, workers=2),
-    Case("shuffled with a seeded sampler", shuffled, config={"use_seedable_sampler": True}),
-    Case("sampler with its own generator", sampled),
-    Case("dispatched", shuffled, config={"dispatch_batches": True}),
-    Case("dispatched", shuffled, workers=2, config={"dispatch_batches": True}),
-    Case("continued by itself", shuffled, config={"use_stateful_dataloader": True}),
-    Case("stream", streamed),
-    Case("stream with a state", streamed_with_state),
+    Case("shuffled"),
+    Case("shuffled", workers=2),
+    Case("shuffled with a seeded sampler", config={"use_seedable_sampler": True}),
+    Case("sampler with its own generator", sampler=sample_again),
+    Case("dispatched", config={"dispatch_batches": True}),
+    Case("dispatched", workers=2, config={"dispatch_batches": True}),
+    Case("continued by itself", config={"use_stateful_dataloader": True}),
+    Case("stream", Stream),
+    Case("stream with a state", StatefulStream),
 )
 
 
 def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
     """Train with one kind of loader; called on all ranks.
 
-    Args:
-        case: the loader.
-        run: "whole", "interrupted" or "resumed".
-        folder: of checkpoints.
-
     Returns:
         `steps`: [epoch, batch, samples] of each batch that counts; `weights`: numbers by name, where the run
-        came to its end.
+        ended.
     """
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(**case.config), step_scheduler_with_optimizer="per_update"
@@ -165,7 +144,7 @@ def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
     model: nn.Module = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    loader = case.build(SAMPLES * accelerator.num_processes, case.workers)
+    loader = case.build(SAMPLES * accelerator.num_processes)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     first, seen = 0, 0
     if run == RESUMED:
@@ -206,8 +185,8 @@ def main() -> None:
         "cases": {},
     }
     for case in CASES:
-        found = train(case, run, checkpoints)
-        record["cases"][case.key] = {"name": case.name, "workers": case.workers, **found}
+        result = train(case, run, checkpoints)
+        record["cases"][case.key] = {"name": case.name, "workers": case.workers, **result}
     path = folder / f"{run}_{accelerator.process_index}.json"
     path.write_text(json.dumps(record), encoding="utf-8")
     accelerator.wait_for_everyone()

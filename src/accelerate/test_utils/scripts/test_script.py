@@ -28,12 +28,7 @@ class CheckFailedError(Exception):
 
 
 def expect(claim: bool, problem: str) -> None:
-    """Raise unless the claim holds.
-
-    Args:
-        claim: what should be true.
-        problem: what is wrong when it is not.
-    """
+    """Raise unless the claim holds."""
     if not claim:
         raise CheckFailedError(problem)
 
@@ -110,7 +105,7 @@ def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> 
 def check_training(accelerator: Accelerator) -> None:
     """Training on all processes gives the weights of training on one with the joined batch."""
     prepared = _train(accelerator)
-    reference = _train_alone(accelerator.num_processes * BATCH)
+    reference = _train_alone(accelerator.num_processes)
     worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(prepared, reference, strict=True))
     limit = TOLERANCE if accelerator.mixed_precision == "no" else 0.05
     expect(worst <= limit, f"weights differ from those of one process by {worst:.2e} (limit {limit:.0e})")
@@ -139,9 +134,9 @@ def _train(accelerator: Accelerator) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()]
 
 
-def _train_alone(batch_size: int) -> list[torch.Tensor]:
+def _train_alone(processes: int) -> list[torch.Tensor]:
     model, optimizer = _parts()
-    for inputs, targets in _data(batch_size, batch_size // BATCH):
+    for inputs, targets in _data(processes * BATCH, processes):
         torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -161,19 +156,13 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
 
 
 def run_check(accelerator: Accelerator, check: Callable[[Accelerator], None]) -> list[str]:
-    """Run one check on all processes.
-
-    Returns:
-        What went wrong, by process; the same list on all of them.
-    """
+    """Run one check on all processes, and return what went wrong, by process; the same list on all."""
+    problems = []
     try:
         check(accelerator)
     except Exception as error:  # whatever it is, it is reported and makes the exit code 1
-        mine = [f"process {accelerator.process_index}: {type(error).__name__}: {error}"]
-    else:
-        mine = []
-    found = gather_object([mine])
-    return [problem for problems in found for problem in problems]
+        problems = [f"process {accelerator.process_index}: {type(error).__name__}: {error}"]
+    return gather_object(problems)
 
 
 def main() -> None:

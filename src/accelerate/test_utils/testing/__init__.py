@@ -1,5 +1,0 @@
-"""Marks, base classes and commands for tests."""
-
-from accelerate.base import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)
