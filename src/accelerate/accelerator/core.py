@@ -123,32 +123,9 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         deepspeed_plugins: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        variables = environ.current()
-        request = build_request(
-            Arguments(
-                device_placement=device_placement,
-                split_batches=split_batches,
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                cpu=cpu,
-                dataloader_config=dataloader_config,
-                rng_types=rng_types,
-                project_dir=project_dir,
-                project_config=project_config,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                kwargs_handlers=kwargs_handlers,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-                fsdp_plugin=fsdp_plugin,
-                deepspeed_plugin=deepspeed_plugin,
-                deepspeed_plugins=deepspeed_plugins,
-                torch_tp_plugin=torch_tp_plugin,
-                megatron_lm_plugin=megatron_lm_plugin,
-                parallelism_config=parallelism_config,
-            ),
-            variables,
-        )
+        arguments = dict(locals())
+        del arguments["self"]
+        request = build_request(Arguments(**arguments), environ.current())
         self._runtime = build_runtime(request, strategies.PrepareSession(self, _replaceable_functions))
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
@@ -157,7 +134,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
-        self.rng_types = list(request.rng_types) if request.rng_types is not None else [RNGType.GENERATOR]
+        self.rng_types = [RNGType.GENERATOR] if request.rng_types is None else list(request.rng_types)
         self.dataloader_config = request.dataloader_config
         self.project_configuration = request.project
         self.ddp_handler = request.ddp

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from accelerate import DeepSpeedPlugin
-from accelerate.accelerator import Arguments, build_request
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.accelerator import Arguments as AllArguments, build_request
 from accelerate.base import ConfigurationError, DynamoBackend, PrecisionType, RNGType
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import (
@@ -20,7 +21,12 @@ from accelerate.plugins import (
     TorchDynamoPlugin,
 )
 
+DEFAULTS = {name: parameter.default for name, parameter in signature(Accelerator).parameters.items()}
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def Arguments(**given: Any) -> AllArguments:
+    return AllArguments(**{**DEFAULTS, **given})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_mixed_precision(given: Any, environ: dict[str, str], expected: str | No
         ),
     ],
 )
-def test_accumulation_steps(arguments: Arguments, environ: dict[str, str], expected: int) -> None:
+def test_accumulation_steps(arguments: AllArguments, environ: dict[str, str], expected: int) -> None:
     request = build_request(arguments, environ)
     assert request.accumulation.num_steps == expected
     if arguments.gradient_accumulation_plugin is not None:
@@ -118,7 +124,7 @@ def test_a_disagreement_is_noted_with_both_sources() -> None:
     ],
 )
 def test_wrong_values_name_value_reason_and_mend(
-    arguments: Arguments, environ: dict[str, str], message: str
+    arguments: AllArguments, environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build_request(arguments, environ)
