@@ -35,16 +35,8 @@ from accelerate.checkpointing import (
 
 
 def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
-    """Take the content of the files of this rank; the user's hooks see the weights first.
-
-    Args:
-        runtime: the run.
-        site: where they are written.
-        step: `Accelerator.step`.
-        safe: whether whole models are written as safetensors.
-
-    Raises:
-        CheckpointError: parts of tensors cannot be written where the ranks have no folder in common.
+    """Return the content of the files of this rank, after the user's hooks; `safe` writes whole models as
+    safetensors.
     """
     in_shards = runtime.strategy.saves_shards
     if in_shards and not site.is_common:
@@ -59,19 +51,8 @@ def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload
 
 
 def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> list[Change]:
-    """Read all files of a checkpoint.
-
-    Args:
-        runtime: the run.
-        source: the checkpoint.
-        options: how it is read.
-        policy: what is done when another number of processes saved it.
-
-    Returns:
-        What changes each object.
-
-    Raises:
-        CheckpointError: something is missing, broken, or fits another object.
+    """Read all files of a checkpoint, and return what changes each object; `policy` is for another world
+    size.
     """
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():

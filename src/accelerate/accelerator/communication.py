@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -22,197 +22,6 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _Counts = tuple[int, ...]
-
-
-def gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
-    """Gather what belongs to the samples of a batch, without what only fills the batch up.
-
-    Args:
-        data: Nested tensors, or objects; see `Accelerator.gather_for_metrics`.
-        loader: The prepared loader that is being read, or None.
-        as_objects: Gather as objects although there are tensors in it.
-
-    Raises:
-        StateError: A rank has no batch in this round and will not come.
-    """
-    as_objects = as_objects or not contains_tensor(data)
-    counts = None if loader is None else _counts_of(loader)
-    if counts is None:
-        return ops.gather_object(data) if as_objects else ops.gather(data)
-    if as_objects:
-        return _gather_objects(data, counts, loader.batch_rows)
-    return _gather_tensors(ops.whole_tensors(data), counts, loader.batch_rows)
-
-
-def last_samples(data: Any, loader: Any) -> Any:
-    """Cut on one process what is as long as a full batch, where the last batch is shorter.
-
-    Loops of clients repeat the loss for each sample of a full batch, to weigh batches by their samples.
-
-    Args:
-        data: Nested tensors, or a list with one object for each sample.
-        loader: The prepared loader that is being read, or None.
-
-    Returns:
-        What was given, but with the last batch.
-    """
-    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
-        return data
-    full, real = loader.total_batch_size, loader.remainder
-    if isinstance(data, (list, tuple)) and not contains_tensor(data):
-        return data[:real] if len(data) == full else data
-    return recursively_apply(lambda leaf: leaf[:real] if _has_rows(leaf, full) else leaf, data)
-
-
-def mean_over_ranks(value: T, weight: Any) -> T:
-    """Average over all ranks, each value weighted by its weight.
-
-    Args:
-        value: Nested tensors, of the same shapes on all ranks.
-        weight: See `Accelerator.weighted_mean`.
-    """
-    _check_weight(weight)
-    weighed: list[torch.Tensor] = []
-
-    def weigh(leaf: torch.Tensor) -> torch.Tensor:
-        exact = leaf.detach().to(_exact_dtype(leaf))
-        heavy = torch.as_tensor(weight, device=leaf.device).detach().to(exact.dtype)
-        _check_fits(leaf, heavy)
-        weighed.extend((exact * heavy, heavy))
-        return leaf
-
-    recursively_apply(weigh, value, error_on_other_type=True)
-    sums: Iterator[torch.Tensor] = iter(ops.reduce(weighed, "sum"))
-    means: T = recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
-    return means
-
-
-def _counts_of(loader: Any) -> _Counts | None:
-    """Samples of the batch just given that count on each rank; None where all do and ranks have equally many.
-
-    Of ranks that share a batch, the first one's count.
-    """
-    counts: _Counts | None = loader.valid_counts
-    if counts is not None:
-        _refuse_absent_ranks(loader, counts)
-    if not (loader.deals_ready_batches or loader.shares_batches):
-        return counts
-    rows = loader.batch_rows if counts is None else counts[loader.plan.group]
-    sizes = ops.gather_object([rows])
-    if None in sizes:
-        return None
-    group_of = loader.groups_of_ranks()
-    sizes = [0 if group in group_of[:rank] else sizes[rank] for rank, group in enumerate(group_of)]
-    return None if counts is None and len(set(sizes)) == 1 else tuple(sizes)
-
-
-def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
-    """Gather tensors with one row per sample without filler, any others whole: two messages at most."""
-    leaves: list[torch.Tensor] = []
-    recursively_apply(leaves.append, data, error_on_other_type=True)
-    flags = _agreed([_has_rows(leaf, rows) for leaf in leaves], counts)
-    if not all(flags):
-        _warn_of_other(counts, rows)
-    gathered: dict[bool, Iterator[Any]] = {}
-    for flag in set(flags):
-        chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
-        gathered[flag] = iter(ops.gather_valid(chosen, counts) if flag else ops.gather(chosen))
-    order = iter(flags)
-    return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
-
-
-def _gather_objects(data: Any, counts: _Counts, rows: int | None) -> Any:
-    """Gather a list with one object per sample without filler, anything else whole."""
-    is_list = isinstance(data, (list, tuple))
-    (flag,) = _agreed([is_list and (rows is None or len(data) == rows)], counts)
-    if flag:
-        return ops.gather_valid_objects(data, counts)
-    _warn_of_other(counts, rows)
-    return ops.gather_object(data)
-
-
-def _agreed(flags: list[bool], counts: _Counts) -> list[bool]:
-    """What is one per sample on every rank: lengths that only happen to fit differ from rank to rank."""
-    if len(set(counts)) == 1:
-        return flags
-    return [all(column) for column in zip(*ops.gather_object([flags]), strict=True)]
-
-
-def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
-    return leaf.ndim > 0 and (rows is None or leaf.shape[0] == rows)
-
-
-def _warn_of_other(counts: _Counts, rows: int | None) -> None:
-    if set(counts) == {rows}:  # nothing is to be cut, and a mean over processes is right
-        return
-    if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
-        return
-    file = Path(ops.calling_frame(sys._getframe()).f_code.co_filename)
-    if {"site-packages", "dist-packages"} & set(file.parts):
-        return  # an installed library asks: its user cannot change the call
-    logger.warning_once(
-        "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
-        "process, and a mean over what comes out weighs processes with fewer samples too much. Gather values "
-        "per sample, or take accelerator.weighted_mean(value, weight) with the number of samples as the "
-        "weight."
-    )
-
-
-def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
-    """Raise where a rank has no batch in this round: it will not come, and the others would hang."""
-    absent = [rank for rank, count in enumerate(counts) if count == 0]
-    if absent and not _is_even(loader):
-        raise StateError(
-            f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
-            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: what "
-            "fills it up is left out of what is gathered."
-        )
-
-
-def _is_even(loader: Any) -> bool:
-    for source in (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset):
-        even: bool | None = getattr(source, "even_batches", getattr(source, "even", None))
-        if even is not None and not even:
-            return False
-    return True
-
-
-def _check_weight(weight: object) -> None:
-    if not isinstance(weight, (Real, torch.Tensor)):
-        raise wrong_value(
-            "weight",
-            weight,
-            "it says how much the value of this process counts",
-            "Give the number of samples that the value is a mean of: a number, or a tensor",
-        )
-
-
-def _check_fits(leaf: torch.Tensor, weight: torch.Tensor) -> None:
-    if weight.ndim == 0 or _extends_to(weight.shape, leaf.shape):
-        return
-    raise wrong_value(
-        "weight",
-        list(weight.shape),
-        f"this shape does not fit a value of shape {list(leaf.shape)}",
-        "Give one number, or a tensor that can be expanded to the shape of the value",
-    )
-
-
-def _extends_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
-
-
-def _exact_dtype(leaf: torch.Tensor) -> torch.dtype:
-    """Doubles, but on devices that have none."""
-    if leaf.dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if devices.of_device(leaf.device).has_float64 else torch.float32
-
-
-def _divide(total: torch.Tensor, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    is_exact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    return (total / weight).to(leaf.dtype if is_exact else torch.get_default_dtype())
 
 
 class Communication:
@@ -253,9 +62,10 @@ class Communication:
             shuffled. On one process what was given; but with a short last batch, what is as long as a full
             one (a loss repeated for each sample) is cut to the samples that there are.
         """
+        loader = self._runtime.gradient_state.active_dataloader
         if not self._runtime.state.use_distributed:
-            return last_samples(input_data, self._runtime.gradient_state.active_dataloader)
-        return gather_samples(input_data, self._runtime.gradient_state.active_dataloader, use_gather_object)
+            return _last_samples(input_data, loader)
+        return _gather_samples(input_data, loader, use_gather_object)
 
     def weighted_mean(self, value: T, weight: Any) -> T:
         """Return the mean over all ranks of values that are means themselves, or whatever has a weight.
@@ -278,7 +88,22 @@ class Communication:
         Raises:
             ConfigurationError: a weight that is no number and no tensor, or does not fit.
         """
-        return mean_over_ranks(value, weight)
+        if not isinstance(weight, (Real, torch.Tensor)):
+            reason = "it says how much the value of this process counts"
+            fix = "Give the number of samples that the value is a mean of: a number, or a tensor"
+            raise wrong_value("weight", weight, reason, fix)
+        weighted: list[torch.Tensor] = []
+
+        def append(leaf: torch.Tensor) -> None:
+            exact = leaf.detach().to(_exact_dtype(leaf))
+            weights = torch.as_tensor(weight, device=leaf.device).detach().to(exact.dtype)
+            _check_expands(weights, leaf)
+            weighted.extend((exact * weights, weights))
+
+        recursively_apply(append, value, error_on_other_type=True)
+        sums: Iterator[torch.Tensor] = iter(ops.reduce(weighted, "sum"))
+        means: T = recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
+        return means
 
     def reduce(self, tensor: T, reduction: ops.ReductionName = "sum", scale: float = 1.0) -> T:
         """Return tensors combined over all ranks, element by element.
@@ -320,3 +145,137 @@ class Communication:
         first question of a run sets the handlers of these signals; a second SIGTERM ends the process.
         """
         return self._runtime.agreement.read_stop()
+
+
+def _gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
+    """Gather the samples of a batch of the loader being read, without those that only fill the batch up."""
+    as_objects = as_objects or not contains_tensor(data)
+    counts = None if loader is None else _counts_of(loader)
+    if counts is None:
+        return ops.gather_object(data) if as_objects else ops.gather(data)
+    if as_objects:
+        return _gather_objects(data, counts, loader.batch_rows)
+    return _gather_tensors(ops.whole_tensors(data), counts, loader.batch_rows)
+
+
+def _last_samples(data: Any, loader: Any) -> Any:
+    """Cut on one process what is as long as a full batch, where the last batch is shorter.
+
+    Loops of clients repeat the loss for each sample of a full batch, to weight batches by their samples.
+    """
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return data
+    full, real = loader.total_batch_size, loader.remainder
+    if isinstance(data, (list, tuple)) and not contains_tensor(data):
+        return data[:real] if len(data) == full else data
+    return recursively_apply(lambda leaf: leaf[:real] if _has_rows(leaf, full) else leaf, data)
+
+
+def _counts_of(loader: Any) -> _Counts | None:
+    """Samples of the batch just given that count on each rank; None where all do and ranks have equally many.
+
+    Of ranks that share a batch, the first one's count.
+    """
+    counts: _Counts | None = loader.valid_counts
+    if counts is not None:
+        _refuse_absent_ranks(loader, counts)
+    if not (loader.deals_ready_batches or loader.shares_batches):
+        return counts
+    rows = loader.batch_rows if counts is None else counts[loader.plan.group]
+    sizes = ops.gather_object([rows])
+    if None in sizes:
+        return None
+    group_of = loader.groups_of_ranks()
+    sizes = [0 if group in group_of[:rank] else sizes[rank] for rank, group in enumerate(group_of)]
+    return None if counts is None and len(set(sizes)) == 1 else tuple(sizes)
+
+
+def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
+    """Gather tensors with one row per sample without filler, any others whole: two messages at most."""
+    leaves: list[torch.Tensor] = []
+    recursively_apply(leaves.append, data, error_on_other_type=True)
+    flags = _true_on_all([_has_rows(leaf, rows) for leaf in leaves], counts)
+    if not all(flags):
+        _warn_not_per_sample(counts, rows)
+    gathered: dict[bool, Iterator[Any]] = {}
+    for flag in set(flags):
+        chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
+        gathered[flag] = iter(ops.gather_valid(chosen, counts) if flag else ops.gather(chosen))
+    order = iter(flags)
+    return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
+
+
+def _gather_objects(data: Any, counts: _Counts, rows: int | None) -> Any:
+    """Gather a list with one object per sample without filler, anything else whole."""
+    is_list = isinstance(data, (list, tuple))
+    (flag,) = _true_on_all([is_list and (rows is None or len(data) == rows)], counts)
+    if flag:
+        return ops.gather_valid_objects(data, counts)
+    _warn_not_per_sample(counts, rows)
+    return ops.gather_object(data)
+
+
+def _true_on_all(flags: list[bool], counts: _Counts) -> list[bool]:
+    """Return which leaves have one row per sample on every rank: a length can be equal by chance on one."""
+    if len(set(counts)) == 1:
+        return flags
+    return [all(column) for column in zip(*ops.gather_object([flags]), strict=True)]
+
+
+def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
+    return leaf.ndim > 0 and (rows is None or leaf.shape[0] == rows)
+
+
+def _warn_not_per_sample(counts: _Counts, rows: int | None) -> None:
+    if set(counts) == {rows}:  # nothing is to be cut, and a mean over processes is right
+        return
+    if torch.is_grad_enabled():  # training watches its loss; only an evaluation is about each sample once
+        return
+    file = Path(ops.calling_frame(sys._getframe()).f_code.co_filename)
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return  # an installed library asks: its user cannot change the call
+    logger.warning_once(
+        "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
+        "process, and a mean over what comes out weighs processes with fewer samples too much. Gather values "
+        "per sample, or take accelerator.weighted_mean(value, weight) with the number of samples as the "
+        "weight."
+    )
+
+
+def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
+    """Raise where a rank has no batch in this round: it will not come, and the others would hang."""
+    absent = [rank for rank, count in enumerate(counts) if count == 0]
+    if absent and not _is_even(loader):
+        raise StateError(
+            f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
+            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: what "
+            "fills it up is left out of what is gathered."
+        )
+
+
+def _is_even(loader: Any) -> bool:
+    for source in (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset):
+        even: bool | None = getattr(source, "even_batches", getattr(source, "even", None))
+        if even is not None and not even:
+            return False
+    return True
+
+
+def _check_expands(weight: torch.Tensor, leaf: torch.Tensor) -> None:
+    sizes = zip(reversed(weight.shape), reversed(leaf.shape), strict=False)
+    if weight.ndim > leaf.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        reason = f"this shape does not fit a value of shape {list(leaf.shape)}"
+        fix = "Give one number, or a tensor that can be expanded to the shape of the value"
+        raise wrong_value("weight", list(weight.shape), reason, fix)
+
+
+def _exact_dtype(leaf: torch.Tensor) -> torch.dtype:
+    """Doubles, but on devices that have none."""
+    if leaf.dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if devices.of_device(leaf.device).has_float64 else torch.float32
+
+
+def _divide(total: torch.Tensor, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    is_exact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    return (total / weight).to(leaf.dtype if is_exact else torch.get_default_dtype())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -11,55 +11,10 @@ from torch import nn
 
 from accelerate import ops, strategies
 from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import read_items
+from accelerate.accelerator.weighing import exchange, read_items
 from accelerate.accelerator.windows import Count, Windows
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.optimizer import AcceleratedOptimizer
-
-
-def the_fused(optimizers: Iterable[AcceleratedOptimizer]) -> AcceleratedOptimizer:
-    """Return the one prepared optimizer that updates parameters in the backward pass.
-
-    Raises:
-        ConfigurationError: there is none, or there are several, which one pass cannot serve.
-    """
-    found = [optimizer for optimizer in optimizers if optimizer.steps_in_backward]
-    if not found:
-        raise ConfigurationError(
-            "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "
-            "Prepare a Lomo or AdaLomo optimizer, or call `backward`."
-        )
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"{len(found)} prepared optimizers update parameters in the backward pass, and each needs a pass "
-            "of its own. Give one of them the parameters of all."
-        )
-    return found[0]
-
-
-def rate_of(optimizer: AcceleratedOptimizer) -> float:
-    """Return the learning rate in the optimizer's groups, where schedulers write it."""
-    rate: float = optimizer.param_groups[0]["lr"]
-    return rate
-
-
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments for a backward pass that the optimizer runs.
-
-    Args:
-        arguments: what `backward` was given beside the loss and the learning rate.
-    """
-    if arguments:
-        raise wrong_value(
-            ", ".join(arguments),
-            list(arguments.values()),
-            "an optimizer that updates parameters in the backward pass runs it without arguments",
-            "Leave them out",
-        )
-
-
-_SYNCHRONISING: AbstractContextManager[None] = nullcontext()
-"""The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""
 
 
 class Gradients:
@@ -142,38 +97,28 @@ class Gradients:
         if num_items is not None or runtime.weights is not runtime.even_weights:
             return self._accumulate_items(models, num_items)
         self._do_sync()
-        return self._exchange_of(models)
-
-    def _exchange_of(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context that keeps models from exchanging gradients, except in the last round."""
-        state = self._runtime.gradient_state
-        if state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
-            return _SYNCHRONISING
-        if len(models) == 1:
-            return self.no_sync(models[0])
-        contexts = ExitStack()
-        for model in models:
-            contexts.enter_context(self.no_sync(model))
-        return contexts
+        state = runtime.gradient_state
+        return exchange(state, state.sync_gradients, models, self.no_sync)
 
     def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
         runtime = self._runtime
         weights, state = runtime.counted_weights, runtime.gradient_state
         begins = state.sync_gradients  # the round before was the last of its window
         _check_round(runtime, begins, num_items)
-        items = num_items if _lies_on_device(num_items) else read_items(num_items)
+        is_on_device = isinstance(num_items, torch.Tensor) and not num_items.is_cpu
+        items = num_items if is_on_device else read_items(num_items)
         if begins:
             weights.begin()
         self._do_sync()
         weights.add(items, models or runtime.prepared.models)
         runtime.weights = weights
-        exchange = self._exchange_of(models)
+        context = exchange(state, state.sync_gradients, models, self.no_sync)
         if not state.sync_gradients:
-            return exchange
+            return context
         weights.complete()
         contexts = ExitStack()
         contexts.callback(runtime.weigh_evenly)
-        contexts.enter_context(exchange)
+        contexts.enter_context(context)
         return contexts
 
     def windows(self, loader: Any, *models: nn.Module, num_items: Count | None = None) -> Windows:
@@ -208,12 +153,15 @@ class Gradients:
         learning_rate = kwargs.pop("learning_rate", None)
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._runtime.weights.weigh(loss)
-        if self.has_lomo_optimizer:
-            refuse_arguments(kwargs)
-            optimizer = the_fused(self._runtime.prepared.optimizers)
-            self.lomo_backward(loss, rate_of(optimizer) if learning_rate is None else learning_rate)
+        if not self.has_lomo_optimizer:
+            self._runtime.strategy.backward(loss, **kwargs)
             return
-        self._runtime.strategy.backward(loss, **kwargs)
+        if kwargs:
+            reason = "an optimizer that updates parameters in the backward pass runs it without arguments"
+            raise wrong_value(", ".join(kwargs), list(kwargs.values()), reason, "Leave them out")
+        if learning_rate is None:
+            learning_rate = self._fused_optimizer().param_groups[0]["lr"]  # where schedulers write it
+        self.lomo_backward(loss, learning_rate)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run the backward pass of an optimizer that updates parameters while gradients appear (LOMO).
@@ -225,7 +173,21 @@ class Gradients:
         Raises:
             ConfigurationError: no such optimizer is prepared, or several, which one pass cannot serve.
         """
-        the_fused(self._runtime.prepared.optimizers).fused_backward(loss, learning_rate)
+        self._fused_optimizer().fused_backward(loss, learning_rate)
+
+    def _fused_optimizer(self) -> AcceleratedOptimizer:
+        optimizers = [item for item in self._runtime.prepared.optimizers if item.steps_in_backward]
+        if not optimizers:
+            raise ConfigurationError(
+                "lomo_backward needs a prepared optimizer with a `fused_backward` method, and there is none. "
+                "Prepare a Lomo or AdaLomo optimizer, or call `backward`."
+            )
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"{len(optimizers)} prepared optimizers update parameters in the backward pass, and each "
+                "needs a pass of its own. Give one of them the parameters of all."
+            )
+        return optimizers[0]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size before they are read or changed; nothing without a gradient
@@ -254,17 +216,9 @@ class Gradients:
             The norm before clipping, a 0-d tensor; NaN where an engine (DeepSpeed, Megatron-LM) clips and has
             taken no step yet.
         """
-        strategy = self._runtime.strategy
-        if strategy.precision.scaler is None:
-            return strategy.clip_grad_norm(parameters, max_norm, norm_type)
-        parameters = strategies.as_list(parameters)
-        if self.sync_gradients:
-            self.unscale_gradients(self._owners(parameters))
-            return strategy.clip_grad_norm(parameters, max_norm, norm_type)
-        # Gradients that still add up must stay scaled: the bound is scaled instead.
-        scale = strategy.precision.gradient_scale()
-        norm = strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
-        return norm / scale
+        parameters, scale = self._unscaled(parameters)
+        norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
+        return norm if scale == 1 else norm / scale
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`, before `step`.
@@ -273,24 +227,24 @@ class Gradients:
             parameters: tensors with gradients, of prepared models.
             clip_value: largest absolute value.
         """
-        strategy = self._runtime.strategy
-        if strategy.precision.scaler is None:
-            strategy.clip_grad_value(parameters, clip_value)
-            return
+        parameters, scale = self._unscaled(parameters)
+        self._runtime.strategy.clip_grad_value(parameters, clip_value * scale)
+
+    def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, float]:
+        """Unscale the gradients of parameters, if they are complete; return the scale that they still have.
+
+        Gradients that still add up must stay scaled: the bound is scaled instead.
+        """
+        precision = self._runtime.strategy.precision
+        if precision.scaler is None:
+            return parameters, 1
         parameters = strategies.as_list(parameters)
         if not self.sync_gradients:
-            strategy.clip_grad_value(parameters, clip_value * strategy.precision.gradient_scale())
-            return
-        self.unscale_gradients(self._owners(parameters))
-        strategy.clip_grad_value(parameters, clip_value)
-
-    def _owners(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
-        wanted = {id(p) for p in parameters}
-        return [
-            optimizer
-            for optimizer in self._runtime.prepared.optimizers
-            if strategies.parameter_ids([optimizer]) & wanted
-        ]
+            return parameters, precision.gradient_scale()
+        ids = {id(parameter) for parameter in parameters}
+        optimizers = self._runtime.prepared.optimizers
+        self.unscale_gradients([item for item in optimizers if strategies.parameter_ids([item]) & ids])
+        return parameters, 1
 
     def set_trigger(self) -> None:
         """Raise a flag on this process; `check_trigger` on all processes then answers `True`."""
@@ -332,7 +286,3 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
             "accumulate() was called with num_items in some rounds of a window and without in others, so "
             "losses cannot be weighed. Pass num_items in all of them or in none."
         )
-
-
-def _lies_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_cpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from accelerate.state import (
     AcceleratorState,
     GradientState,
     PartialState,
-    Topology,
     is_initialized,
     services,
 )
@@ -29,14 +27,7 @@ SECONDS_WITHOUT_LIMIT = 1800.0  # what torch takes for its own operations
 class Runtime:
     """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own.
 
-    Args:
-        request: what the run asks for, checked.
-        state: facts about this process.
-        gradient_state: whether this round synchronises gradients.
-        strategy: the way of training.
-
     Attributes:
-        agreement: whether all ranks stop or save.
         weights: what a loss weighs in the gradients of its window.
         joins: whether ranks may run out of batches at different times now.
     """
@@ -74,15 +65,14 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
     """Find out who this process is, open its process group and choose the way of training.
 
     No choice is made after this call.
-
-    Args:
-        request: what the run asks for, checked.
-        session: what its `prepare` calls will share.
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
     fresh = not is_initialized()
     _announce_shards(request)
-    alone = fresh and not _shards_between_processes(PartialState(request.cpu, **group_arguments))
+    alone = False
+    if fresh:  # FSDP is a kind of run between processes; XLA devices have their own, also in one process
+        partial_state = PartialState(request.cpu, **group_arguments)
+        alone = partial_state.num_processes == 1 or partial_state.device_backend.own_runtime
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
@@ -95,7 +85,7 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
         **group_arguments,
     )
     try:
-        return _assemble(_as_begun(request, state), state, session)
+        return _assemble(_merge_with_state(request, state), state, session)
     except Exception:
         if fresh:  # a refused run must not decide for the next one
             AcceleratorState._reset_state()
@@ -103,11 +93,7 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
 
 
 def _announce_shards(request: strategies.RunRequest) -> None:
-    """Tell XLA that this process drives all devices of its machine, before it opens one.
-
-    Raises:
-        ConfigurationError: it has opened one.
-    """
+    """Set that this process drives all XLA devices of its machine, before it opens one."""
     wanted = request.fsdp is not None and plugins.version_of(request.fsdp).is_spmd_on_xla and not request.cpu
     if not wanted or not hardware_table.detect().own_runtime or xla.is_shared():
         return
@@ -119,42 +105,26 @@ def _announce_shards(request: strategies.RunRequest) -> None:
     xla.use_mesh()
 
 
-def _shards_between_processes(place: PartialState) -> bool:
-    """Whether FSDP makes this a run of its own kind: XLA devices have their own, also in one process."""
-    return place.num_processes > 1 and not place.device_backend.own_runtime
-
-
-def _as_begun(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:
+def _merge_with_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:
     """Return a request with the way of training that this process has begun with: there is one in a run."""
-    if request.deepspeed is not None and state.deepspeed_plugins is None:
-        raise wrong_value(
-            "deepspeed_plugin",
-            request.deepspeed,
-            "this process already runs without DeepSpeed",
-            ONE_STATE,
-        )
+    begun = getattr(state, "fsdp_plugin", None)
+    megatron = getattr(state, "megatron_lm_plugin", None)
+    rows: list[tuple[str, Any, Any, str]] = [
+        ("deepspeed_plugin", request.deepspeed, state.deepspeed_plugins, "DeepSpeed")
+    ]
+    if not state.device_backend.own_runtime:
+        rows.append(("megatron_lm_plugin", request.megatron, megatron, "Megatron-LM"))
+        if state.num_processes > 1:
+            rows.append(("fsdp_plugin", request.fsdp, begun, "FSDP"))
+    for name, plugin, used, library in rows:
+        if plugin is not None and used is None:
+            raise wrong_value(name, plugin, f"this process already runs without {library}", ONE_STATE)
     if state.device_backend.own_runtime:
         return replace(request, parallelism=state.parallelism_config)
-    begun = getattr(state, "fsdp_plugin", None)
-    if begun is None and request.fsdp is not None and state.num_processes > 1:
-        raise wrong_value(
-            "fsdp_plugin",
-            request.fsdp,
-            "this process already runs without FSDP",
-            ONE_STATE,
-        )
     if request.fsdp is not None and begun is None:
         logger.warning(
             "FSDP shards a model between processes, and there is one: the model is trained whole. Launch "
             "more processes with --num_processes."
-        )
-    megatron = getattr(state, "megatron_lm_plugin", None)
-    if megatron is None and request.megatron is not None:
-        raise wrong_value(
-            "megatron_lm_plugin",
-            request.megatron,
-            "this process already runs without Megatron-LM",
-            ONE_STATE,
         )
     return replace(
         request,
@@ -207,20 +177,12 @@ def _assemble(
         session=session,
         mesh=state.device_mesh,
     )
-    strategy = strategies.resolve_strategy(request, state.topology, state.device_backend.name)
+    strategy = strategies.resolve_strategy(request, state.topology, backend.name)
     runtime = Runtime(request, state, gradient_state, strategy(context))
     diagnostics.watching.start(PartialState(), environ.current())
     return runtime
 
 
-def _watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
-    return diagnostics.watch_arrivals(topology, opened)
-
-
-def _wait_for_everyone() -> None:
-    ops.wait_for_everyone()
-
-
 # A library may build a `PartialState` first: its waits are recorded, and absent ranks reported, too.
-services.while_opening.append(_watch_arrivals)
-services.barrier = _wait_for_everyone
+services.while_opening.append(lambda topology, opened: diagnostics.watch_arrivals(topology, opened))
+services.barrier = lambda: ops.wait_for_everyone()

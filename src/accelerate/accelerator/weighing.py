@@ -6,7 +6,8 @@ A window is the micro-batches of one optimizer step. `Runtime.weights` is the on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
 from typing import Any
 
@@ -19,11 +20,7 @@ from accelerate.state import GradientState
 
 
 class EvenWeights:
-    """Every round weighs the same: losses are means, and so is their sum. The null case.
-
-    Args:
-        state: knows how many rounds a window has.
-    """
+    """Every round weighs the same: losses are means, and so is their sum. The default."""
 
     def __init__(self, state: GradientState) -> None:
         self._state = state
@@ -35,10 +32,8 @@ class EvenWeights:
 
 
 class KnownWeights:
-    """The window's items are counted: a loss that sums over items weighs by the mean over all of them.
-
-    Args:
-        factor: what turns a sum of this rank into its part of the mean over all ranks.
+    """The window's items are counted: a loss that sums over items is multiplied by the factor that makes the
+    gradients those of the mean.
     """
 
     def __init__(self, factor: float) -> None:
@@ -55,30 +50,22 @@ class CountedWeights:
     Until then losses weigh as in the window before. When the total is known, and before the last backward
     pass exchanges anything, what has accumulated is brought to the right size, so that whoever looks at
     gradients afterwards (the exchange, the scaler, clipping, the optimizer) sees the right ones.
-
-    Args:
-        replicas: number of processes whose gradients the backward pass averages.
     """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
         self._factor = 1.0  # equal on all ranks at any time: ranks may exchange in each round
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a window."""
         self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
         self._answer: ops.Answer | None = None
 
-    def begin(self) -> None:
-        """Start a window."""
-        self._items.clear()
-        self._models.clear()
-        self._answer = None
-
     def add(self, items: Any, models: Sequence[nn.Module]) -> None:
-        """Count a round.
-
-        Args:
-            items: how many its losses sum over on this rank; a tensor on a device is read later.
-            models: those that are trained in it.
+        """Count a round: its items on this rank (a tensor on a device is read later), and the models trained
+        in it.
         """
         self._items.append(items)
         self._models.update((id(model), model) for model in models)
@@ -88,31 +75,42 @@ class CountedWeights:
         self._answer = ops.reduce_async([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times the factor of the window, which the first call of the last round finds out."""
+        """Return `loss` times the factor of the window, which the first call of the last round receives."""
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            self._set_total(answer.wait()[0])
+            factor = factor_of(answer.wait()[0], self._replicas)
+            if len(self._items) > 1:
+                rescale_gradients(self._models.values(), factor / self._factor)
+            self._factor = factor
         return loss * self._factor
-
-    def _set_total(self, total: float) -> None:
-        factor = factor_of(total, self._replicas)
-        if len(self._items) > 1:
-            rescale_gradients(self._models.values(), factor / self._factor)
-        self._factor = factor
 
 
 Weights = EvenWeights | KnownWeights | CountedWeights
 
+_EXCHANGING: AbstractContextManager[None] = nullcontext()
+"""The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""
+
+
+def exchange(
+    state: GradientState,
+    is_last: bool,
+    models: Sequence[nn.Module],
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+) -> AbstractContextManager[Any]:
+    """Return the context of one round, in which models exchange gradients if it is the last of its window."""
+    if is_last or state.plugin_kwargs.get("sync_each_batch", False):
+        return _EXCHANGING
+    if len(models) == 1:
+        return no_sync(models[0])
+    contexts = ExitStack()
+    for model in models:
+        contexts.enter_context(no_sync(model))
+    return contexts
+
 
 def factor_of(total: float, replicas: int) -> float:
-    """Return what turns a sum over items of one rank into its part of the mean, when ranks are averaged.
-
-    Args:
-        total: items of the window on all ranks.
-        replicas: number of processes whose gradients the backward pass averages.
-
-    Raises:
-        StateError: there are no items.
+    """Return what turns a sum over items of one rank into its part of the mean over the window's `total`
+    items, where the backward pass averages the gradients of so many replicas.
     """
     if not total:
         raise StateError(
@@ -124,33 +122,20 @@ def factor_of(total: float, replicas: int) -> float:
 
 
 def read_items(value: Any) -> float:
-    """Return a number of items as a float.
-
-    Raises:
-        ConfigurationError: it is no number, negative, or not finite.
-    """
+    """Return a number of items as a float."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    fix = "Pass how many items the loss sums over"
     if isinstance(value, bool) or not isinstance(value, Real):
-        reason = f"it is a {type(value).__name__}, not a number"
-        raise wrong_value("num_items", value, reason, "Pass how many items the loss sums over")
+        raise wrong_value("num_items", value, f"it is a {type(value).__name__}, not a number", fix)
     items = float(value)
     if not 0 <= items < math.inf:
-        raise wrong_value(
-            "num_items", value, "a count is finite and not negative", "Pass how many items the loss sums over"
-        )
+        raise wrong_value("num_items", value, "a count is finite and not negative", fix)
     return items
 
 
 def sum_items(values: Sequence[Any]) -> float:
-    """Return the sum of numbers of items; tensors on a device are waited for once, not one by one.
-
-    Args:
-        values: numbers, or tensors that hold one each.
-
-    Raises:
-        ConfigurationError: one of them is no number, negative, or not finite.
-    """
+    """Return the sum of numbers of items; tensors on a device are waited for once, not one by one."""
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
     if len(tensors) == len(values) and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
         values = torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()
@@ -158,12 +143,7 @@ def sum_items(values: Sequence[Any]) -> float:
 
 
 def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
-    """Multiply the gradients of models by a factor, those of shared parameters once.
-
-    Args:
-        models: their parameters count; those without a gradient are left alone.
-        factor: of all gradients.
-    """
+    """Multiply the gradients of models by a factor, those of shared parameters once."""
     if factor == 1.0:
         return
     parameters = {id(p): p for model in models for p in model.parameters()}

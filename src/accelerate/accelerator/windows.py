@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
 
 from accelerate import data_loader, ops
 from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import KnownWeights, drop_gradients, factor_of, sum_items
+from accelerate.accelerator.weighing import KnownWeights, drop_gradients, exchange, factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
 
@@ -29,16 +28,12 @@ _END = object()
 Count = Callable[[Any], Any]
 """The number of items of a batch."""
 
+_Batches = deque[tuple[Any, data_loader.BatchMetadata]]
+"""The batches of a window on this rank, each with what the loader says of it."""
+
 
 class Windows:
-    """The windows of one loader; each pass over this object is a pass over the loader.
-
-    Args:
-        runtime: the run.
-        loader: a prepared loader, or any iterable of batches.
-        models: those that are trained; none for all that are prepared.
-        count: the number of items of a batch; None counts each batch as one.
-    """
+    """The windows of one loader; each pass over this object is a pass over the loader."""
 
     def __init__(
         self, runtime: Runtime, loader: Any, models: Sequence[nn.Module], count: Count | None
@@ -60,7 +55,7 @@ class Windows:
         window: Window | None = None
         try:
             while (read := reader.take()) is not None:
-                window = Window(runtime, models, read, reader)
+                window = Window(runtime, models, reader, *read)
                 yield window
                 window.close()
         finally:
@@ -81,14 +76,16 @@ class Window:
         num_items: items in the batches of this window, over all ranks.
     """
 
-    def __init__(self, runtime: Runtime, models: Sequence[nn.Module], read: _Read, reader: _Reader) -> None:
-        self.num_items: int | float = int(read.total) if read.total.is_integer() else read.total
+    def __init__(
+        self, runtime: Runtime, models: Sequence[nn.Module], reader: _Reader, batches: _Batches, total: float
+    ) -> None:
+        self.num_items: int | float = int(total) if total.is_integer() else total
         self._runtime = runtime
         self._models = models
         self._reader = reader
-        self._batches = read.batches
-        self._length = len(read.batches)
-        self._weights = KnownWeights(factor_of(read.total, runtime.strategy.replicas))
+        self._batches = batches
+        self._length = len(batches)
+        self._weights = KnownWeights(factor_of(total, runtime.strategy.replicas))
         self._is_begun = False
 
     def __len__(self) -> int:
@@ -99,10 +96,12 @@ class Window:
         if self._is_begun:
             raise StateError("A window is iterated once: its batches are let go of as they are used.")
         self._is_begun = True
-        self._runtime.weights = self._weights
+        runtime = self._runtime
+        runtime.weights = self._weights
         try:
             while self._batches:
-                with self._round():
+                is_last = len(self._batches) == 1
+                with exchange(runtime.gradient_state, is_last, self._models, runtime.strategy.no_sync):
                     yield self._next_batch()
         finally:
             self.close()
@@ -115,16 +114,6 @@ class Window:
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._runtime.gradient_state._set_sync_gradients(is_last)
         return batch
-
-    def _round(self) -> AbstractContextManager[Any]:
-        runtime = self._runtime
-        is_last = len(self._batches) == 1
-        if is_last or runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            return nullcontext()
-        contexts = ExitStack()
-        for model in self._models:
-            contexts.enter_context(runtime.strategy.no_sync(model))
-        return contexts
 
     def close(self) -> None:
         """End the window now; does nothing when it has ended."""
@@ -143,14 +132,6 @@ class Window:
             runtime.weights = runtime.even_weights
 
 
-class _Read:
-    """What was read of a window, with the answer of all ranks once it is there."""
-
-    def __init__(self, batches: deque[tuple[Any, data_loader.BatchMetadata]]) -> None:
-        self.batches = batches
-        self.total = 0.0
-
-
 class _Reader:
     """Reads a loader by windows and agrees with the other ranks on each of them."""
 
@@ -161,7 +142,7 @@ class _Reader:
         self._source = iter(loader)
         self.loader: Any = None
         self._latest: data_loader.BatchMetadata = {}
-        self._ahead: tuple[_Read, ops.Answer] | None = None
+        self._ahead: tuple[_Batches, ops.Answer] | None = None
         self._goes_on = True
 
     def read_ahead(self) -> None:
@@ -174,30 +155,29 @@ class _Reader:
         answer = ops.reduce_async(
             [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
         )
-        self._ahead = _Read(batches), answer
+        self._ahead = batches, answer
 
-    def take(self) -> _Read | None:
-        """Return the next window of this rank when all ranks have one; None at the end."""
+    def take(self) -> tuple[_Batches, float] | None:
+        """Return the batches of this rank and the items of all ranks in the next window; None at the end."""
         self.read_ahead()
         if self._ahead is None:
             return None
-        (read, answer), self._ahead = self._ahead, None
+        (batches, answer), self._ahead = self._ahead, None
         items, present, more, length, squares = answer.wait()
         size = self._runtime.state.num_processes
         self._goes_on = more == size and present == size
         if present < size:
             if present:
-                _tell_left_out(present, size)
+                _warn_left_out(present, size)
             return None
         if more not in (0, size):
-            _tell_left_out(more, size)
+            _warn_left_out(more, size)
         self._check_rounds(length, squares, size)
-        read.total = items
-        return read
+        return batches, items
 
-    def _read(self) -> tuple[deque[tuple[Any, data_loader.BatchMetadata]], bool]:
+    def _read(self) -> tuple[_Batches, bool]:
         """Return the batches of a window, and whether others may follow."""
-        batches: deque[tuple[Any, data_loader.BatchMetadata]] = deque()
+        batches: _Batches = deque()
         data_loader.set_batch_metadata(self.loader, self._latest)  # a loader counts on from what it says
         for _ in range(self._runtime.gradient_state.num_steps):
             batch = next(self._source, _END)
@@ -213,8 +193,8 @@ class _Reader:
         return batches, True
 
     def _check_rounds(self, length: float, squares: float, size: int) -> None:
-        each = self._runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if each and length * length != size * squares:
+        sync_each_batch = self._runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if sync_each_batch and length * length != size * squares:
             raise StateError(
                 f"The processes have different numbers of batches in this window ({length:g} in all), and "
                 "with sync_each_batch=True they exchange gradients after each of them. Use "
@@ -224,9 +204,7 @@ class _Reader:
     def close(self) -> None:
         """End the pass over the loader, at its end or before."""
         if self._goes_on:
-            close = getattr(self._source, "close", None)
-            if close is not None:
-                close()
+            getattr(self._source, "close", lambda: None)()
         else:
             next(self._source, None)
 
@@ -250,7 +228,7 @@ def _check_start(runtime: Runtime) -> None:
         )
 
 
-def _tell_left_out(having: float, size: int) -> None:
+def _warn_left_out(having: float, size: int) -> None:
     logger.warning(
         f"windows() ends here on all processes: only {having:g} of {size} have further batches, and a "
         "process without any cannot take part in an exchange of gradients. What the others would still have "
