@@ -88,11 +88,6 @@ from accelerate.base.errors import (
     shown as shown,
     wrong_value as wrong_value,
 )
-from accelerate.base.files import (
-    replace_files as replace_files,
-    sync_file as sync_file,
-    sync_folder as sync_folder,
-)
 from accelerate.base.lazy import attach as attach, without_collection as without_collection
 from accelerate.base.packages import (
     PACKAGES as PACKAGES,
@@ -156,6 +151,9 @@ from accelerate.base.system import (
     expanded as expanded,
     is_file as is_file,
     process_home as process_home,
+    replace_files as replace_files,
+    sync_file as sync_file,
+    sync_folder as sync_folder,
 )
 from accelerate.base.text import (
     LARGEST as LARGEST,

@@ -92,16 +92,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def read_flag(environ: Mapping[str, str], key: str, default: bool = False) -> bool:
-    """Read a yes-or-no variable of a mapping; absent and empty mean the default.
-
-    Args:
-        environ: Variables of a process.
-        key: Name of one of them.
-        default: The answer where it is absent or empty.
-
-    Raises:
-        ConfigurationError: If it holds neither a yes nor a no.
-    """
+    """Read a yes-or-no variable of a mapping; absent and empty mean the default."""
     value = environ.get(key, "")
     if not value.strip():
         return default

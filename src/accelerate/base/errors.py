@@ -71,14 +71,11 @@ def shown(value: object) -> str:
 
 
 def as_builtin(error: ErrorT, *kinds: type[BaseException]) -> ErrorT:
-    """Return an error that is an instance of built-in classes too; the caller raises it.
+    """Return an error of the same name and message that is an instance of built-in classes too, to be raised.
 
     Args:
         error: One with a message.
         kinds: Built-in classes, such as `FileNotFoundError`; those that it is an instance of change nothing.
-
-    Returns:
-        An error of a subclass of `type(error)`, with the same name and message.
     """
     missing = tuple(kind for kind in kinds if not isinstance(error, kind))
     if not missing:
@@ -92,12 +89,7 @@ _NOT_OF_A_MESSAGE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateErr
 
 
 def like(error: ErrorT, cause: BaseException) -> ErrorT:
-    """Return an error that is an instance of the built-in classes of its cause too; the caller raises it.
-
-    Args:
-        error: One with a message.
-        cause: What it is raised from.
-    """
+    """Return an error that is an instance of the built-in classes of its cause too, to be raised."""
     kinds = [
         kind
         for kind in type(cause).__mro__
@@ -132,17 +124,14 @@ def _rebuild(kind: type[Exception], further: tuple[type[BaseException], ...], ar
 def wrong_value(
     name: str, value: object, reason: str, fix: str, *kinds: type[BaseException]
 ) -> ConfigurationError:
-    """Build the error for one wrong value; the caller raises it.
+    """Return the error `NAME=VALUE: reason. Fix.` for one wrong value, to be raised.
 
     Args:
         name: What holds the value, as the user wrote it: a flag, a file key, a variable, an argument.
-        value: The value found; a long one is shortened.
-        reason: Why it cannot work, without a full stop.
-        fix: What to do instead, without a full stop.
+        value: Shortened in the message.
+        reason: Why it cannot work.
+        fix: What to do instead.
         kinds: Further built-in classes that the error is an instance of, see `as_builtin`.
-
-    Returns:
-        A `ConfigurationError` whose text is `NAME=VALUE: reason. Fix.`
     """
     fix = fix[:1].upper() + fix[1:]
     text = f"{name}={shown(value)}: {reason.rstrip('.')}. {fix.rstrip('.')}."

@@ -13,17 +13,12 @@ from typing import Any
 def attach(
     module: str, imports: Mapping[str, Iterable[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build what a module needs to load names on first use.
+    """Return a module's `__getattr__` and `__dir__`, which load names on first use, and its `__all__`.
 
     Args:
         module: The module's `__name__`.
         imports: Module -> the names that are imported from it. Default: what the stub beside the module
             imports, so that type checkers and the interpreter read the same table.
-
-    Returns:
-        The functions for the module's `__getattr__` and `__dir__`, and the list for its `__all__`.
-
-    Source: the module attributes `__getattr__` and `__dir__` of PEP 562.
     """
     if imports is None:
         table = {name: (source, attribute) for source, attribute, name in read_table(module)}

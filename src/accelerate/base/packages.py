@@ -25,7 +25,6 @@ class Package:
     """One optional package.
 
     Attributes:
-        module: The name it is imported by.
         distributions: Names on the package index that bring it, the usual one first.
         minimum: Oldest version that works; None: any.
     """
@@ -64,72 +63,81 @@ def _importable(module: str) -> bool:
         return module in sys.modules
 
 
-def _row(module: str, *distributions: str, minimum: str | None = None) -> tuple[str, Package]:
-    return module, Package(module, distributions or (module,), minimum)
+PACKAGES: dict[str, Package] = {}
+"""Name by which a package is imported -> its row."""
 
 
-PACKAGES: dict[str, Package] = dict(
-    (
-        _row("aim"),
-        _row("amdsmi"),
-        _row("bitsandbytes", minimum="0.39.0"),
-        _row("boto3"),
-        _row("clearml"),
-        _row("comet_ml", "comet-ml"),
-        _row("datasets"),
-        _row("deepspeed"),
-        _row("dvclive"),
-        _row("import_timer", "import-timer"),
-        _row("lomo_optim", "lomo-optim"),
-        _row("matplotlib"),
-        _row("megatron", "megatron-lm", "megatron-core"),
-        _row("mlflow", "mlflow", "mlflow-skinny"),
-        _row("msamp", "ms-amp", "msamp"),
-        _row("numpy"),
-        _row("pandas"),
-        _row("peft"),
-        _row("pynvml", "nvidia-ml-py", "pynvml"),
-        _row("pytest"),
-        _row("rich"),
-        _row("sagemaker"),
-        _row("schedulefree"),
-        _row("shtab", minimum="1.13"),
-        _row("swanlab"),
-        _row("tensorboard"),
-        _row("tensorboardX"),
-        _row("timm"),
-        _row("torchao", minimum="0.6.1"),
-        _row("torchdata"),
-        _row("torchvision"),
-        _row("tqdm"),
-        _row("trackio"),
-        _row("transformer_engine", "transformer-engine", "transformer_engine"),
-        _row("transformers"),
-        _row("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
-        _row("wandb"),
-    )
+def _package(
+    module: str, *distributions: str, minimum: str | None = None, name: str | None = None
+) -> Callable[[], bool]:
+    """Add a row to `PACKAGES`, and return its probe, `is_NAME_available`; NAME is the module by default."""
+    package = Package(module, distributions or (module,), minimum)
+    PACKAGES.setdefault(module, package)
+
+    def probe() -> bool:
+        return package.available()
+
+    probe.__name__ = probe.__qualname__ = f"is_{name or module}_available"
+    probe.__doc__ = f"Return whether {package.distributions[0]} is installed."
+    return probe
+
+
+is_aim_available = _package("aim")
+is_amdsmi_available = _package("amdsmi")
+is_4bit_bnb_available = _package("bitsandbytes", minimum="0.39.0", name="4bit_bnb")
+is_8bit_bnb_available = _package("bitsandbytes", minimum="0.37.2", name="8bit_bnb")
+is_boto3_available = _package("boto3")
+is_clearml_available = _package("clearml")
+is_comet_ml_available = _package("comet_ml", "comet-ml")
+is_datasets_available = _package("datasets")
+is_deepspeed_available = _package("deepspeed")
+is_dvclive_available = _package("dvclive")
+is_import_timer_available = _package("import_timer", "import-timer")
+is_lomo_available = _package("lomo_optim", "lomo-optim", name="lomo")
+is_matplotlib_available = _package("matplotlib")
+is_mlflow_available = _package("mlflow", "mlflow", "mlflow-skinny")
+is_msamp_available = _package("msamp", "ms-amp", "msamp")
+is_pandas_available = _package("pandas")
+is_peft_available = _package("peft")
+is_pynvml_available = _package("pynvml", "nvidia-ml-py", "pynvml")
+is_pytest_available = _package("pytest")
+is_sagemaker_available = _package("sagemaker")
+is_schedulefree_available = _package("schedulefree")
+is_swanlab_available = _package("swanlab")
+is_timm_available = _package("timm")
+is_torchao_available = _package("torchao", minimum="0.6.1")
+is_torchdata_available = _package("torchdata")
+is_torchdata_stateful_dataloader_available = _package(
+    "torchdata", minimum="0.8.0", name="torchdata_stateful_dataloader"
 )
+is_torchvision_available = _package("torchvision")
+is_tqdm_available = _package("tqdm")
+is_trackio_available = _package("trackio")
+is_transformers_available = _package("transformers")
+is_wandb_available = _package("wandb")
+_package("megatron", "megatron-lm", "megatron-core")
+_package("numpy")
+_package("rich")
+_package("shtab", minimum="1.13")
+_package("tensorboard")
+_package("tensorboardX")
+_package("transformer_engine", "transformer-engine", "transformer_engine")
+_package("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
 def is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Return whether any package is installed.
-
-    Args:
-        pkg_name: The name it is imported by.
-        metadata_name: Its name on the package index where that is another one.
+    """Return whether any package is installed; `metadata_name` is its name on the package index, if another
+    one.
     """
     return _version(pkg_name, (metadata_name or pkg_name,)) is not None
 
 
 def require(package: str, feature: str) -> None:
-    """Raise unless an optional package is there; to be called before it is imported.
+    """Raise unless an optional package is installed; to be called before it is imported.
 
     Args:
-        package: The name it is imported by: a row of the table.
+        package: The name it is imported by: a row of `PACKAGES`.
         feature: What needs it, as the beginning of the sentence "... needs it".
-
-    Raises:
-        MissingPackageError: If it is not installed or too old, with the command that installs it.
     """
     row = PACKAGES[package]
     if row.available():
@@ -141,57 +149,8 @@ def require(package: str, feature: str) -> None:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return which of these libraries this process has imported already.
-
-    Args:
-        *library_names: Names by which they are imported.
-    """
+    """Return which of these libraries, by the names they are imported by, this process has imported."""
     return [name for name in library_names if name in sys.modules]
-
-
-def _probe(name: str, package: str | None = None, minimum: str | None = None) -> Callable[[], bool]:
-    row = PACKAGES[package or name]
-    row = Package(row.module, row.distributions, minimum or row.minimum)
-
-    def probe() -> bool:
-        return row.available()
-
-    probe.__name__ = probe.__qualname__ = f"is_{name}_available"
-    probe.__doc__ = f"Return whether {row.distributions[0]} is installed."
-    return probe
-
-
-is_4bit_bnb_available = _probe("4bit_bnb", "bitsandbytes", "0.39.0")
-is_8bit_bnb_available = _probe("8bit_bnb", "bitsandbytes", "0.37.2")
-is_aim_available = _probe("aim")
-is_amdsmi_available = _probe("amdsmi")
-is_boto3_available = _probe("boto3")
-is_clearml_available = _probe("clearml")
-is_comet_ml_available = _probe("comet_ml")
-is_datasets_available = _probe("datasets")
-is_deepspeed_available = _probe("deepspeed")
-is_dvclive_available = _probe("dvclive")
-is_import_timer_available = _probe("import_timer")
-is_lomo_available = _probe("lomo", "lomo_optim")
-is_matplotlib_available = _probe("matplotlib")
-is_mlflow_available = _probe("mlflow")
-is_msamp_available = _probe("msamp")
-is_pandas_available = _probe("pandas")
-is_peft_available = _probe("peft")
-is_pynvml_available = _probe("pynvml")
-is_pytest_available = _probe("pytest")
-is_sagemaker_available = _probe("sagemaker")
-is_schedulefree_available = _probe("schedulefree")
-is_swanlab_available = _probe("swanlab")
-is_timm_available = _probe("timm")
-is_torchao_available = _probe("torchao")
-is_torchdata_available = _probe("torchdata")
-is_torchdata_stateful_dataloader_available = _probe("torchdata_stateful_dataloader", "torchdata", "0.8.0")
-is_torchvision_available = _probe("torchvision")
-is_tqdm_available = _probe("tqdm")
-is_trackio_available = _probe("trackio")
-is_transformers_available = _probe("transformers")
-is_wandb_available = _probe("wandb")
 
 
 def is_tensorboard_available() -> bool:

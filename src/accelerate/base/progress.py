@@ -21,12 +21,7 @@ DELAY = 2.0
 
 
 class Bar:
-    """Counts the bytes of a task; a timer draws it, so that a short task costs no more than the timer.
-
-    Args:
-        task: what is done, as in "Verifying checkpoint_3".
-        written: returns bytes that are done beside those that are counted.
-    """
+    """Counts the bytes of a task; a timer draws it, so that a short task costs no more than the timer."""
 
     def __init__(self, task: str, written: Callable[[], int] | None = None) -> None:
         self._task = task
@@ -91,8 +86,7 @@ def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None =
     Args:
         task: what is done, as in "Verifying checkpoint_3".
         nbytes: of the whole task, as far as that is known; `expect` adds to it.
-        written: returns bytes that are done beside those that `advance` counts: the size of files, which grow
-            during one call.
+        written: returns bytes that are done beside those that `advance` counts: the size of files that grow.
     """
     if _shown.get() is not None or not is_visible():
         expect(nbytes)

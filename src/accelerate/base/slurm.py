@@ -17,14 +17,7 @@ _TASKS = re.compile(r"(?P<tasks>\d{1,9})(?:\(x(?P<nodes>\d{1,9})\))?")
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a compressed list: `gpu[07-09,12],login1` gives `gpu07`.
-
-    Args:
-        node_list: hosts as SLURM writes them, with ranges in brackets.
-
-    Raises:
-        ConfigurationError: the list names no host.
-    """
+    """Return the first host of a compressed list: `gpu[07-09,12],login1` gives `gpu07`."""
     host = _RANGES.sub(r"\1", _first_entry(node_list)).strip()
     if not host or "[" in host or "]" in host:
         raise wrong_value("SLURM_JOB_NODELIST", node_list, "it names no host", "set MASTER_ADDR yourself")
@@ -41,15 +34,7 @@ def _first_entry(node_list: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Return how many tasks one machine runs: `2(x3),1` gives 2 for machines 0 to 2 and 1 for machine 3.
-
-    Args:
-        tasks_per_node: counts as SLURM writes them, repeated ones folded.
-        node: index of the machine within the step.
-
-    Raises:
-        ConfigurationError: the text is not of that form, or has no such machine.
-    """
+    """Return how many tasks one machine runs: `2(x3),1` gives 2 for machines 0 to 2 and 1 for machine 3."""
     counts = per_node(tasks_per_node)
     if node < len(counts):
         return counts[node]
@@ -62,10 +47,8 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def per_node(counts: str) -> list[int]:
-    """Return one number for each machine: `16(x2),8` gives 16, 16 and 8; empty where the text is none such.
-
-    Args:
-        counts: of tasks or cores, as SLURM writes them, repeated ones folded.
+    """Return the tasks or cores of each machine: `16(x2),8` gives 16, 16 and 8; empty where the text is none
+    such.
     """
     matches = [_TASKS.fullmatch(entry.strip()) for entry in counts.split(",")]
     if None in matches:

@@ -52,10 +52,8 @@ def offer() -> bool:
 
 
 class Offering:
-    """What a worker calls first where it is not forked: it offers its stack, then does what it was to do.
-
-    Args:
-        then: the `worker_init_fn` of the loader; None for none.
+    """The `worker_init_fn` of a worker that is not forked: it offers its stack, then calls that of the user,
+    if any.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -68,37 +66,21 @@ class Offering:
 
 
 def offers(pid: int) -> bool:
-    """Whether a process can be asked for its stack.
-
-    Args:
-        pid: number of the process.
-    """
+    """Whether a process can be asked for its stack."""
     return _find_file(pid) is not None
 
 
 def ask(pid: int, patience: float = PATIENCE) -> list[Frame]:
-    """Ask a process for the stack of its main thread.
+    """Return the frames of the main thread of a process, the innermost last.
 
-    Args:
-        pid: number of the process.
-        patience: seconds to wait for it.
-
-    Returns:
-        The frames, the innermost last; none where the process offers no stack, ended, or did not answer.
+    There are none where the process offers no stack, ended, or did not answer in so many seconds.
     """
     return next(iter(_request(pid, 0, patience)), [])
 
 
 def ask_all(pid: int, patience: float = PATIENCE) -> list[list[Frame]]:
-    """Ask a process for the stacks of all threads: to be used where it sleeps, as those of threads that run
-    may be read while they change.
-
-    Args:
-        pid: number of the process.
-        patience: seconds to wait for it.
-
-    Returns:
-        The frames of each thread as `ask` returns them.
+    """Return the frames of all threads of a process that sleeps: those of running threads may change
+    meanwhile.
     """
     return _request(pid, 1, patience)
 

@@ -1,14 +1,22 @@
-"""Questions about the machine that are not about a device."""
+"""The machine without its devices: kernel, process numbers, paths, and files that are replaced as a whole."""
 
+from __future__ import annotations
+
+import errno
 import logging
 import os
 import platform
 import re
 import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # Processes that use many threads were seen to hang on kernels older than this one.
 MINIMUM_LINUX_KERNEL = (5, 5, 0)
+
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What file systems answer that cannot sync a folder."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,11 +46,8 @@ def check_os_kernel() -> None:
 
 
 def process_home() -> str | None:
-    """Name what process numbers belong to: the run of this kernel and the container on it.
-
-    Returns:
-        Equal in two processes when a number means the same process to both; None where the system does not
-        say.
+    """Return what process numbers belong to: the run of this kernel and the container on it; None where the
+    system does not say.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -60,12 +65,54 @@ def expanded(text: str | os.PathLike[str]) -> Path:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file at a path.
-
-    Raises:
-        OSError: The system does not let this process look, or takes no such path; `strerror` says why.
+    """Return whether there is a file at a path; raise OSError where the system does not let this process
+    look.
     """
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: characters that no path has
         return False
+
+
+@contextmanager
+def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[Path]]:
+    """Yield temporary files to write to in the block; each takes the name of its file when the block ends.
+
+    They are hidden and in the same folders, which exist. If the block fails, they are removed.
+
+    Args:
+        paths: the files, in the order in which they are replaced.
+        sync: whether the content is on the disk before a file takes its name. Only a file that is worth
+            nothing after a crash does without.
+    """
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
+    try:
+        yield temporary
+        for path in temporary if sync else ():
+            sync_file(path)
+        for new, path in zip(temporary, paths, strict=True):
+            os.replace(new, path)
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a written file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)

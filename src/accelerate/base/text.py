@@ -58,13 +58,8 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def read_seconds(text: str) -> float:
-    """Return a span of time in seconds.
-
-    Args:
-        text: seconds (`5400`, `90.5`), `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`.
-
-    Raises:
-        ValueError: it is none of these.
+    """Return in seconds a time like `5400`, `90.5`, `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`; raise ValueError for
+    others.
     """
     clock = _CLOCK.fullmatch(text.strip())
     if clock:
@@ -77,14 +72,7 @@ def read_seconds(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """Read a whole number.
-
-    Args:
-        text: Its digits, after a sign if it has one.
-
-    Raises:
-        ValueError: If it is something else, or needs more than 64 bits.
-    """
+    """Read a whole number of at most 64 bits, with a sign or without; raise ValueError for others."""
     number = int(text)
     if not SMALLEST <= number <= LARGEST:
         raise ValueError("more than 64 bits")
@@ -122,22 +110,14 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Return names for a message: the first few, and how many more there are.
-
-    Args:
-        names: What to list.
-        shown: How many are named.
-    """
+    """Return names for a message: the first few, and how many more there are."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def itemized(problems: Sequence[str], heading: str) -> str:
-    """Return one problem as it is, and several as a list: their number, the heading, and a line for each.
-
-    Args:
-        problems: At least one.
-        heading: What is said of several, such as "flags are wrong".
+    """Return one problem as it is, and several as a list: their number, a heading such as "flags are wrong",
+    a line each.
     """
     if len(problems) == 1:
         return problems[0]
@@ -145,15 +125,9 @@ def itemized(problems: Sequence[str], heading: str) -> str:
 
 
 def refuse_outside(name: object) -> str | None:
-    """Say why a name read from a file does not stay inside the folder that it is relative to.
+    """Return why a name read from a file does not stay inside the folder that it is relative to, or None.
 
-    Only the name is judged: a link of that name may lead to another folder.
-
-    Args:
-        name: What a file gives as the name of another file: any value that JSON can hold.
-
-    Returns:
-        The reason, to follow the name in a message; None for a relative name without `..`.
+    Only the name, any value that JSON can hold, is judged: a link of that name may lead to another folder.
     """
     if not isinstance(name, str):
         return f"is not text but of type {type(name).__name__}"
@@ -172,22 +146,14 @@ def refuse_outside(name: object) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return what an error says: its text, after its type where the text alone does not tell.
-
-    Args:
-        error: of this package, of the operating system, or any other.
-    """
+    """Return what an error says: its text, after its type where the text alone does not tell."""
     if str(error) and isinstance(error, (AccelerateError, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks with their runs: `spell_ranks([0, 2, 3, 4])` is `"ranks 0, 2-4"`.
-
-    Args:
-        ranks: In rising order.
-    """
+    """Write rising ranks with their runs: `spell_ranks([0, 2, 3, 4])` is `"ranks 0, 2-4"`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def installed_version(distribution: str) -> Version:
-    """Return the version of an installed distribution, read from its metadata without importing it.
-
-    Args:
-        distribution: Name on the package index, such as `nvidia-ml-py`.
-
-    Raises:
-        MissingPackageError: If it is not installed.
-    """
+    """Return the version of an installed distribution, read from its metadata without importing it."""
     from importlib import metadata  # heavy: only for those who ask
 
     try:
