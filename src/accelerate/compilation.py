@@ -22,52 +22,33 @@ Compiler = Callable[[nn.Module], nn.Module]
 
 
 def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
-    """Return what compiles a model the way a plugin says; without a backend it returns the model as it is.
-
-    Args:
-        plugin: The arguments of torch.compile.
-    """
+    """Return what compiles a model the way a plugin says; without a backend it returns the model as it is."""
     if plugin.backend == DynamoBackend.NO:
-        return _leave
+        return lambda module: module
     compiler = compile_regions if plugin.use_regional_compilation else _compile_whole
     return partial(compiler, **plugin.to_kwargs())
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(module)` returns.
-
-    Args:
-        module: Any module; one that `module.compile()` compiled in place is no wrapper and does not count.
-    """
+    """Return whether a module is what `torch.compile(module)` returns, and not compiled in place."""
     # No module is compiled before dynamo is imported, and importing it takes a second.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a module or any module inside it is compiled, as a wrapper or in place.
-
-    Args:
-        module: Any module.
-    """
-    return any(is_compiled_module(inner) or _is_compiled_in_place(inner) for inner in module.modules())
+    """Return whether a module or any module inside it is compiled, as a wrapper or in place."""
+    return any(map(_is_compiled, module.modules()))
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks that are all of one class.
-
-    Args:
-        module: Any module.
-    """
-    return isinstance(module, nn.ModuleList) and len({_block_class(block) for block in module}) == 1
+    """Return whether a module is a list of blocks that are all of one class."""
+    blocks = map(torch_private.uncompiled, module) if isinstance(module, nn.ModuleList) else ()
+    return len({type(block) for block in blocks}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is or holds a list of blocks of one class.
-
-    Args:
-        module: Any module.
-    """
+    """Return whether a module is or holds a list of blocks of one class."""
     return any(is_repeated_blocks(inner) for inner in module.modules())
 
 
@@ -115,22 +96,14 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
     compile_regions(module, **compile_kwargs)
 
 
-def _leave(module: nn.Module) -> nn.Module:
-    return module
-
-
 def _compile_whole(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return module if is_compiled_module(module) else cast(nn.Module, torch.compile(module, **compile_kwargs))
 
 
 def _compile_once(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:
-    if not is_compiled_module(module) and not _is_compiled_in_place(module):
+    if not _is_compiled(module):
         module.compile(**compile_kwargs)
 
 
-def _is_compiled_in_place(module: nn.Module) -> bool:
-    return torch_private.is_compiled_in_place(module)
-
-
-def _block_class(block: nn.Module) -> type:
-    return type(torch_private.uncompiled(block))
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled_module(module) or torch_private.is_compiled_in_place(module)

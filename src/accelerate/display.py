@@ -36,15 +36,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
-    """Return `items` with a warning and, where tqdm is installed, a bar, both on the first process of a
-    machine.
+    """Return `items` with a warning, why it takes long, and where tqdm is installed a bar named `what`.
 
     Both are shown on the first process of each machine.
-
-    Args:
-        items: what is gone through.
-        what: name of the bar.
-        warning: why it takes long.
     """
     if PartialState._shared_state and not PartialState().is_local_main_process:
         return items
@@ -58,10 +52,8 @@ def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
 
 
 def install_rich_tracebacks() -> bool:
-    """Show tracebacks through rich where it was asked for (`ACCELERATE_ENABLE_RICH`).
-
-    Returns:
-        Whether they are.
+    """Show tracebacks through rich where it was asked for (`ACCELERATE_ENABLE_RICH`); return whether they
+    are.
     """
     if not is_rich_available():
         return False

@@ -45,9 +45,8 @@ class LocalSGD:
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if local_sgd_steps < 1:
-            raise wrong_value(
-                "local_sgd_steps", local_sgd_steps, "there is no such interval", "Give at least 1"
-            )
+            reason = "there is no such interval"
+            raise wrong_value("local_sgd_steps", local_sgd_steps, reason, "Give at least 1")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and not accelerator._runtime.strategy.holds_whole_models:
             raise PreparationError(

@@ -75,12 +75,7 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
 
 
 def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in the type of a mapping.
-
-    Args:
-        obj: An object of the wanted type.
-        items: The items.
-    """
+    """Return the items in the type of a mapping."""
     if isinstance(obj, defaultdict):
         return type(obj)(obj.default_factory, items)
     return type(obj)(items)  # type: ignore[call-arg]  # every mapping in use takes a dict

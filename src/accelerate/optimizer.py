@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from accelerate import torch_private
 from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
-from accelerate.nested import honor_type
+from accelerate.nested import recursively_apply
 from accelerate.state import AcceleratorState, GradientState
 
 T = TypeVar("T")
@@ -29,14 +29,8 @@ def move_to_device(state: T, device: torch.device | str) -> T:
         state: a nested structure of lists, tuples, mappings and tensors.
         device: of the tensors.
     """
-    moved: Any = state
-    if isinstance(state, (list, tuple)):
-        moved = honor_type(state, (move_to_device(value, device) for value in state))
-    elif isinstance(state, Mapping):
-        moved = type(state)({key: move_to_device(value, device) for key, value in state.items()})  # type: ignore[call-arg]
-    elif isinstance(state, torch.Tensor):
-        moved = state.to(device)
-    return moved  # type: ignore[no-any-return]
+    moved: T = recursively_apply(lambda tensor: tensor.to(device), state)
+    return moved
 
 
 def patch_optimizer_step(
@@ -44,12 +38,8 @@ def patch_optimizer_step(
 ) -> Callable[..., Any]:
     """Return `method` with a note on `accelerated_optimizer` that it was called.
 
-    A gradient scaler calls the step of its optimizer only when all gradients are finite; the note tells
-    whether it did.
-
-    Args:
-        accelerated_optimizer: takes the note as `_accelerate_step_called`.
-        method: the step of the inner optimizer.
+    A gradient scaler calls the step of its optimizer only when all gradients are finite; the note,
+    `_accelerate_step_called`, says whether it did.
     """
 
     def patched_step(*args: Any, **kwargs: Any) -> Any:
@@ -60,11 +50,7 @@ def patch_optimizer_step(
 
 
 def steps_in_backward(optimizer: Any) -> bool:
-    """Return whether an optimizer updates parameters while gradients appear, and has no step (LOMO).
-
-    Args:
-        optimizer: an optimizer as the user made it.
-    """
+    """Return whether an optimizer updates parameters while gradients appear, and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
@@ -104,18 +90,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = False
         if scaler is not None:
             self._attach_step_note()
-        if device_placement:
-            self._move_state()
+        if device_placement and optimizer.state:  # torch's state_dict() of an empty one loads its compiler
+            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
 
     def _attach_step_note(self) -> None:
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
-
-    def _move_state(self) -> None:
-        if self.optimizer.state:  # a fresh optimizer has none, and torch's state_dict() loads its compiler
-            moved = move_to_device(self.optimizer.state_dict(), self.accelerator_state.device)
-            self.optimizer.load_state_dict(moved)
 
     @property
     def state(self) -> Any:
@@ -174,13 +155,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch optimizers that know a training mode to it, such as schedule-free ones."""
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
 
     def eval(self) -> None:
         """Switch optimizers that know an evaluation mode to it; nothing for the others."""
-        if hasattr(self.optimizer, "eval") and callable(self.optimizer.eval):
-            self.optimizer.eval()
+        if callable(evaluate := getattr(self.optimizer, "eval", None)):
+            evaluate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; does nothing while gradients accumulate.
@@ -220,10 +201,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because a gradient was infinite or not a number."""
         return self._is_overflow
-
-    def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        for group in self.optimizer.param_groups:
-            group["params"] = [parameters_map.get(p, p) for p in group["params"]]
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """Iterate over all parameters of all groups."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate import torch_private
 from accelerate.base import (
@@ -33,14 +33,6 @@ AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """All axes from the outermost to the innermost: neighbours along the last one talk the most."""
 
 BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
-
-
-class ProcessCount(Protocol):
-    """What knows how many processes there are."""
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes of the run."""
 
 
 @dataclass
@@ -88,7 +80,9 @@ class ParallelismConfig:
         self._sizes: dict[str, int] = {}
         for axis in AXES:
             self._set_size(axis, getattr(self, f"{axis}_size"))
-        self._refuse_both_sequence_axes()
+        if self.cp_enabled and self.sp_enabled:
+            reason = f"cp_size={self.cp_size} shares sequences already"
+            raise wrong_value("sp_size", self.sp_size, reason, "Leave one of them at 1")
         if self.tp_enabled:
             self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
         if self.cp_enabled:
@@ -211,12 +205,8 @@ class ParallelismConfig:
                 raise StateError("The mesh is not built yet. Call get_device_mesh(device_type) first.")
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type not in (None, self.device_mesh.device_type):
-            raise wrong_value(
-                "device_type",
-                device_type,
-                f"the mesh was built for {self.device_mesh.device_type}",
-                "Build another ParallelismConfig",
-            )
+            reason = f"the mesh was built for {self.device_mesh.device_type}"
+            raise wrong_value("device_type", device_type, reason, "Build another ParallelismConfig")
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
@@ -232,38 +222,13 @@ class ParallelismConfig:
         return tuple(self._sizes[axis] for axis in names), names
 
     def _set_size(self, parallelism: str, size: int) -> None:
-        """Set the size of an axis.
-
-        Args:
-            parallelism: Name of the axis.
-            size: Number of processes along it.
-
-        Raises:
-            ConfigurationError: No such axis, or a size below one.
-        """
         one_of("parallelism", parallelism, AXES)
         at_least(f"{parallelism}_size", size, 1)
         self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
-    def _refuse_both_sequence_axes(self) -> None:
-        if self.cp_enabled and self.sp_enabled:
-            raise wrong_value(
-                "sp_size",
-                self.sp_size,
-                f"cp_size={self.cp_size} shares sequences already",
-                "Leave one of them at 1",
-            )
-
-    def _validate_accelerator(self, accelerator: ProcessCount) -> None:
-        """Refuse a mesh that is not made of all processes.
-
-        Args:
-            accelerator: Knows the number of processes.
-
-        Raises:
-            ConfigurationError: The product of the sizes is another number.
-        """
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Refuse a mesh that is not made of all processes."""
         if self.total_size != accelerator.num_processes:
             sizes = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items() if size > 1)
             raise ConfigurationError(

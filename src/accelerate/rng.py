@@ -35,18 +35,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
         fix = "choose one, such as 42"
         raise wrong_value("seed", seed, "not a whole number from 0 to 2**32 - 1", fix, TypeError)
-    own = int(seed)
+    seed = int(seed)
     if device_specific:
-        own = (own + PartialState().process_index) % SEEDS
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
-    _device_backend().seed(own)
-    if deterministic:
-        _compute_deterministically()
-
-
-def _compute_deterministically() -> None:
+        seed = (seed + PartialState().process_index) % SEEDS
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    _device_backend().seed(seed)
+    if not deterministic:
+        return
     if not environ.current().get("CUBLAS_WORKSPACE_CONFIG"):
         environ.assign({"CUBLAS_WORKSPACE_CONFIG": REPRODUCIBLE_WORKSPACE})
     torch.use_deterministic_algorithms(True)
@@ -79,14 +76,6 @@ def _state_access(rng_type: RNGType, generator: torch.Generator | None) -> State
     return (backend.rng_state, backend.set_rng_state) if backend.rng_type == rng_type else None
 
 
-def _rng_type(value: RNGType | RNGName) -> RNGType:
-    if value not in RNGType:
-        raise wrong_value(
-            "rng_type", value, "no such generator", f"choose one of {', '.join(RNGType.list())}"
-        )
-    return RNGType(value)
-
-
 def synchronize_rng_state(
     rng_type: RNGType | RNGName | None = None, generator: torch.Generator | None = None
 ) -> None:
@@ -100,8 +89,11 @@ def synchronize_rng_state(
     Raises:
         ConfigurationError: there is no such generator, or `generator` is missing.
     """
-    kind = RNGType.GENERATOR if rng_type is None else _rng_type(rng_type)
-    access = _state_access(kind, generator)
+    kind = RNGType.GENERATOR if rng_type is None else rng_type
+    if kind not in RNGType:
+        fix = f"choose one of {', '.join(RNGType.list())}"
+        raise wrong_value("rng_type", kind, "no such generator", fix)
+    access = _state_access(RNGType(kind), generator)
     transport = current_transport()
     if access is not None and transport.size > 1:
         get_state, set_state = access
@@ -143,14 +135,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the generators of this process to states that `capture` returned.
-
-    Args:
-        states: states by name; a generator that is not in it keeps its own.
-
-    Raises:
-        ConfigurationError: a state belongs to hardware that this process does not have.
-    """
+    """Set the generators of this process to states that `capture` returned; those not in it keep their own."""
     setters: dict[str, Callable[[Any], Any]] = {
         "python": random.setstate,
         "numpy": np.random.set_state,
@@ -160,11 +145,8 @@ def restore(states: dict[str, Any]) -> None:
     setters.setdefault(backend.name, backend.set_rng_state)
     unknown = sorted(set(states) - set(setters))
     if unknown:
-        raise wrong_value(
-            "states",
-            unknown,
-            f"this process, which computes on {backend.label}, has no generator of that name",
-            "restore on the hardware it was captured on, or leave these out",
-        )
+        reason = f"this process, which computes on {backend.label}, has no generator of that name"
+        fix = "restore on the hardware it was captured on, or leave these out"
+        raise wrong_value("states", unknown, reason, fix)
     for name, state in states.items():
         setters[name](state)

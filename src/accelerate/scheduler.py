@@ -14,33 +14,27 @@ from accelerate.state import AcceleratorState, GradientState
 logger = get_logger(__name__)
 
 TOLERANCE = 0.1
-"""Part of a schedule for which training may go on after its end before this is said."""
+"""Part of a schedule for which training may go on after its end without a warning."""
 
 ROUNDING = 1e-6
-"""By what part of it a rate may differ from another one that it is the same as."""
+"""Relative difference of two rates that count as equal."""
 
 StepPolicy = Literal["per_update"] | bool
 """`True`: once per process and update; "per_update": once per update; `False`: whenever called."""
 
 
 class _EndOfSchedule:
-    """Says once when optimizers go on stepping although their schedule has ended."""
+    """Warns once when optimizers go on stepping although their schedule has ended."""
 
     def __init__(self) -> None:
-        self.is_said = False
+        self.has_warned = False
         self.had_rates = False
         self.length = 0
         self.updates_after = 0
 
     def look(self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], steps: int) -> None:
-        """Look at a schedule after an optimizer step, before it is stepped itself.
-
-        Args:
-            scheduler: the inner scheduler.
-            optimizers: those it belongs to.
-            steps: how often it steps for one optimizer step.
-        """
-        if self.is_said:
+        """Look at the inner scheduler after an optimizer step, before it takes so many steps itself."""
+        if self.has_warned:
             return
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
         taken = getattr(scheduler, "last_epoch", None)
@@ -58,10 +52,10 @@ class _EndOfSchedule:
         # The last batches of epochs are filled up to whole steps, so the end may come a little early.
         if self.updates_after > 1 and self.updates_after * steps > self.length * TOLERANCE:
             state = "all learning rates are 0" if is_zero else "its last step is over"
-            self._say(taken, optimizers, steps, state)
+            self._warn(taken, optimizers, steps, state)
 
-    def _say(self, taken: int, optimizers: Sequence[AcceleratedOptimizer], steps: int, state: str) -> None:
-        self.is_said = True
+    def _warn(self, taken: int, optimizers: Sequence[AcceleratedOptimizer], steps: int, state: str) -> None:
+        self.has_warned = True
         updates = max((optimizer.num_updates for optimizer in optimizers), default=0)
         logger.warning(
             f"A learning-rate schedule of {self.length} steps has ended, and training goes on: {state}. A "
@@ -73,7 +67,7 @@ class _EndOfSchedule:
 
 
 def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
-    """The steps after which a schedule of torch is over; None where nothing tells, and after a warm-up."""
+    """The steps after which a schedule of torch is over; None where it has no length, and after a warm-up."""
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, None)
         if isinstance(length, int):

@@ -33,7 +33,6 @@ class PrivateName(NamedTuple):
 
     Attributes:
         path: The module, a colon, and the name in it, dotted where it is nested; a module alone for itself.
-        reason: What it is used for, and why no public name serves.
         fallback: Returns what is used where torch has no such name; None where the feature needs it.
     """
 
@@ -42,12 +41,9 @@ class PrivateName(NamedTuple):
     fallback: Callable[[], Any] | None = None
 
 
-def _split_like() -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
-    def split(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-
-    return split
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 NAMES: dict[str, PrivateName] = {
@@ -78,7 +74,7 @@ NAMES: dict[str, PrivateName] = {
     "unflatten_dense_tensors": PrivateName(
         "torch._C._nn:unflatten_dense_tensors",
         "Splits a flat tensor into views in one call; the public way is a Python loop for each collective.",
-        _split_like,
+        lambda: _split_like,
     ),
     "scaled_dot_product_attention": PrivateName(
         "torch._C._nn:scaled_dot_product_attention",
@@ -274,10 +270,8 @@ def loader_workers(iterator: Any) -> Any:
 
 def loader_progress(iterator: Any) -> tuple[int, int]:
     """Return values that change with each batch and each pass of an iterator with workers."""
-    order = getattr(
-        iterator, "_sampler_iter", None
-    )  # torchdata asks its workers for states before it has one
-    return getattr(iterator, "_rcvd_idx", 0), id(order)
+    # torchdata asks its workers for states before it has an order
+    return getattr(iterator, "_rcvd_idx", 0), id(getattr(iterator, "_sampler_iter", None))
 
 
 def loader_tasks(iterator: Any) -> list[Any]:
@@ -391,13 +385,9 @@ class FlatUnit:
     """The flat parameter of a unit of FSDP 1, whose layout has no public access.
 
     Attributes:
-        flat: The flat parameter.
         originals: The parameters in it, with use_orig_params; otherwise None.
         names: The names of the parameters in it, as seen from the unit.
-        shapes: Their shapes.
         are_contiguous: Whether their elements are contiguous in memory.
-        group: The ranks that share it.
-        is_sharded: Whether each rank has a part of it only.
     """
 
     def __init__(self, unit: FullyShardedDataParallel) -> None:
@@ -450,10 +440,8 @@ class FlatUnit:
 
 
 def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
-    """Iterate over the units of FSDP 1 in a module that have a flat parameter, each after its path.
-
-    Args:
-        root: The outermost unit, or a module around units.
+    """Yield the units of FSDP 1 in a module, or in the outermost unit, that have a flat parameter, each after
+    its path.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -479,13 +467,9 @@ def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[.
 
 
 def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler follow the steps of an optimizer that replaces its own.
+    """Let a scheduler of torch follow the steps of an optimizer that replaces its own.
 
     torch's schedulers warn unless the step of their optimizer sets the marks that they put on it.
-
-    Args:
-        scheduler: Of torch; the groups of its optimizer are those of the new one.
-        optimizer: Steps.
     """
     if scheduler.optimizer is optimizer:
         return

@@ -26,11 +26,7 @@ class WrappedForward(Protocol):
     """A callable in a model's `__dict__` as `forward`, which can be removed again."""
 
     def restore(self, module: nn.Module) -> None:
-        """Give the module the forward back that it had.
-
-        Args:
-            module: The module whose `forward` this is.
-        """
+        """Restore the forward that the module had before."""
 
 
 def extract_model_from_parallel(
@@ -57,16 +53,13 @@ def extract_model_from_parallel(
     if recursive:
         bare = _unwrap_inside(bare, keep_fp32_wrapper, keep_torch_compile)
     if compiled is not None and keep_torch_compile:
-        bare = compiled if torch_private.uncompiled(compiled) is bare else _compiled_like(compiled, bare)
+        is_same = torch_private.uncompiled(compiled) is bare
+        bare = compiled if is_same else type(compiled)(bare, compiled.dynamo_ctx)
     return bare  # type: ignore[no-any-return]  # of the class that the user gave to `prepare`
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether the model inside all wrappers is one of the peft package.
-
-    Args:
-        model: Any model.
-    """
+    """Return whether the model inside all wrappers is one of the peft package."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
@@ -113,7 +106,3 @@ def _unwrap_inside(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile
 def _only_wraps(model: nn.Module) -> bool:
     """Return whether all a module holds is another one called `module`, as wrappers of any library do."""
     return list(model._modules) == ["module"] and not model._parameters and not model._buffers
-
-
-def _compiled_like(compiled: nn.Module, model: nn.Module) -> nn.Module:
-    return type(compiled)(model, compiled.dynamo_ctx)
