@@ -31,26 +31,15 @@ class MultiProcessAdapter(_LoggerAdapter):
     """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank of this process in front of a message.
-
-        Args:
-            msg: the message.
-            kwargs: keywords of `logging.Logger.log`.
-        """
+        """Put the rank of this process in front of a message."""
         text, keywords = super().process(msg, kwargs)
         return f"[RANK {PartialState().process_index}] {text}", keywords
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a message on the processes that are meant.
-
-        Args:
-            level: level of the message.
-            msg: the message, with the placeholders of `args`.
-            *args: what its placeholders stand for.
-            **kwargs: keywords of `logging.Logger.log`, and `main_process_only` and `in_order`.
+        """Log a message on the processes that are meant, with keywords of `Logger.log` and of this class.
 
         Raises:
-            StateError: no state was made yet, so the process does not know which one it is.
+            StateError: no state was made yet, so the process does not know its rank.
         """
         if not PartialState._shared_state:
             raise StateError(

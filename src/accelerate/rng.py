@@ -57,13 +57,19 @@ def _device_backend() -> DeviceBackend:
     return hardware_table.detect() if backend is None else backend
 
 
-StateAccess = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]
+StateAccess = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How to get the state of a generator, and how to set it."""
+
+_HOST_GENERATORS: dict[str, StateAccess] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+}
 
 
 def _state_access(rng_type: RNGType, generator: torch.Generator | None) -> StateAccess | None:
     if rng_type == RNGType.TORCH:
-        return torch.get_rng_state, torch.set_rng_state
+        return _HOST_GENERATORS["torch"]
     if rng_type == RNGType.GENERATOR:
         if generator is None:
             error = ConfigurationError(
@@ -118,11 +124,7 @@ def synchronize_rng_states(
 
 def capture_on_cpu() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy and torch, by name."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
+    return {name: get_state() for name, (get_state, _) in _HOST_GENERATORS.items()}
 
 
 def capture() -> dict[str, Any]:
@@ -135,12 +137,8 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the generators of this process to states that `capture` returned; those not in it keep their own."""
-    setters: dict[str, Callable[[Any], Any]] = {
-        "python": random.setstate,
-        "numpy": np.random.set_state,
-        "torch": torch.set_rng_state,
-    }
+    """Set the generators of this process to states that `capture` returned; others keep theirs."""
+    setters = {name: set_state for name, (_, set_state) in _HOST_GENERATORS.items()}
     backend = _device_backend()
     setters.setdefault(backend.name, backend.set_rng_state)
     unknown = sorted(set(states) - set(setters))

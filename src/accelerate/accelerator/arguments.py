@@ -29,6 +29,7 @@ _UNSET = object()
 
 _PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
 _ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_MESH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _TENSOR_PARALLEL_VARIABLE = "ACCELERATE_USE_TP"
 
 _EXCLUSIVE = (
@@ -37,6 +38,13 @@ _EXCLUSIVE = (
     ("deepspeed_plugins", "deepspeed_plugin", "say how DeepSpeed trains"),
 )
 """Pairs of arguments of which one may be passed, and what both do."""
+
+_PLUGINS: dict[str, tuple[str, type, str, type[Exception]]] = {
+    "fsdp": ("fsdp_plugin", plugins.FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", TypeError),
+    "megatron": ("megatron_lm_plugin", plugins.MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM", TypeError),
+    "parallelism": ("parallelism_config", ParallelismConfig, _MESH_VARIABLE, AttributeError),
+}
+"""Field -> its argument and class, the variable that enables it, the error for other classes."""
 
 _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
     "ddp": plugins.DistributedDataParallelKwargs,
@@ -48,7 +56,6 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
 """Field of the request -> the handler in `kwargs_handlers` that it holds."""
 
 Value = TypeVar("Value")
-Plugin = TypeVar("Plugin")
 
 
 class Arguments(SimpleNamespace):
@@ -69,7 +76,6 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
         if value not in (None, 1) and getattr(arguments, alternative) is not None:
             reason = f"{alternative} was passed too, and both {effect}"
             raise wrong_value(name, value, reason, "Pass one of them")
-    fsdp = plugins.FullyShardedDataParallelPlugin
     notes = settings.retired_variables(environ)
     return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
@@ -81,24 +87,11 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
         accumulation=_accumulation(arguments, environ, notes),
         project=_project(arguments),
         dynamo=arguments.dynamo_plugin or plugins.TorchDynamoPlugin(backend=arguments.dynamo_backend),
-        fsdp=_plugin("fsdp_plugin", fsdp, arguments, read_flag(environ, "ACCELERATE_USE_FSDP")),
         deepspeed=_deepspeed(arguments, environ),
-        megatron=_plugin(
-            "megatron_lm_plugin",
-            plugins.MegatronLMPlugin,
-            arguments,
-            read_flag(environ, "ACCELERATE_USE_MEGATRON_LM"),
-        ),
         fp8_library=settings.decode(sections.Fp8Section, environ).fp8_backend,
-        parallelism=_plugin(
-            "parallelism_config",
-            ParallelismConfig,
-            arguments,
-            read_flag(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"),
-            AttributeError,
-        ),
         handlers=tuple(arguments.kwargs_handlers or ()),
         notes=tuple(notes),
+        **{field: _plugin(arguments, environ, *row) for field, row in _PLUGINS.items()},
         **_handlers(arguments),
     )
 
@@ -227,16 +220,12 @@ def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
 
 
 def _plugin(
-    name: str,
-    kind: type[Plugin],
-    arguments: Arguments,
-    is_enabled: bool,
-    error: type[Exception] = TypeError,
-) -> Plugin | None:
+    arguments: Arguments, environ: Mapping[str, str], name: str, kind: type, variable: str, error: Any
+) -> Any:
     """Return the plugin that was passed; without one, that of the environment if the launcher enables it."""
     plugin = getattr(arguments, name)
     if plugin is None:
-        return kind() if is_enabled else None
+        return kind() if read_flag(environ, variable) else None
     if not isinstance(plugin, kind):
         reason, fix = f"it is not a {kind.__name__}", f"Pass {kind.__name__}(...)"
         raise wrong_value(name, type(plugin).__name__, reason, fix, error)

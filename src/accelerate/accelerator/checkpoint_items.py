@@ -9,35 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import rng
+from accelerate import checkpointing, rng
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import (
-    MODEL,
-    OPTIMIZER,
-    ByOrder,
-    Candidate,
-    Change,
-    EitherPart,
-    GeneratorsPart,
-    Load,
-    LoaderPart,
-    ModelPart,
-    Part,
-    Payload,
-    Site,
-    folder_of,
-    generators,
-    loading,
-    nothing,
-    state_parts,
-)
+from accelerate.checkpointing import Candidate, Change, Load, Part, Payload, Site
 
 
 def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
-    """Return the content of the files of this rank, after the user's hooks; `safe` writes whole models as
-    safetensors.
-    """
+    """Return the content of the files of this rank, after the user's hooks; `safe` writes safetensors."""
     in_shards = runtime.strategy.saves_shards
     if in_shards and not site.is_common:
         raise CheckpointError(
@@ -46,14 +25,12 @@ def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload
         )
     shards = _take_shards(runtime, site) if in_shards else []
     whole = [] if in_shards else _take_whole(runtime, site, safe)
-    parts = [*whole, *_others(runtime), GeneratorsPart(runtime.state.process_index, step)]
+    parts = [*whole, *_others(runtime), checkpointing.GeneratorsPart(runtime.state.process_index, step)]
     return [*shards, *(payload for part in parts for payload in part.collect(site.commits))]
 
 
 def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> list[Change]:
-    """Read all files of a checkpoint, and return what changes each object; `policy` is for another world
-    size.
-    """
+    """Read all files of a checkpoint, and return what changes each object."""
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))
@@ -66,7 +43,7 @@ def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> lis
     ]
     changes = [part.read(options) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
-        loading.announce_surplus(options)
+        checkpointing.loading.announce_surplus(options)
     return [*changes, _read_generators(runtime, source, options, policy)]
 
 
@@ -98,8 +75,8 @@ def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
     optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
     return [
         *engines,
-        *(ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
-        *state_parts(optimizers, [], None),
+        *(checkpointing.ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
+        *checkpointing.state_parts(optimizers, [], None),
     ]
 
 
@@ -110,13 +87,13 @@ def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
     owners = [strategy.model_shards(model) for model in prepared.models]
     weights = [{place[1]: value for place, value in owner.state().items()} for owner in owners]
     _call_hooks(runtime, weights, site)
-    models = [{(MODEL, name): value for name, value in state.items()} for state in weights]
+    models = [{(checkpointing.MODEL, name): value for name, value in state.items()} for state in weights]
     optimizers = [
         strategy.optimizer_shards(optimizer, prepared.models).state() for optimizer in prepared.optimizers
     ]
     return [
-        shard_files.payload(folder_of(root, index), rank, state)
-        for root, states in ((MODEL, models), (OPTIMIZER, optimizers))
+        shard_files.payload(checkpointing.folder_of(root, index), rank, state)
+        for root, states in ((checkpointing.MODEL, models), (checkpointing.OPTIMIZER, optimizers))
         for index, state in enumerate(states)
     ]
 
@@ -130,37 +107,39 @@ def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], site: Site) -> 
 def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
     strategy = runtime.strategy
     live = partial(strategy.live_weights, model)
-    whole = ModelPart(index, model=model, load=strategy.load_weights, live=live)
-    return EitherPart(folder_of(MODEL, index), partial(strategy.model_shards, model), whole)
+    whole = checkpointing.ModelPart(index, model=model, load=strategy.load_weights, live=live)
+    folder = checkpointing.folder_of(checkpointing.MODEL, index)
+    return checkpointing.EitherPart(folder, partial(strategy.model_shards, model), whole)
 
 
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
     optimizers = _own(prepared.optimizers)
     names = [partial(strategy.parameter_names, optimizer, prepared.models) for optimizer in optimizers]
-    wholes = map(ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
-    whole = state_parts(list(wholes), [], None)
+    wholes = map(checkpointing.ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
+    whole = checkpointing.state_parts(list(wholes), [], None)
     owners = [partial(strategy.optimizer_shards, optimizer, prepared.models) for optimizer in optimizers]
     return [
-        EitherPart(folder_of(OPTIMIZER, index), owner, part)
+        checkpointing.EitherPart(checkpointing.folder_of(checkpointing.OPTIMIZER, index), owner, part)
         for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
     ]
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
-    """Everything but models, optimizers and random generators."""
-    prepared, rank = runtime.prepared, runtime.state.process_index
+    """Everything but models, optimizers and random checkpointing.generators."""
+    prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
+    loaders = enumerate(prepared.loaders)
     return [
-        *state_parts([], _own(prepared.schedulers), runtime.strategy.precision.scaler, prepared.custom),
-        *(LoaderPart(index, loader, rank, resized) for index, loader in enumerate(prepared.loaders)),
+        *checkpointing.state_parts([], _own(prepared.schedulers), scaler, prepared.custom),
+        *(checkpointing.LoaderPart(index, loader, rank, resized) for index, loader in loaders),
     ]
 
 
 def _read_generators(runtime: Runtime, source: Candidate, options: Load, policy: str) -> Change:
-    part = GeneratorsPart(runtime.state.process_index)
+    part = checkpointing.GeneratorsPart(runtime.state.process_index)
     if not source.resized or policy == "strict":
         return part.read(options)
     if policy == "reseed":
-        seed = generators.seed_of(options.read(GeneratorsPart(0).name), part.rank)
+        seed = checkpointing.generators.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
         return part.change(partial(rng.set_seed, seed))
-    return part.read(options) if options.has(part.name) else nothing
+    return part.read(options) if options.has(part.name) else checkpointing.nothing

@@ -68,29 +68,9 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
 
 # Flags of torchrun that `accelerate launch` hands on under the same name
 TORCH_LAUNCH_PARAMS = [
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "standalone",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "role",
-    "module",
-    "m",
-    "no_python",
-    "run_path",
-    "log_dir",
-    "r",
-    "redirects",
-    "t",
-    "tee",
-    "node_rank",
-    "master_addr",
-    "master_port",
+    *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
+    *("max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path"),
+    *("log_dir", "r", "redirects", "t", "tee", "node_rank", "master_addr", "master_port"),
 ]
 
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]

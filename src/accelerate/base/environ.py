@@ -51,10 +51,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigurationError: If it is another word.
     """
-    word = value.strip().lower()
-    if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value("value", value, "neither a yes nor a no", "write true or false")
-    answer = word in TRUE_WORDS
+    answer = _is_yes("value", value, "write true or false")
     return answer if to_bool else int(answer)
 
 
@@ -94,11 +91,13 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 def read_flag(environ: Mapping[str, str], key: str, default: bool = False) -> bool:
     """Read a yes-or-no variable of a mapping; absent and empty mean the default."""
     value = environ.get(key, "")
-    if not value.strip():
-        return default
+    return _is_yes(key, value, f"set {key} to true or false") if value.strip() else default
+
+
+def _is_yes(name: str, value: str, fix: str) -> bool:
     word = value.strip().lower()
     if word not in TRUE_WORDS | FALSE_WORDS:
-        raise wrong_value(key, value, "neither a yes nor a no", f"set {key} to true or false")
+        raise wrong_value(name, value, "neither a yes nor a no", fix)
     return word in TRUE_WORDS
 
 
@@ -178,18 +177,13 @@ def _own_variables_kept() -> Iterator[None]:
 def _purged(function: Decorated) -> Decorated:
     import inspect  # heavy, and few programs get here
 
-    if inspect.iscoroutinefunction(function):
+    if not inspect.iscoroutinefunction(function):
+        return _own_variables_kept()(function)
 
-        @functools.wraps(function)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _own_variables_kept():
-                return await function(*args, **kwargs)
-    else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _own_variables_kept():
-                return function(*args, **kwargs)
+    @functools.wraps(function)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _own_variables_kept():
+            return await function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps
 

@@ -99,20 +99,20 @@ def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[
 
 def sync_file(path: Path) -> None:
     """Bring the content of a written file to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path)
 
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, where its file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder, UNSUPPORTED)
+
+
+def _sync(path: Path, ignored: tuple[int, ...] = ()) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in ignored:
             raise
     finally:
         os.close(descriptor)

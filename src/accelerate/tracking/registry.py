@@ -7,17 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from accelerate.base import PACKAGES, LoggerType, wrong_value
+from accelerate.tracking import runs
 from accelerate.tracking.base import GeneralTracker, LibraryTracker
 from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.mlflow import MLflowTracker
-from accelerate.tracking.runs import (
-    AimTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-    TrackioTracker,
-    WandBTracker,
-)
 from accelerate.tracking.tensorboard import TensorBoardTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
@@ -27,14 +20,14 @@ Named = str | LoggerType | GeneralTracker
 
 TRACKERS: tuple[type[LibraryTracker], ...] = (
     TensorBoardTracker,
-    WandBTracker,
-    TrackioTracker,
-    CometMLTracker,
-    AimTracker,
+    runs.WandBTracker,
+    runs.TrackioTracker,
+    runs.CometMLTracker,
+    runs.AimTracker,
     MLflowTracker,
     ClearMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
+    runs.DVCLiveTracker,
+    runs.SwanLabTracker,
 )
 """The trackers that come with the package."""
 
