@@ -25,8 +25,12 @@ def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
     """Return what compiles a model the way a plugin says; without a backend it returns the model as it is."""
     if plugin.backend == DynamoBackend.NO:
         return lambda module: module
-    compiler = compile_regions if plugin.use_regional_compilation else _compile_whole
-    return partial(compiler, **plugin.to_kwargs())
+    arguments = plugin.to_kwargs()
+
+    def compile_whole(module: nn.Module) -> nn.Module:
+        return module if is_compiled_module(module) else cast(nn.Module, torch.compile(module, **arguments))
+
+    return partial(compile_regions, **arguments) if plugin.use_regional_compilation else compile_whole
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -94,10 +98,6 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
         **compile_kwargs: Arguments of torch.compile.
     """
     compile_regions(module, **compile_kwargs)
-
-
-def _compile_whole(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    return module if is_compiled_module(module) else cast(nn.Module, torch.compile(module, **compile_kwargs))
 
 
 def _compile_once(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:

@@ -71,14 +71,11 @@ def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, None)
         if isinstance(length, int):
-            return None if name == "total_iters" and _is_warm(scheduler, rates) else length
+            # A schedule that ends at the rates it began from, or above them, is a warm-up.
+            bases = zip(rates, getattr(scheduler, "base_lrs", ()), strict=False)
+            is_warm = all(rate >= base * (1 - ROUNDING) for rate, base in bases)
+            return None if name == "total_iters" and is_warm else length
     return None
-
-
-def _is_warm(scheduler: Any, rates: Sequence[float]) -> bool:
-    """Whether rates are not below those that a schedule began from."""
-    bases = getattr(scheduler, "base_lrs", ())
-    return all(rate >= base * (1 - ROUNDING) for rate, base in zip(rates, bases, strict=False))
 
 
 class AcceleratedScheduler:

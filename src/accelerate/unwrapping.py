@@ -66,19 +66,16 @@ def is_peft_model(model: nn.Module) -> bool:
     )
 
 
-def _wrapper_classes() -> tuple[type[nn.Module], ...]:
-    return tuple(getattr(sys.modules[name], kind) for name, kind in PARALLEL_WRAPPERS if name in sys.modules)
-
-
 def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     """Return the bare model and the innermost compiled module around it."""
-    wrappers = _wrapper_classes()
+    known = [(name, kind) for name, kind in PARALLEL_WRAPPERS if name in sys.modules]
+    wrappers = tuple(getattr(sys.modules[name], kind) for name, kind in known)
     compiled = None
     while True:
         if is_compiled_module(model):
             compiled, model = model, torch_private.uncompiled(model)
         elif isinstance(model, wrappers):
-            model = model.module  # type: ignore[assignment]
+            model = model.module
         else:
             return model, compiled
 
@@ -94,15 +91,11 @@ def _restore_forward(model: nn.Module) -> None:
 
 
 def _unwrap_inside(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
-    while _only_wraps(model):
+    # Wrappers of any library hold nothing but another module, called `module`.
+    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
         model = model.module  # type: ignore[assignment]
     for name, child in list(model.named_children()):
         inner = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive=True)
         if inner is not child:
             setattr(model, name, inner)
     return model
-
-
-def _only_wraps(model: nn.Module) -> bool:
-    """Return whether all a module holds is another one called `module`, as wrappers of any library do."""
-    return list(model._modules) == ["module"] and not model._parameters and not model._buffers

@@ -77,12 +77,13 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
             reason = f"{alternative} was passed too, and both {effect}"
             raise wrong_value(name, value, reason, "Pass one of them")
     notes = settings.retired_variables(environ)
+    rng_types: Sequence[RNGName | RNGType] | None = arguments.rng_types
     return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
         cpu=arguments.cpu or read_flag(environ, "ACCELERATE_USE_CPU"),
         device_placement=arguments.device_placement,
         step_scheduler_with_optimizer=_step_policy(arguments),
-        rng_types=_rng_types(arguments),
+        rng_types=rng_types and [RNGType(_member("rng_types", kind, RNGType.list())) for kind in rng_types],
         dataloader_config=_dataloader_config(arguments),
         accumulation=_accumulation(arguments, environ, notes),
         project=_project(arguments),
@@ -185,13 +186,6 @@ def _step_policy(arguments: Arguments) -> StepPolicy:
         )
         raise wrong_value("step_scheduler_with_optimizer", policy, reason, "Choose one of them")
     return policy
-
-
-def _rng_types(arguments: Arguments) -> list[RNGName | RNGType] | None:
-    if arguments.rng_types is None:
-        return None
-    known = [kind.value for kind in RNGType]
-    return [RNGType(_member("rng_types", kind, known)) for kind in arguments.rng_types]
 
 
 def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:

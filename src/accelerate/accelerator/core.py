@@ -214,12 +214,9 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             PreparationError: if an object cannot be trained in this run.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise wrong_value(
-                "device_placement",
-                device_placement,
-                f"it has {len(device_placement)} entries for {len(args)} objects",
-                "Give one entry for each object, or leave it out",
-            )
+            reason = f"it has {len(device_placement)} entries for {len(args)} objects"
+            fix = "Give one entry for each object, or leave it out"
+            raise wrong_value("device_placement", device_placement, reason, fix)
         bundle = strategies.Bundle(args, device_placement)
         self._runtime.strategy.check(bundle)
         if self._runtime.strategy.sequences.splits_buffers:
@@ -246,11 +243,10 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             if model is known or model is self.unwrap_model(known):
                 return known  # type: ignore[return-value]
         self._runtime.strategy.check_model(model)
-        place = self.device_placement if device_placement is None else device_placement
+        moves = self.device_placement if device_placement is None else device_placement
+        moves = moves and not getattr(model, "hf_device_map", None)
         prepared = strategies.mark_prepared(
-            self._runtime.strategy.prepare_model(
-                model, to_device=place and not _has_device_map(model), evaluation=evaluation_mode
-            )
+            self._runtime.strategy.prepare_model(model, to_device=moves, evaluation=evaluation_mode)
         )
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
@@ -274,7 +270,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
             return data_loader
         adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
-        place = self.device_placement if device_placement is None else device_placement
+        moves = self.device_placement if device_placement is None else device_placement
         loader: Any = strategies.mark_prepared(
             _replaceable_functions().prepare_data_loader(
                 adapted,
@@ -282,7 +278,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
                 num_processes=self.num_processes,
                 process_index=self.process_index,
                 split_batches=config.split_batches,
-                put_on_device=place,
+                put_on_device=moves,
                 rng_types=self.rng_types.copy(),
                 dispatch_batches=config.dispatch_batches,
                 even_batches=config.even_batches,
@@ -307,8 +303,8 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         if isinstance(optimizer, AcceleratedOptimizer):
             self._remember(self._optimizers, optimizer)
             return optimizer
-        place = self.device_placement if device_placement is None else device_placement
-        prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=place)
+        moves = self.device_placement if device_placement is None else device_placement
+        prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=moves)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.adopt(self._optimizers)
         return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has
@@ -322,9 +318,11 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         if isinstance(scheduler, AcceleratedScheduler):
             self._remember(self._schedulers, scheduler)
             return scheduler
+        inner = getattr(scheduler, "optimizer", None)
+        owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
         prepared = AcceleratedScheduler(
             scheduler,
-            self._optimizers_of(scheduler),
+            owners or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -335,11 +333,6 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
     def _remember(objects: list[Any], obj: Any) -> None:
         if not any(obj is known for known in objects):
             objects.append(obj)
-
-    def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
-        inner = getattr(scheduler, "optimizer", None)
-        owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
-        return owners or list(self._optimizers)
 
     def unwrap_model(
         self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -408,10 +401,6 @@ def _is_or_holds(optimizer: Any, inner: Any) -> bool:
     while optimizer is not None and optimizer is not inner:
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer is not None
-
-
-def _has_device_map(model: nn.Module) -> bool:
-    return bool(getattr(model, "hf_device_map", None))
 
 
 def _replaceable_functions() -> Any:

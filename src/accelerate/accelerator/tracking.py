@@ -46,9 +46,8 @@ class Tracking:
         ]
         for tracker in self._runtime.trackers:
             tracker.start()
-        for tracker in self._runtime.trackers:
-            if config is not None:
-                tracker.store_init_configuration(config)
+        for tracker in self._runtime.trackers if config is not None else ():
+            tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a running tracker by name.
@@ -66,9 +65,8 @@ class Tracking:
         if not self._runtime.trackers:
             return tracking.GeneralTracker(_blank=True)
         running = ", ".join(tracker.name for tracker in self._runtime.trackers)
-        raise wrong_value(
-            "name", name, f"the running trackers are {running}", "Name one of them, or add it to log_with"
-        )
+        fix = "Name one of them, or add it to log_with"
+        raise wrong_value("name", name, f"the running trackers are {running}", fix)
 
     def log(
         self,

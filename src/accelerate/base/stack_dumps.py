@@ -42,9 +42,12 @@ def offer() -> bool:
 
     Nothing happens a second time, or where the program uses the signals itself.
     """
-    asking = numbers()
-    if _files or not asking or any(map(_is_used, asking)):
+    asking, pid = numbers(), os.getpid()
+    if _files or not asking:
         return bool(_files)
+    used = _mask(pid, "SigCgt") | _mask(pid, "SigIgn") | _mask(pid, "SigBlk")
+    if any(used >> (number - 1) & 1 for number in asking):
+        return False
     _files.append(os.memfd_create(_NAME))
     for number, is_for_all in zip(asking, (False, True), strict=True):
         faulthandler.register(number, file=_files[0], all_threads=is_for_all, chain=False)
@@ -132,12 +135,6 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except FileNotFoundError:  # closed meanwhile
         return ""
-
-
-def _is_used(asking: int) -> bool:
-    pid = os.getpid()
-    masks = _mask(pid, "SigCgt") | _mask(pid, "SigIgn") | _mask(pid, "SigBlk")
-    return bool(masks >> (asking - 1) & 1)
 
 
 def _mask(pid: int, name: str) -> int:

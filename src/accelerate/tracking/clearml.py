@@ -41,13 +41,10 @@ class ClearMLTracker(TableTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings, and dictionaries of numbers, which share a plot.
+        """Log numbers, strings, and dictionaries of numbers, which share a plot; warn about others.
 
-        Args:
-            values: By name; others than these are left out with a warning. `eval_loss` is the series "eval"
-                of "loss".
-            step: The training step they belong to; None: they are the single values of the task.
-            **kwargs: Arguments of `report_scalar`, or without a step of `report_single_value`.
+        `eval_loss` is the series "eval" of "loss". Without a step the numbers are single values of the task.
+        `kwargs` are arguments of `report_scalar`, or without a step of `report_single_value`.
         """
         report = self.task.get_logger()
         for name, value in plain(values).items():

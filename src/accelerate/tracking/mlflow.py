@@ -71,11 +71,7 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store what the run was configured with.
-
-        Args:
-            values: Hyperparameters by name; one longer than MLflow takes is left out with a warning.
-        """
+        """Store hyperparameters; one longer than MLflow takes is left out with a warning."""
         mlflow = import_module("mlflow")
         limits = import_module("mlflow.utils.validation")
         longest = limits.MAX_PARAM_VAL_LENGTH
@@ -87,12 +83,9 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and dictionaries of numbers.
+        """Log numbers and dictionaries of numbers; leave out others with a warning.
 
-        Args:
-            values: By name; others than these are left out with a warning.
-            step: The training step they belong to.
-            **kwargs: Arguments of `mlflow.log_metrics`.
+        `kwargs` are arguments of `mlflow.log_metrics`.
         """
         metrics = {}
         for name, value in flatten(values).items():

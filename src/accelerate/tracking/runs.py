@@ -23,13 +23,7 @@ class RunTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log all values that the library takes.
-
-        Args:
-            values: By name; tensors of one element are logged as numbers.
-            step: The training step they belong to.
-            **kwargs: Arguments of the run's `log`.
-        """
+        """Log all values that the library takes; `kwargs` are arguments of the run's `log`."""
         self.run.log(plain(values), step=step, **kwargs)
 
     @on_main_process
@@ -116,12 +110,9 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings, and dictionaries of numbers under the names in them.
+        """Log numbers, strings, and dictionaries of numbers under the names in them; warn about others.
 
-        Args:
-            values: By name; others than these are left out with a warning.
-            step: The training step they belong to.
-            **kwargs: Arguments of `log_metric`, `log_other` or `log_metrics`.
+        `kwargs` are arguments of `log_metric`, `log_other` or `log_metrics`.
         """
         if step is not None:
             self.writer.set_step(step)
@@ -171,10 +162,7 @@ class AimTracker(LibraryTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, strings, dictionaries of them, and objects of Aim.
 
-        Args:
-            values: By name; tensors of one element are logged as numbers.
-            step: The training step they belong to.
-            **kwargs: Arguments of `track`, such as `context`.
+        `kwargs` are arguments of `track`, such as `context`.
         """
         for name, value in flatten(values).items():
             tracked = import_module("aim").Text(value) if isinstance(value, str) else value
@@ -240,12 +228,9 @@ class DVCLiveTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings and dictionaries of them, which ends a step of DVCLive.
+        """Log numbers, strings and dictionaries of them, which ends a step; leave out others with a warning.
 
-        Args:
-            values: By name; others than these are left out with a warning.
-            step: The training step they belong to; None: the next one.
-            **kwargs: Arguments of `log_metric`.
+        `kwargs` are arguments of `log_metric`.
         """
         can_log = import_module("dvclive.plots").Metric.could_log
         if step is not None:

@@ -76,12 +76,9 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings and dictionaries of numbers.
+        """Log numbers, strings and dictionaries of numbers; leave out others with a warning.
 
-        Args:
-            values: By name; others than these are left out with a warning.
-            step: The training step they belong to.
-            **kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
+        `kwargs` are arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
         for name, value in values.items():
             if isinstance(value, str):

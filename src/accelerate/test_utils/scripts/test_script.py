@@ -104,8 +104,8 @@ def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> 
 
 def check_training(accelerator: Accelerator) -> None:
     """Training on all processes gives the weights of training on one with the joined batch."""
-    prepared = _train(accelerator)
-    reference = _train_alone(accelerator.num_processes)
+    prepared = _train(accelerator.num_processes, accelerator)
+    reference = _train(accelerator.num_processes)
     worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(prepared, reference, strict=True))
     limit = TOLERANCE if accelerator.mixed_precision == "no" else 0.05
     expect(worst <= limit, f"weights differ from those of one process by {worst:.2e} (limit {limit:.0e})")
@@ -117,30 +117,24 @@ def _parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def _data(batch_size: int, processes: int) -> DataLoader[tuple[torch.Tensor, ...]]:
-    drawn = torch.Generator().manual_seed(5)
-    inputs = torch.randn(processes * BATCH * STEPS, 3, generator=drawn)
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
-
-
-def _train(accelerator: Accelerator) -> list[torch.Tensor]:
+def _train(processes: int, accelerator: Accelerator | None = None) -> list[torch.Tensor]:
+    """Return the trained weights: of the run, or without it of one process that gets the joined batches."""
     model, optimizer = _parts()
-    loader = _data(BATCH, accelerator.num_processes)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for inputs, targets in loader:
-        accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(processes * BATCH * STEPS, 3, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=BATCH if accelerator else processes * BATCH)
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    if accelerator:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward = accelerator.backward
+    for batch, targets in loader:
+        loss = torch.nn.functional.mse_loss(model(batch), targets)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()]
-
-
-def _train_alone(processes: int) -> list[torch.Tensor]:
-    model, optimizer = _parts()
-    for inputs, targets in _data(processes * BATCH, processes):
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
+    model = accelerator.unwrap_model(model) if accelerator else model
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 CHECKS: dict[str, Callable[[Accelerator], None]] = {
