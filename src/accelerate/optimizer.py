@@ -10,7 +10,7 @@ import torch
 from accelerate import torch_private
 from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
-from accelerate.nested import recursively_apply
+from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.state import AcceleratorState, GradientState
 
 T = TypeVar("T")

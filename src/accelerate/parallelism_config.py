@@ -77,7 +77,6 @@ class ParallelismConfig:
                 setattr(self, name, getattr(section, f"parallelism_config_{name}"))
         for name, known in BACKENDS.items():
             one_of(name, getattr(self, name), known)
-        self._sizes: dict[str, int] = {}
         for axis in AXES:
             self._set_size(axis, getattr(self, f"{axis}_size"))
         if self.cp_enabled and self.sp_enabled:
@@ -90,11 +89,9 @@ class ParallelismConfig:
         if self.sp_enabled:
             self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        axis = name.removesuffix("_size")
-        if axis in vars(self).get("_sizes", {}):
-            self._sizes[axis] = value
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
     def dp_dim_names(self) -> list[str]:
@@ -224,7 +221,6 @@ class ParallelismConfig:
     def _set_size(self, parallelism: str, size: int) -> None:
         one_of("parallelism", parallelism, AXES)
         at_least(f"{parallelism}_size", size, 1)
-        self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
     def _validate_accelerator(self, accelerator: Any) -> None:

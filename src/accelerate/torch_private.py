@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -194,9 +195,18 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of a module's buffers that state dicts leave out, which torch does not list."""
-    return module._non_persistent_buffers_set
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of a module's buffers that state dicts leave out, which torch does not list."""
+recomputed_module: Callable[[Any], nn.Module] = attrgetter("_checkpoint_wrapped_module")
+"""The module in a wrapper of `checkpoint_wrapper`, which has no public name for it."""
+uses_original_parameters: Callable[[Any], bool] = attrgetter("_use_orig_params")
+"""Whether a unit of FSDP 1 was built with use_orig_params, which is no public attribute."""
+requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
+"""The num_samples that a RandomSampler was built with; its public attribute hides a None."""
+num_collectives: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
+"""How many collectives this process has issued on a process group; no public counter has it."""
+ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
+"""What the reducer of a replica logs; only there torch says in which order gradients were ready."""
 
 
 def state_dict_hooks(module: nn.Module) -> list[Any]:
@@ -226,11 +236,6 @@ def run_policy(policy: Any, model: nn.Module) -> Any:
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
-def recomputed_module(wrapper: Any) -> Any:
-    """Return the module in a wrapper of `checkpoint_wrapper`, which has no public name for it."""
-    return wrapper._checkpoint_wrapped_module
-
-
 def can_record_memory(memory: Any) -> bool:
     """Return whether a device's memory module records allocations; documented under a private name."""
     return hasattr(memory, "_record_memory_history")
@@ -247,11 +252,6 @@ def dump_memory(memory: Any, path: str) -> None:
 
 
 # Loaders and samplers
-
-
-def requested_samples(sampler: Any) -> Any:
-    """Return the num_samples that a RandomSampler was built with; its public attribute hides a None."""
-    return sampler._num_samples
 
 
 def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
@@ -313,11 +313,6 @@ def agent_hooks(
         multiprocessing.SubprocessContext = original  # type: ignore[misc]
 
 
-def num_collectives(group: Any) -> int:
-    """Return how many collectives this process has issued on a process group; no public counter has it."""
-    return int(group._get_sequence_number_for_group())
-
-
 def drop_group_references() -> None:
     """Remove what keeps the closed default process group alive, besides torch itself.
 
@@ -343,11 +338,6 @@ def drop_group_references() -> None:
 # DistributedDataParallel
 
 
-def ddp_statistics(replica: Any) -> Any:
-    """Return what the reducer logs; only there torch says in which order gradients were ready."""
-    return replica._get_ddp_logging_data()
-
-
 def has_comm_hooks(replica: DistributedDataParallel) -> bool:
     """Return whether a communication hook is registered; torch registers one and does not say so."""
     return bool(replica._comm_hooks)
@@ -364,11 +354,6 @@ def gradient_sync(unit: Any) -> bool | None:
 def set_gradient_sync(unit: Any, enabled: bool) -> None:
     """Set it: FSDP 1 has `no_sync` to turn it off, and nothing to turn it on inside of that."""
     unit._sync_gradients = enabled
-
-
-def uses_original_parameters(unit: Any) -> bool:
-    """Return whether a unit of FSDP 1 was built with use_orig_params, which is no public attribute."""
-    return bool(unit._use_orig_params)
 
 
 @contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,39 +58,34 @@ class QueuedSender(Sender):
 
     def __init__(self, tracker: GeneralTracker) -> None:
         super().__init__(tracker)
-        self._records: deque[Record] = deque()
-        self._changed = threading.Condition()
+        self._queue: Queue[Record | None] = Queue(CAPACITY)
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._sending = False
-        self._ended = False
         self._error: Exception | None = None
         atexit.register(self._wait_at_exit)  # before what the library registered earlier
 
     def log(self, record: Record) -> None:
         """Take a copy of the values, to be sent later; raise what the tracker raised on earlier ones."""
-        copy = record._replace(values=take_snapshot(record.values))
-        with self._changed:
-            self._raise_error()
-            self._changed.wait_for(lambda: len(self._records) < CAPACITY)
-            self._records.append(copy)
+        self._raise_error()
+        self._queue.put(record._replace(values=take_snapshot(record.values)))
+        with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._send_all, name=f"log-{self.tracker.name}", daemon=True
-                )
+                name = f"log-{self.tracker.name}"
+                self._thread = threading.Thread(target=self._send_all, name=name, daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def wait(self, seconds: float | None = None) -> None:
         """Return once all values have been sent, or after so many seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._records or self._sending), seconds)
+        with self._queue.all_tasks_done:
+            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
     def finish(self) -> None:
         """Wait, end the tracker, and raise what it raised on earlier values."""
         self.wait()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        with self._starting:
+            if self._thread is not None:
+                self._queue.put(None)  # ends the thread
+                self._thread = None
         atexit.unregister(self._wait_at_exit)
         self.tracker.finish()
         self._raise_error()
@@ -106,26 +101,27 @@ class QueuedSender(Sender):
                 self.tracker.log(read_snapshot(record.values), step=record.step, **record.arguments)
             except Exception as error:  # raised where the user's program can see it
                 self._error = self._error or error
-            with self._changed:
-                self._sending = False
-                self._changed.notify_all()
+            self._queue.task_done()
 
     def _next(self) -> Record | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._records or self._ended, IDLE_SECONDS)
-            if not self._records:
-                self._thread = None
-                return None
-            self._sending = True
-            record = self._records.popleft()
-            self._changed.notify_all()
+        while True:
+            try:
+                record = self._queue.get(timeout=IDLE_SECONDS)
+            except Empty:
+                with self._starting:
+                    if self._queue.empty():
+                        self._thread = None
+                        return None
+                continue
+            if record is None:
+                self._queue.task_done()
             return record
 
     def _wait_at_exit(self) -> None:
         self.wait(EXIT_SECONDS)
-        if self._records or self._sending:
+        if self._queue.unfinished_tasks:
             logger.warning(
-                f"{len(self._records) + self._sending} calls of log did not reach {self.tracker.name} within "
+                f"{self._queue.unfinished_tasks} calls of log did not reach {self.tracker.name} within "
                 f"{EXIT_SECONDS} s. Call end_training() to wait longer.",
                 main_process_only=False,
             )

@@ -169,6 +169,15 @@ def test_the_thread_ends_without_work_and_comes_back() -> None:
     assert len(tracker.logged) == 2
 
 
+def test_an_ended_tracker_can_still_be_read_and_logged_to() -> None:
+    accelerator = running(tracker := Slow())
+    accelerator.log({"loss": 0})
+    accelerator.end_training()
+    accelerator.log({"loss": 1})
+    assert accelerator.get_tracker("slow") is tracker
+    assert [logged[0]["loss"] for logged in tracker.logged] == [0, 1]
+
+
 def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
