@@ -19,19 +19,10 @@ from accelerate.base import as_builtin, wrong_value
 T = TypeVar("T")
 
 # Codes with which a dtype is sent to processes that do not know it; the numbers are public.
-TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
-    torch.float: 1,
-    torch.double: 2,
-    torch.half: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
+_FLOATS = (torch.float, torch.double, torch.half, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = dict(enumerate((*_FLOATS, *_INTEGERS), 1))
+TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {dtype: code for code, dtype in TENSOR_INT_TO_DTYPE.items()}
 
 
 @dataclass

@@ -322,10 +322,10 @@ def drop_group_references() -> None:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
+    for obj in gc.get_objects():
+        if issubclass(type(obj), DistributedDataParallel):
             for name in ("reducer", "logger", "process_group"):
-                vars(thing).pop(name, None)
+                vars(obj).pop(name, None)
     for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(

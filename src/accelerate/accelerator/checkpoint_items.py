@@ -85,7 +85,7 @@ def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
 
     strategy, prepared, rank = runtime.strategy, runtime.prepared, runtime.state.process_index
     owners = [strategy.model_shards(model) for model in prepared.models]
-    weights = [{place[1]: value for place, value in owner.state().items()} for owner in owners]
+    weights = [{key[1]: value for key, value in owner.state().items()} for owner in owners]
     _call_hooks(runtime, weights, site)
     models = [{(checkpointing.MODEL, name): value for name, value in state.items()} for state in weights]
     optimizers = [

@@ -96,7 +96,7 @@ def like(error: ErrorT, cause: BaseException) -> ErrorT:
         if vars(builtins).get(kind.__name__) is kind and kind not in _NOT_OF_A_MESSAGE
     ]
     narrow = [
-        kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)
+        kind for kind in kinds if not any(child is not kind and issubclass(child, kind) for child in kinds)
     ]
     return as_builtin(error, *narrow)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate.accelerator import Accelerator
 from accelerate.base import DistributedType
@@ -39,27 +39,19 @@ LOST = 2
 WHOLE, INTERRUPTED, RESUMED = "whole", "interrupted", "resumed"
 
 
-class Numbers(Dataset[Any]):
-    """Sample i: i, and three numbers made of it."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index]), torch.arange(3.0) * index / self.length
+def numbers(length: int) -> Any:
+    """Return a map-style dataset; sample i is i, and three numbers made of it."""
+    return [(torch.tensor([index]), torch.arange(3.0) * index / length) for index in range(length)]
 
 
 class Stream(IterableDataset[Any]):
     """The same samples, which can only be read in order."""
 
     def __init__(self, length: int) -> None:
-        self.numbers = Numbers(length)
+        self.samples = numbers(length)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.numbers[index] for index in range(len(self.numbers)))
+        return iter(self.samples)
 
 
 class StatefulStream(Stream):
@@ -70,9 +62,9 @@ class StatefulStream(Stream):
         self.index = 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self.index < len(self.numbers):
+        while self.index < len(self.samples):
             self.index += 1
-            yield self.numbers[self.index - 1]
+            yield self.samples[self.index - 1]
         self.index = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -94,7 +86,7 @@ class Case:
     """One kind of loader; `config` has fields of `DataLoaderConfiguration`."""
 
     name: str
-    dataset: Callable[[int], Any] = Numbers
+    dataset: Callable[[int], Any] = numbers
     sampler: Callable[[Any], RandomSampler] | None = None
     workers: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +95,7 @@ class Case:
         """Return the user's loader: map-style datasets without a sampler are shuffled."""
         dataset = self.dataset(length)
         sampler = None if self.sampler is None else self.sampler(dataset)
-        shuffle = self.dataset is Numbers and sampler is None
+        shuffle = self.dataset is numbers and sampler is None
         return DataLoader(dataset, BATCH, shuffle, sampler, num_workers=self.workers)
 
     @property

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.accelerator import Accelerator
 from accelerate.base import DistributedType
@@ -33,19 +34,6 @@ def expect(claim: bool, problem: str) -> None:
         raise CheckFailedError(problem)
 
 
-class Numbers(Dataset[torch.Tensor]):
-    """The numbers 0, 1, 2, ... as tensors."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
 def check_state(accelerator: Accelerator) -> None:
     """Ranks are 0..n-1, one main process, and a barrier that all pass."""
     count, rank = accelerator.num_processes, accelerator.process_index
@@ -54,20 +42,20 @@ def check_state(accelerator: Accelerator) -> None:
     ranks = gather_object([rank])
     expect(sorted(ranks) == list(range(count)), f"the processes call themselves {ranks}")
     accelerator.wait_for_everyone()
-    with accelerator.split_between_processes(list(range(SAMPLES))) as mine:
-        shares = gather_object([list(mine)])
+    with accelerator.split_between_processes(list(range(SAMPLES))) as share:
+        shares = gather_object([list(share)])
     expect(sum(shares, []) == list(range(SAMPLES)), f"split_between_processes dealt {shares}")
 
 
 def check_collectives(accelerator: Accelerator) -> None:
     """gather, reduce, broadcast and pad give what their names say."""
     count, rank = accelerator.num_processes, accelerator.process_index
-    mine = torch.tensor([rank, 10 + rank], device=accelerator.device)
+    local = torch.tensor([rank, 10 + rank], device=accelerator.device)
     everyone = [value for r in range(count) for value in (r, 10 + r)]
-    expect(gather(mine).tolist() == everyone, "gather does not give the values of all in order of rank")
-    total = accelerator.reduce(mine, reduction="sum").tolist()
+    expect(gather(local).tolist() == everyone, "gather does not give the values of all in order of rank")
+    total = accelerator.reduce(local, reduction="sum").tolist()
     expect(total == [sum(range(count)), 10 * count + sum(range(count))], f"reduce gives {total}")
-    first = broadcast(mine.clone(), from_process=0).tolist()
+    first = broadcast(local.clone(), from_process=0).tolist()
     expect(first == [0, 10], f"broadcast gives {first}")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
     expect(padded.shape[0] == count, f"pad_across_processes gives the length {padded.shape[0]}")
@@ -87,7 +75,8 @@ def check_random_numbers(accelerator: Accelerator) -> None:
 def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> None:
     """Every sample is seen, and gather_for_metrics takes off what fills the last batch up."""
     set_seed(3)
-    loader = DataLoader(Numbers(SAMPLES), batch_size=BATCH, shuffle=shuffle)
+    samples: Any = list(range(SAMPLES))
+    loader = DataLoader(samples, batch_size=BATCH, shuffle=shuffle)
     accelerator.dataloader_config.dispatch_batches = dispatch
     prepared = accelerator.prepare_data_loader(loader)
     accelerator.dataloader_config.dispatch_batches = None
