@@ -43,7 +43,7 @@ def extract_model_from_parallel(
             wrappers.
 
     Returns:
-        The model. Only where torch.compile stands outside another wrapper, and is kept, it is a new compiled
+        The model. Only where torch.compile is outside another wrapper, and is kept, it is a new compiled
         module around the model, which shares its parameters.
     """
     bare: Any

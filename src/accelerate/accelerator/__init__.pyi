@@ -7,7 +7,6 @@ from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.weighing import (
     CountedWeights as CountedWeights,
     EvenWeights as EvenWeights,
-    KnownWeights as KnownWeights,
     drop_gradients as drop_gradients,
     factor_of as factor_of,
     read_items as read_items,

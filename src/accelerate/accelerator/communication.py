@@ -70,10 +70,10 @@ class Communication:
     def weighted_mean(self, value: T, weight: Any) -> T:
         """Return the mean over all ranks of values that are means themselves, or whatever has a weight.
 
-        `weighted_mean(loss, len(labels))` is the loss over all samples, however unevenly ranks have them. For
-        a whole epoch add up `loss * len(labels)` and `len(labels)` in the loop, and call this once after it
-        with the quotient and the second sum. A batch that is filled up holds samples twice, and so does its
-        mean: evaluate with `even_batches=False`, or gather values per sample.
+        `weighted_mean(loss, len(labels))` is the loss over all samples, also where ranks have different
+        numbers of them. For a whole epoch add up `loss * len(labels)` and `len(labels)` in the loop, and call
+        this once after it with the quotient and the second sum. A batch that is filled up holds samples
+        twice, and so does its mean: evaluate with `even_batches=False`, or gather values per sample.
 
         Args:
             value: a tensor, or any nesting of tensors, of the same shapes on all ranks.

@@ -142,11 +142,8 @@ def _even_batches_set_to(runtime: Runtime, even_batches: bool | None) -> Iterato
         logger.warning(
             "even_batches has no effect on loaders of iterable datasets: their processes read on their own."
         )
-    kept = [(sampler, sampler.even_batches) for sampler in samplers if hasattr(sampler, "even_batches")]
-    for sampler, _ in kept:
-        sampler.even_batches = even_batches
-    try:
+    with ExitStack() as stack:
+        for sampler in (sampler for sampler in samplers if hasattr(sampler, "even_batches")):
+            stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
+            sampler.even_batches = even_batches
         yield
-    finally:
-        for sampler, value in kept:
-            sampler.even_batches = value

@@ -376,7 +376,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         """Forget all prepared objects, collect garbage and empty the device's cache.
 
         Args:
-            *objects: further objects to let go of.
+            *objects: further objects to release.
 
         Returns:
             One `None` for each of `objects`: `a, b = accelerator.free_memory(a, b)`.

@@ -185,7 +185,7 @@ class Introspection:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders go on by themselves after a checkpoint was loaded."""
+        """Whether loaders restore their own position when a checkpoint is loaded."""
         return self._runtime.request.dataloader_config.use_stateful_dataloader
 
     @property

@@ -80,7 +80,7 @@ class Persistence:
         except Exception as error:
             checkpointing.saving.abandon(site, error)
             raise
-        except BaseException:  # an interrupt: nobody shall wait for this save to end
+        except BaseException:  # an interrupt: no rank may wait for this save
             checkpointing.saving.discard(site)
             raise
         with progress_bar(f"Saving {request.target.name}", written=lambda: size_of(site.folder.rglob("*"))):
@@ -107,7 +107,7 @@ class Persistence:
         """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
 
         All files are compared with their checksums, and with the objects that they are for, before anything
-        is changed. Where an object refuses its state all the same, those before it get theirs back.
+        is changed. If an object still refuses its state, the objects before it get theirs back.
 
         Args:
             input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones

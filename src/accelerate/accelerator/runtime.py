@@ -57,7 +57,7 @@ class Runtime:
         self.weights: Weights = self.even_weights
 
     def weigh_evenly(self) -> None:
-        """Let each round weigh the same from here on: a window whose items were counted has ended."""
+        """Weigh each round the same: a window whose items were counted has ended."""
         self.weights = self.even_weights
 
 

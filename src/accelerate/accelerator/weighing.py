@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,13 @@ from torch import nn
 from accelerate import ops
 from accelerate.base import StateError, wrong_value
 from accelerate.state import GradientState
+
+
+class Weights(Protocol):
+    """How the rounds of a window are weighed."""
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call `backward` on."""
 
 
 class EvenWeights:
@@ -31,25 +38,12 @@ class EvenWeights:
         return loss if steps == 1 else loss / steps
 
 
-class KnownWeights:
-    """The window's items are counted: a loss that sums over items is multiplied by the factor that makes the
-    gradients those of the mean.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times the factor."""
-        return loss * self._factor
-
-
 class CountedWeights:
     """Items are counted as rounds come, and the total is known in the last round only.
 
     Until then losses weigh as in the window before. When the total is known, and before the last backward
-    pass exchanges anything, what has accumulated is brought to the right size, so that whoever looks at
-    gradients afterwards (the exchange, the scaler, clipping, the optimizer) sees the right ones.
+    pass exchanges anything, the accumulated gradients are rescaled, so that the exchange, the scaler,
+    clipping and the optimizer read the right ones.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -84,8 +78,6 @@ class CountedWeights:
             self._factor = factor
         return loss * self._factor
 
-
-Weights = EvenWeights | KnownWeights | CountedWeights
 
 _EXCHANGING: AbstractContextManager[None] = nullcontext()
 """The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelerate import data_loader, ops
 from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import KnownWeights, drop_gradients, exchange, factor_of, sum_items
+from accelerate.accelerator.weighing import drop_gradients, exchange, factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
 
@@ -85,7 +86,7 @@ class Window:
         self._reader = reader
         self._batches = batches
         self._length = len(batches)
-        self._weights = KnownWeights(factor_of(total, runtime.strategy.replicas))
+        self._factor = factor_of(total, runtime.strategy.replicas)
         self._is_begun = False
 
     def __len__(self) -> int:
@@ -94,10 +95,10 @@ class Window:
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
-            raise StateError("A window is iterated once: its batches are let go of as they are used.")
+            raise StateError("A window is iterated once: each batch is released when it is used.")
         self._is_begun = True
         runtime = self._runtime
-        runtime.weights = self._weights
+        runtime.weights = self
         try:
             while self._batches:
                 is_last = len(self._batches) == 1
@@ -115,6 +116,10 @@ class Window:
         self._runtime.gradient_state._set_sync_gradients(is_last)
         return batch
 
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the part of `loss`, a sum over items of this rank, in the mean over all items."""
+        return loss * self._factor
+
     def close(self) -> None:
         """End the window now; does nothing when it has ended."""
         runtime = self._runtime
@@ -128,7 +133,7 @@ class Window:
                     "A window of windows() was left before its last batch, and its gradients are inside "
                     "the engine: they are added to those of the next window."
                 )
-        if runtime.weights is self._weights:
+        if runtime.weights is self:
             runtime.weights = runtime.even_weights
 
 

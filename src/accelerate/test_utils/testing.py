@@ -191,7 +191,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     """Return the words of `accelerate launch` with flags.
 
     Args:
-        **kwargs: Flags without their dashes: True stands for a flag without a value, False and None for none.
+        **kwargs: Flags without their dashes: True is a flag without a value, False and None are none.
     """
     words = ["accelerate", "launch"]
     for name, value in kwargs.items():

@@ -55,7 +55,7 @@ class GeneralTracker:
             values to a thread, which calls `log`, in order.
 
     Args:
-        _blank: Whether this is the base class on its own, which stands in where no tracker runs.
+        _blank: Whether this is the base class itself, which is used where no tracker runs.
 
     Raises:
         NotImplementedError: A subclass lacks something that it must have.

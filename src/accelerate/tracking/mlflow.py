@@ -25,7 +25,7 @@ class MLflowTracker(LibraryTracker):
         logging_dir: Where a new experiment keeps its artifacts; None: where the server says.
         run_id: An existing run to go on with.
         tags: Tags of the run, by name, or as JSON.
-        nested_run: Whether it stands inside the run that is active.
+        nested_run: Whether the run is nested in the active one.
         run_name: Name of the run; None: MLflow chooses one.
         description: Its description.
 

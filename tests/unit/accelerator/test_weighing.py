@@ -11,7 +11,6 @@ import torch
 from accelerate.accelerator import (
     CountedWeights,
     EvenWeights,
-    KnownWeights,
     drop_gradients,
     factor_of,
     read_items,
@@ -30,10 +29,6 @@ def test_even_weights_divide_by_the_rounds() -> None:
     assert EvenWeights(GradientState()).weigh(loss) is loss
     state = GradientState(GradientAccumulationPlugin(num_steps=3))
     assert EvenWeights(state).weigh(loss) == 2.0
-
-
-def test_known_weights_multiply() -> None:
-    assert KnownWeights(0.5).weigh(torch.tensor(6.0)) == 3.0
 
 
 def test_counted_weights_bring_earlier_gradients_to_the_right_size() -> None:
