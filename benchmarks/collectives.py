@@ -113,15 +113,15 @@ def objects() -> list[Pair]:
 def bookkeeping() -> list[Pair]:
     """What is done besides moving data: the note of each collective, and the comparison in debug mode."""
     from accelerate import PartialState
-    from accelerate.ops import RING, current_transport
+    from accelerate.ops import current_transport, flight_recorder
     from accelerate.utils import gather
 
     def note() -> None:
-        RING.begin("gather", None)
-        RING.end()
+        flight_recorder().begin("gather", None)
+        flight_recorder().end()
 
-    state, small, head = PartialState(), torch.randn(512), current_transport().head
-    assert head is not None
+    state, small, header = PartialState(), torch.randn(512), current_transport().header
+    assert header is not None
 
     def with_debug(on: bool) -> Callable[[], object]:
         def work() -> object:
@@ -131,7 +131,7 @@ def bookkeeping() -> list[Pair]:
         return work
 
     noted = min(time_round(note, 2000) for _ in range(20))
-    compared = min(time_round(lambda: head.exchange(1), MANY) for _ in range(40))
+    compared = min(time_round(lambda: header.exchange(1), MANY) for _ in range(40))
     pairs = [
         Pair("note of one collective", 0.0, noted, noted, 2e-6, "s"),
         Pair("comparison of one collective, processor time", 0.0, compared, compared, 2e-4, "s"),

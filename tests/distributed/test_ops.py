@@ -139,7 +139,7 @@ def scatter_from_last() -> dict[str, Any]:
 @pytest.mark.parametrize("processes", [2, 3])
 def test_scatter(run: Run, processes: int) -> None:
     for index, result in enumerate(run(scatter_from_last, processes=processes)):
-        assert result == {"filled": [[index, 7]], "kind": "RecordingTransport"}
+        assert result == {"filled": [[index, 7]], "kind": "TorchTransport"}
 
 
 def combine_much() -> dict[str, Any]:

@@ -4,17 +4,14 @@ from accelerate.ops.agreement import (
     run_on_all_ranks as run_on_all_ranks,
     run_on_rank_0 as run_on_rank_0,
 )
-from accelerate.ops.async_reduce import (
-    Answer as Answer,
-    AsyncGroup as AsyncGroup,
-    reduce_async as reduce_async,
-)
 from accelerate.ops.base import (
+    Header as Header,
     Transport as Transport,
     as_supported as as_supported,
     finished_reduction as finished_reduction,
     one_for_each as one_for_each,
     reducible_dtype as reducible_dtype,
+    width_of as width_of,
 )
 from accelerate.ops.casting import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
@@ -38,13 +35,12 @@ from accelerate.ops.collectives import (
 from accelerate.ops.flight_record import (
     LENGTH as LENGTH,
     Entry as Entry,
-    RecordingTransport as RecordingTransport,
     Ring as Ring,
     calling_frame as calling_frame,
     flight_recorder as flight_recorder,
     line_of as line_of,
+    recorded as recorded,
 )
-from accelerate.ops.header import Header as Header, width_of as width_of
 from accelerate.ops.packed import (
     broadcast_object as broadcast_object,
     broadcast_packed as broadcast_packed,
@@ -79,10 +75,13 @@ from accelerate.ops.padding import (
     row_fact as row_fact,
 )
 from accelerate.ops.transport import (
+    Answer as Answer,
+    AsyncGroup as AsyncGroup,
     NeuronTransport as NeuronTransport,
     TorchTransport as TorchTransport,
     XlaTransport as XlaTransport,
     current_transport as current_transport,
+    reduce_async as reduce_async,
 )
 from accelerate.ops.verify import (
     Call as Call,

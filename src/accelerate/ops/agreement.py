@@ -1,4 +1,4 @@
-"""Agreement of all ranks where they are in step: over the store of a run, or over its collectives."""
+"""Agreement of all ranks that run the same calls: over the store of a run, or over its collectives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveConsensus(Consensus):
-    """Over the collectives of a run, where it has no store.
-
-    Args:
-        transport: of the run.
-    """
+    """Over the collectives of a run, where it has no store."""
 
     is_threaded = False
 
@@ -32,12 +28,7 @@ class CollectiveConsensus(Consensus):
 
 
 def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consensus:
-    """Choose the way in which the ranks of a run agree.
-
-    Args:
-        transport: of the run.
-        channel: a connection of its own to the store of the process group; None where there is no such store.
-    """
+    """Choose the way in which the ranks of a run agree; `channel` is a connection of its own to the store."""
     if transport.size == 1:
         return Consensus()
     if channel is None:
@@ -46,16 +37,10 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
 
 
 def run_on_all_ranks(action: Callable[[], Result]) -> Result:
-    """Run an action on each rank, and raise on all when it failed on one. Called on all ranks.
-
-    Args:
-        action: what this rank does; it does not communicate.
-
-    Returns:
-        What it returned on this rank.
+    """Run an action that does not communicate on each rank, and return what it returned on this one.
 
     Raises:
-        CheckpointError: it failed on a rank; on all.
+        CheckpointError: It failed on a rank; on all.
     """
     result, failure = None, ""
     try:
@@ -69,16 +54,10 @@ def run_on_all_ranks(action: Callable[[], Result]) -> Result:
 
 
 def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
-    """Run an action on rank 0 alone, and raise on all ranks when it failed. Called on all ranks.
-
-    Args:
-        action: what rank 0 does; it does not communicate.
-
-    Returns:
-        What it returned, on rank 0; None on the others.
+    """Run an action that does not communicate on rank 0, and return what it returned; None on the others.
 
     Raises:
-        AccelerateError: what it raised; a `CheckpointError` for an error of another kind.
+        AccelerateError: What it raised, on all ranks; a `CheckpointError` for an error of another kind.
     """
     transport = current_transport()
     result: Result | None = None

@@ -5,8 +5,8 @@ Every function here is called on all processes. On one process the data comes ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 import torch
@@ -77,7 +77,7 @@ def gather_object(object: Any) -> Any:
         return object
     parts = gather_objects(object, transport, Call(f"{PUBLIC_MODULE}.gather_object"))
     if all(isinstance(part, (list, tuple)) for part in parts):
-        return _concatenated(parts)
+        return list(chain.from_iterable(parts))
     return parts
 
 
@@ -234,7 +234,7 @@ def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
     if transport.size == 1:
         return kept
     call = Call(f"{__name__}.gather_valid_objects", f"counts={list(counts)}")
-    return _concatenated(gather_objects(kept, transport, call))
+    return list(chain.from_iterable(gather_objects(kept, transport, call)))
 
 
 @operation
@@ -296,13 +296,6 @@ def wait_for_everyone() -> None:
 
 # All waits for other processes are recorded and verified as operations.
 services.barrier = wait_for_everyone
-
-
-def _concatenated(parts: Iterable[Iterable[Any]]) -> list[Any]:
-    items: list[Any] = []
-    for part in parts:
-        items.extend(part)
-    return items
 
 
 def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:

@@ -16,14 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
-from typing import Any
+from types import CodeType, FrameType
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from accelerate.ops.base import Transport
 from accelerate.state import services
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LENGTH = 32
 """Number of operations that are recorded."""
@@ -56,13 +58,13 @@ class Entry:
     """One operation, as reports show it.
 
     Attributes:
-        sequence: its number in this process, from 1; equal on all ranks as long as they do the same.
-        operation: name of the outermost operation.
-        facts: what it was called with, such as shapes; small, and turned into text only here.
+        sequence: Its number in this process, from 1; equal on all ranks as long as they do the same.
+        operation: Name of the outermost operation.
+        facts: What it was called with, such as shapes.
         started: `time.monotonic()` when it began.
-        file: the user's file that called it; empty where all frames are in this package or torch.
-        line: the line there; 0 where it is not known.
-        running: whether it has not returned yet.
+        file: The user's file that called it; empty where all frames are in this package or torch.
+        line: The line there; 0 where it is not known.
+        running: Whether it has not returned yet.
     """
 
     sequence: int
@@ -74,7 +76,7 @@ class Entry:
     running: bool
 
 
-_Raw = tuple[int, str, object, float, CodeType | None, int]
+_Raw = tuple[int, str, object, float, CodeType, int]
 
 
 class Ring:
@@ -99,8 +101,8 @@ class Ring:
         """Record that an operation begins; inside another one it is a part of that one.
 
         Args:
-            operation: its name.
-            facts: what it is called with, as small objects without tensors.
+            operation: Its name.
+            facts: What it is called with, as small objects without tensors.
         """
         if threading.get_ident() != self._owner:
             return
@@ -122,9 +124,9 @@ class Ring:
             self._depth -= 1
 
     @contextlib.contextmanager
-    def entry(self, operation: str, facts: object = None) -> Iterator[None]:
-        """Record the block as an operation; see `begin`."""
-        self.begin(operation, facts)
+    def entry(self, operation: str) -> Iterator[None]:
+        """Record the block as an operation."""
+        self.begin(operation, None)
         try:
             yield
         finally:
@@ -156,64 +158,41 @@ def flight_recorder() -> Ring:
 os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
 
 
-class RecordingTransport(Transport):
-    """A transport that records its calls; its attributes are those of the wrapped one.
+def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:
+    """Record each call of a function.
 
     Args:
-        transport: the transport that does the work.
+        function: Called on all ranks.
+        argument: Index of the argument whose shape and dtype, or type, is recorded.
     """
+    name = function.__name__
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        for name in _FACTS:
-            setattr(self, name, getattr(transport, name))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "transport":  # missing while it is set up
-            raise AttributeError(name)
-        return getattr(self.transport, name)
-
-
-def _recorded(name: str, method: FunctionType) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: RecordingTransport, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         record = flight_recorder()
-        record.begin(name, describe(args[0]) if args else None)
+        record.begin(name, _facts_of(args[argument]) if len(args) > argument else None)
         try:
-            return getattr(self.transport, name)(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             record.end()
 
     return call
 
 
-def describe(argument: object) -> object:
-    """What is recorded of the first argument of an operation, without a reference to it."""
+def _facts_of(argument: object) -> object:
+    """What is recorded of an argument, without a reference to it."""
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
-
-
-_PUBLIC = {name: member for name, member in vars(Transport).items() if not name.startswith("_")}
-# Set on the instance, as the attributes of the class hide those of the wrapped transport.
-_FACTS = tuple(name for name, member in _PUBLIC.items() if not isinstance(member, FunctionType))
-for _name, _member in _PUBLIC.items():
-    if isinstance(_member, FunctionType):
-        setattr(RecordingTransport, _name, _recorded(_name, _member))
 
 
 def _entry(raw: _Raw, running: _Raw | None) -> Entry:
     sequence, operation, facts, started, code, instruction = raw
-    file = "" if code is None or _is_inside(code.co_filename) else code.co_filename
-    line = line_of(code, instruction) if code is not None and file else 0
+    file = "" if _is_inside(code.co_filename) else code.co_filename
+    line = line_of(code, instruction) if file else 0
     return Entry(sequence, operation, _spell(facts), started, file, line, raw is running)
 
 
 def line_of(code: CodeType, instruction: int) -> int:
-    """The line of an instruction of a piece of code; 0 where it has none.
-
-    Args:
-        code: the piece of code.
-        instruction: offset of the instruction in bytes.
-    """
+    """The line of the instruction at an offset in bytes; 0 where it has none."""
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
     return next(lines, None) or 0
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelerate.nested import recursively_apply
-from accelerate.ops.base import Transport, finished_reduction, reducible_dtype
-from accelerate.ops.header import Header
+from accelerate.ops.base import Header, Transport, finished_reduction, reducible_dtype
 from accelerate.ops.packing import (
     DtypeSegment,
     Parts,
@@ -33,16 +31,7 @@ from accelerate.ops.verify import Call, agree, checking_header, debugging, must_
 
 
 def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
-    """Join the tensors of all processes along their first dimension.
-
-    Args:
-        data: Nested tensors of equal shapes and dtypes on all ranks.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-
-    Returns:
-        The same nesting.
-    """
+    """Join nested tensors of equal shapes and dtypes on all ranks along their first dimension."""
     parts = take_apart(data)
     if any(map(is_dtensor, parts.leaves)):
         return gather_values(data, transport, lambda leaf: gather_packed(leaf, transport, call))
@@ -54,7 +43,8 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
     if header is not None and plan.whole is not None:
         for segment in plan.whole.segments:
             segment.receive(header, results)
-        results = _back_on_device(results, parts)
+        if leaves and not leaves[0].is_cpu:
+            results = [result.to(leaves[0].device) for result in results]
     for layout in plan.buffers:
         joined = transport.gather(layout.pack(leaves)).view(size, -1)
         for segment in layout.segments:
@@ -65,23 +55,15 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
 
 
 def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call: Call) -> Any:
-    """Combine the tensors of all processes element by element.
+    """Combine nested tensors of equal shapes and dtypes on all ranks, and multiply the result by `scale`.
 
     What is sent in the header is combined in rank order, in the dtype in which a collective would do it.
-
-    Args:
-        data: Nested tensors of equal shapes and dtypes on all ranks; not changed.
-        how: "sum", "mean", "max" or "min".
-        scale: Factor for the result.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-
-    Returns:
-        The same nesting.
     """
     parts = take_apart(data)
     if any(map(is_dtensor, parts.leaves)):
-        totals = reduce_values(data, how, transport, partial(_reduce_value, transport=transport, call=call))
+        totals = reduce_values(
+            data, how, transport, lambda leaf, kind: reduce_packed(leaf, kind, 1.0, transport, call)
+        )
         return recursively_apply(_scaled, totals, scale)
     leaves, size = parts.leaves, transport.size
     plan, header = _begin(parts, transport, call, sends=True, mixed=False)
@@ -102,17 +84,7 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
 
 
 def broadcast_packed(data: Any, source: int, transport: Transport, call: Call) -> Any:
-    """Overwrite the tensors of all processes with those of one.
-
-    Args:
-        data: Nested tensors of equal shapes and dtypes on all ranks; changed in place on the receiving ones.
-        source: The rank to send from.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-
-    Returns:
-        The same nesting of the same tensors.
-    """
+    """Overwrite the tensors of the other processes, in place, with those of rank `source`."""
     parts = take_apart(data)
     leaves, sends = parts.leaves, transport.rank == source
     with torch.no_grad():
@@ -169,18 +141,8 @@ def _combine(rows: Tensor, segment: DtypeSegment, how: str) -> Tensor:
     return total
 
 
-def _reduce_value(data: Any, how: str, *, transport: Transport, call: Call) -> Any:
-    return reduce_packed(data, how, 1.0, transport, call)
-
-
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1.0 else torch.mul(tensor, scale)
-
-
-def _back_on_device(results: list[Any], parts: Parts) -> list[Any]:
-    if not parts.leaves or parts.leaves[0].is_cpu:
-        return results
-    return [result.to(parts.leaves[0].device) for result in results]
 
 
 # Distributed tensors
@@ -203,20 +165,17 @@ def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any])
         data: Nested tensors.
         transport: Between several processes.
         gather: Joins nested plain tensors of all processes along their first dimension.
-
-    Returns:
-        The same nesting of plain tensors, on every process.
     """
 
     def join(leaf: Tensor) -> Tensor:
         if not is_dtensor(leaf):
             return gather(leaf)  # type: ignore[no-any-return]
-        whole, holders = _open(leaf, transport)
+        whole, first_ranks = _whole_and_first_ranks(leaf, transport)
         whole = whole if whole.ndim else whole.view(1)
-        if holders == [0]:
+        if first_ranks == [0]:
             return whole
         parts = gather(whole).chunk(transport.size)
-        return torch.cat([parts[rank] for rank in holders])
+        return torch.cat([parts[rank] for rank in first_ranks])
 
     return recursively_apply(join, data, error_on_other_type=True)
 
@@ -229,26 +188,23 @@ def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[A
         how: "sum", "mean", "max" or "min".
         transport: Between several processes.
         reduce: Combines nested plain tensors of all processes.
-
-    Returns:
-        The same nesting of plain tensors, on every process.
     """
 
     def combine(leaf: Tensor) -> Tensor:
         if not is_dtensor(leaf):
             return reduce(leaf, how)  # type: ignore[no-any-return]
-        whole, holders = _open(leaf, transport)
-        if holders == [0]:
+        whole, first_ranks = _whole_and_first_ranks(leaf, transport)
+        if first_ranks == [0]:
             return whole
         if how in ("max", "min"):
             return reduce(whole, how)  # type: ignore[no-any-return]
-        total: Tensor = reduce(whole if transport.rank in holders else torch.zeros_like(whole), "sum")
-        return total if how == "sum" else total / len(holders)
+        total: Tensor = reduce(whole if transport.rank in first_ranks else torch.zeros_like(whole), "sum")
+        return total if how == "sum" else total / len(first_ranks)
 
     return recursively_apply(combine, data, error_on_other_type=True)
 
 
-def _open(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
+def _whole_and_first_ranks(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
     """The whole tensor, and the first rank of each group that shares one."""
     ranks = leaf.device_mesh.mesh
     whole = leaf.full_tensor()
@@ -261,13 +217,7 @@ def _open(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
 
 
 def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
-    """Collect one picklable object of each process, in rank order, on every process.
-
-    Args:
-        obj: The object of this process.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-    """
+    """Collect one picklable object of each process, in rank order, on every process."""
     header = transport.header
     if header is None:
         agree_on_call(transport, call)
@@ -276,14 +226,7 @@ def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
 
 
 def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) -> Any:
-    """Return rank `source`'s object on every process; on the source it is the very object given.
-
-    Args:
-        obj: The object; not used on the receiving ranks.
-        source: The rank to send from.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-    """
+    """Return rank `source`'s object on every process; on the source it is the very object given."""
     header = transport.header
     if header is None:
         agree_on_call(transport, call)
@@ -305,13 +248,9 @@ def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) ->
 def share_numbers(
     numbers: Sequence[int], transport: Transport, call: Call, *facts: object
 ) -> list[list[int]]:
-    """Gather the integers of all processes, in rank order.
+    """Gather the integers of all processes, as many on each, in rank order.
 
-    Args:
-        numbers: As many on each rank.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
-        *facts: What else has to be the same on all processes, by its `repr`.
+    `facts` is what else has to be the same on all processes, by its `repr`.
     """
     header = transport.header
     if header is not None and (transport.verifies or debugging()):
@@ -325,13 +264,7 @@ def share_numbers(
 def agree_on_call(transport: Transport, call: Call, *facts: object) -> None:
     """Compare the calls of the processes: where that is cheap, and in debug mode everywhere.
 
-    Args:
-        transport: Between several processes.
-        call: What this process does.
-        *facts: What else has to be the same on all processes, by its `repr`.
-
-    Raises:
-        DistributedOperationException: They differ.
+    `facts` is what else has to be the same on all processes, by its `repr`.
     """
     if must_verify(transport):
         agree(transport, checking_header(transport), mark_of(call.operation, call.arguments, *facts), call)

@@ -18,7 +18,7 @@ from torch import Tensor
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import honor_mapping, honor_type
-from accelerate.ops.header import Header
+from accelerate.ops.base import Header
 
 ALIGNMENT = 16
 """Bytes; any dtype may be viewed at such an offset of a buffer."""
@@ -27,17 +27,16 @@ _SHARED = 64 * 1024  # bytes of results that may share memory
 _ORDERED = 8192  # elements up to which their order is cached
 _NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch cannot reorder these
 
-# The declaration of the function leaves out that it returns the pieces.
-_split_copy: Callable[..., tuple[Tensor, ...]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+Cut = Callable[..., Sequence[Tensor]]
+
+# The declaration of the function leaves out that it returns the parts.
+_split_copy: Cut = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
 class RowGroup(NamedTuple):
     """Neighbours in a segment that differ in the first dimension only: they are cut apart in one call.
 
     Attributes:
-        start: First element in the segment.
-        stop: One past the last element.
-        tail: The shape of one row.
         lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
         joined: The same for the leaves of all processes together.
         scalars: Whether the leaves are 0-d.
@@ -53,12 +52,9 @@ class RowGroup(NamedTuple):
 
 @dataclass(slots=True)
 class DtypeSegment:
-    """All leaves of one dtype in a buffer.
+    """All leaves of one dtype in a buffer, from byte `start` to `stop`.
 
     Attributes:
-        dtype: Of the leaves.
-        start: First byte in the buffer.
-        stop: One past the last byte.
         indices: Which leaves; those of one group are neighbours.
         counts: Number of elements of each.
         joined: Shape of each when those of all processes are joined.
@@ -91,25 +87,19 @@ class DtypeSegment:
         """View its bytes in a buffer, or in one buffer for each process (2-d), as elements."""
         return buffer[..., self.start : self.stop].view(self.dtype)
 
-    def split(self, flat: Tensor, results: list[Tensor]) -> None:
-        """Cut elements into its leaves, which may use their memory."""
-        pieces = iter(self.indices)
+    def split(self, flat: Tensor, results: list[Tensor], cut: Cut | None = None) -> None:
+        """Cut elements into its leaves, which may use their memory; with `torch.split` they always do."""
+        indices = iter(self.indices)
         for group in self.groups:
-            for piece in _cut(flat[group.start : group.stop], group.tail, group.lengths):
-                results[next(pieces)] = piece.view(()) if group.scalars else piece
-
-    def views(self, buffer: Tensor, results: list[Tensor]) -> None:
-        """Cut a buffer into its leaves, which use the memory of the buffer."""
-        flat, indices = self.read(buffer), iter(self.indices)
-        for group in self.groups:
-            for leaf in torch.split(flat[group.start : group.stop].view(-1, *group.tail), group.lengths):
+            rows = flat[group.start : group.stop].view(-1, *group.tail)
+            for leaf in (cut or _cut_of(rows))(rows, group.lengths):
                 results[next(indices)] = leaf.view(()) if group.scalars else leaf
 
     def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
         """Cut the elements of all processes (one row each) into copies of its leaves, joined by rows."""
-        pieces = _split_copy(rows, self.counts, 1)
-        for index, piece, shape in zip(self.indices, pieces, self.joined, strict=True):
-            results[index] = piece.view(shape)
+        leaves = _split_copy(rows, self.counts, 1)
+        for index, leaf, shape in zip(self.indices, leaves, self.joined, strict=True):
+            results[index] = leaf.view(shape)
 
     def receive(self, header: Header, results: list[Tensor]) -> None:
         """Cut the payloads of all headers into its leaves, joined by rows."""
@@ -123,9 +113,9 @@ class DtypeSegment:
         size, indices = len(rows), iter(self.indices)
         flat = torch.index_select(header.elements(self.dtype), 0, self.order)
         for group in self.groups:
-            part = flat[size * group.start : size * group.stop]
-            for piece in _cut(part, group.tail, group.joined):
-                results[next(indices)] = piece
+            joined = flat[size * group.start : size * group.stop].view(-1, *group.tail)
+            for leaf in _cut_of(joined)(joined, group.joined):
+                results[next(indices)] = leaf
 
     def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
         """Copy elements into its leaves, in place."""
@@ -138,10 +128,9 @@ class DtypeSegment:
             leaf.copy_(arrived)
 
 
-def _cut(flat: Tensor, tail: tuple[int, ...], lengths: list[int]) -> Sequence[Tensor]:
-    """Cut elements into tensors with rows of one shape; small ones share memory, not what they track."""
-    cut = torch.unsafe_split_with_sizes if flat.nbytes <= _SHARED else _split_copy
-    return cut(flat.view(-1, *tail), lengths, 0)
+def _cut_of(rows: Tensor) -> Cut:
+    """How rows are cut into results: small ones share memory, but not what they track."""
+    return torch.unsafe_split_with_sizes if rows.nbytes <= _SHARED else _split_copy
 
 
 def _can_be_ordered(rows: Tensor) -> bool:
@@ -150,12 +139,7 @@ def _can_be_ordered(rows: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Several leaves in one byte buffer.
-
-    Attributes:
-        segments: One for each dtype.
-        width: Bytes of the buffer.
-    """
+    """Several leaves in one buffer of `width` bytes, with one segment for each dtype."""
 
     segments: tuple[DtypeSegment, ...]
     width: int
@@ -227,8 +211,7 @@ def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
 def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
     """Give each dtype its segment of a buffer with the tensors of one process; the last layouts are cached.
 
-    Args:
-        facts: Shape and dtype of each tensor; those without elements are not in the buffer.
+    Those without elements are not in the buffer.
     """
     shapes, dtypes = [shape for shape, _ in facts], [dtype for _, dtype in facts]
     return lay_out([index for index, shape in enumerate(shapes) if shape.numel()], shapes, dtypes, 1)
@@ -238,7 +221,7 @@ def views_of(buffer: Tensor, facts: tuple[tuple[torch.Size, torch.dtype], ...]) 
     """Return the tensors of a buffer that `lay_out_once` has laid out, which use its memory."""
     tensors: list[Any] = [None] * len(facts)
     for segment in lay_out_once(facts).segments:
-        segment.views(buffer, tensors)
+        segment.split(segment.read(buffer), tensors, torch.split)
     for index, (shape, dtype) in enumerate(facts):
         if tensors[index] is None:
             tensors[index] = torch.empty(shape, dtype=dtype, device=buffer.device)
@@ -269,12 +252,7 @@ class Parts:
 
 
 def take_apart(data: Any) -> Parts:
-    """List the tensors of nested data, and note what they look like.
-
-    Raises:
-        TypeError: A leaf is not a tensor.
-        ConfigurationError: The tensors are on several devices.
-    """
+    """List the tensors of nested data, and note what they look like."""
     parts = Parts([], [], [])
     _collect(data, parts.leaves, parts.facts, parts.skeleton)
     if parts.leaves:

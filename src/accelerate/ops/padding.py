@@ -120,9 +120,6 @@ def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transpo
         counts: For each tensor the number of its rows on each rank; the same on all ranks.
         transport: Between several processes.
         call: For the message when the processes disagree.
-
-    Returns:
-        The same nesting; the rows of all ranks in rank order.
     """
     first, second = tee(counts)
     filled = recursively_apply(lambda leaf: _pad_rows(leaf, next(first)), data, error_on_other_type=True)
@@ -131,11 +128,7 @@ def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transpo
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:
-    """Return the first rows of a tensor.
-
-    Raises:
-        ConfigurationError: It has fewer.
-    """
+    """Return the first rows of a tensor; refuse one that has fewer."""
     rows = 0 if tensor.ndim == 0 else tensor.shape[0]
     if rows < count or tensor.ndim == 0:
         raise too_few_rows(rows, count)

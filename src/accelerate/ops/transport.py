@@ -1,29 +1,34 @@
-"""The transport of this process, chosen once: `torch.distributed`, also on Neuron devices, or `torch_xla`."""
+"""The transport of this process, chosen once: `torch.distributed`, also on Neuron devices, or `torch_xla`.
+
+`reduce_async` reduces a few numbers of all ranks while compute goes on. They are float64 on the CPU, in a
+gloo group of their own: no device waits for them, and their order among the collectives of the default group
+is free. Where there can be no such group (one process, MPI, XLA) they are reduced at once over the transport.
+"""
 
 from __future__ import annotations
 
 import copyreg
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate.base import wrong_value
 from accelerate.devices import mark_step, of_device
 from accelerate.ops.base import (
-    REDUCTIONS,
+    Header,
     Transport,
     as_supported,
     finished_reduction,
     one_for_each,
     reducible_dtype,
+    reduction_name,
 )
-from accelerate.ops.flight_record import RecordingTransport
-from accelerate.ops.header import Header
+from accelerate.ops.flight_record import flight_recorder
 from accelerate.state import PartialState, process_group, services
 
 # Older versions of torch know the call by its other name only.
@@ -36,14 +41,7 @@ IN_TURN = 256 * 1024
 IN_TURN_PROCESSES = 8
 
 _ADDED_IN_TURN = (torch.float32, torch.float64, torch.int64)
-
-
-class RankInfo(Protocol):
-    """What a transport is built from: rank, world size and device, as `PartialState` has them."""
-
-    num_processes: int
-    process_index: int
-    device: torch.device
+_NO_SECOND_GROUP = ("mpi", "ucc")
 
 
 class TorchTransport(Transport):
@@ -53,10 +51,12 @@ class TorchTransport(Transport):
     supports, and the result is moved back.
     """
 
-    def __init__(self, info: RankInfo) -> None:
-        self.size = info.num_processes
-        self.rank = info.process_index
-        self.device = info.device
+    _object_group: dist.ProcessGroup | None = None
+
+    def __init__(self, state: PartialState) -> None:
+        self.size = state.num_processes
+        self.rank = state.process_index
+        self.device = state.device
         self._supported = _supported_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._supported else torch.device("cpu")
         self.verifies = of_device(self._fallback).is_host
@@ -71,14 +71,16 @@ class TorchTransport(Transport):
             (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
         )
         if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
-            self._gather_in_turn(joined, local)
+            parts = joined.chunk(self.size)
+            parts[self.rank].copy_(local)
+            self._broadcast_in_turn(parts)
         else:
             _all_gather(as_supported(joined), as_supported(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj)
+        dist.all_gather_object(gathered, obj, group=self._object_group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -89,14 +91,12 @@ class TorchTransport(Transport):
         return tensor
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
-        box = [obj if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source)
-        return obj if self.rank == source else box[0]
+        objects = [obj if self.rank == source else None]
+        dist.broadcast_object_list(objects, src=source, group=self._object_group)
+        return obj if self.rank == source else objects[0]
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        operation = _REDUCE_OPERATIONS.get(how)
-        if operation is None:
-            raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
+        operation = getattr(dist.ReduceOp, reduction_name(how))
         if self._adds_in_turn(tensor, how):
             return finished_reduction(self._add_in_turn(tensor), how, self.size, tensor)
         total = tensor.detach().to(
@@ -119,10 +119,9 @@ class TorchTransport(Transport):
     def barrier(self) -> None:
         process_group.wait(self.device)
 
-    def _gather_in_turn(self, joined: Tensor, local: Tensor) -> None:
-        """Let each process broadcast its part into the results of the others, without a copy."""
-        parts = joined.chunk(self.size)
-        parts[self.rank].copy_(local)
+    @staticmethod
+    def _broadcast_in_turn(parts: Sequence[Tensor]) -> None:
+        """Let each process broadcast its part into the parts of the others."""
         works = [dist.broadcast(as_supported(part), src, async_op=True) for src, part in enumerate(parts)]
         for work in works:
             work.wait()
@@ -134,14 +133,9 @@ class TorchTransport(Transport):
     def _add_in_turn(self, tensor: Tensor) -> Tensor:
         """Let two processes broadcast their tensors to each other; gloo's own sum works on a copy."""
         local = self._to_group_device(tensor)
-        other = torch.empty_like(local)
-        works = [
-            dist.broadcast(local if source == self.rank else other, source, async_op=True)
-            for source in range(2)
-        ]
-        for work in works:
-            work.wait()
-        return other.add_(local)
+        received = torch.empty_like(local)
+        self._broadcast_in_turn([local, received] if self.rank == 0 else [received, local])
+        return received.add_(local)
 
     def _group_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._supported and of_device(device).is_host else self._fallback
@@ -158,31 +152,20 @@ class NeuronTransport(TorchTransport):
     seconds.
     """
 
-    def __init__(self, info: RankInfo) -> None:
-        super().__init__(info)
-        self._objects = dist.new_group(backend="gloo")
+    scatter = Transport.scatter
 
-    def gather_object(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._objects)
-        return gathered
-
-    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
-        box = [obj if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source, group=self._objects)
-        return obj if self.rank == source else box[0]
-
-    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
-        return _scatter_by_broadcast(self, parts, out, source)
+    def __init__(self, state: PartialState) -> None:
+        super().__init__(state)
+        self._object_group = dist.new_group(backend="gloo")
 
 
 class XlaTransport(Transport):
     """Replicas of a `torch_xla` run: tensors over XLA collectives, objects over its rendezvous."""
 
-    def __init__(self, info: RankInfo) -> None:
-        self.size = info.num_processes
-        self.rank = info.process_index
-        self.device = info.device
+    def __init__(self, state: PartialState) -> None:
+        self.size = state.num_processes
+        self.rank = state.process_index
+        self.device = state.device
         self._xm: ModuleType = importlib.import_module("torch_xla.core.xla_model")
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -209,16 +192,11 @@ class XlaTransport(Transport):
         return obj if self.rank == source else parts[source]
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        if how not in REDUCTIONS:
-            raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
-        kind = {"max": self._xm.REDUCE_MAX, "min": self._xm.REDUCE_MIN}.get(how, self._xm.REDUCE_SUM)
+        kind = getattr(self._xm, f"REDUCE_{reduction_name(how)}")
         local = tensor.detach().to(device=self.device, dtype=reducible_dtype(tensor.dtype))
         total: Tensor = self._xm.all_reduce(kind, local)
         mark_step()
         return finished_reduction(total, how, self.size, tensor)
-
-    def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
-        return _scatter_by_broadcast(self, parts, out, source)
 
     def barrier(self) -> None:
         self._xm.rendezvous("accelerate.barrier")
@@ -232,35 +210,7 @@ class XlaTransport(Transport):
 
 
 # Kinds of hardware that do not use plain torch.distributed.
-_TRANSPORTS: dict[str, Callable[[RankInfo], Transport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
-
-_REDUCE_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
-
-
-def make_transport(hardware: str, info: RankInfo) -> Transport:
-    """Build the transport between the processes on one kind of hardware.
-
-    Args:
-        hardware: Name of the row of the hardware table.
-        info: Rank, world size and device of this process; its process group is initialized.
-    """
-    return _TRANSPORTS.get(hardware, TorchTransport)(info)
-
-
-def _scatter_by_broadcast(
-    transport: Transport, parts: Sequence[Tensor] | None, out: Tensor, source: int
-) -> Tensor:
-    """Broadcast all parts, where there is no scatter."""
-    if transport.rank == source:
-        everything = torch.stack(list(one_for_each(parts, transport.size)))
-    else:
-        everything = out.new_empty((transport.size, *out.shape))
-    return out.copy_(transport.broadcast(everything, source)[transport.rank])
+_TRANSPORTS: dict[str, type[TorchTransport | XlaTransport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
 
 
 def _supported_devices(backends: str) -> frozenset[str]:
@@ -282,7 +232,7 @@ def current_transport() -> Transport:
 
     It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
     """
-    transport = services.find(Transport)
+    transport: Transport | None = services.of_run.get(Transport)  # without a call: each collective asks
     return _open_transport() if transport is None else transport
 
 
@@ -291,19 +241,71 @@ def _open_transport() -> Transport:
     if state.num_processes == 1:
         transport = Transport()
     else:
-        transport = RecordingTransport(make_transport(state.device_backend.name, state))
+        transport = _TRANSPORTS.get(state.device_backend.name, TorchTransport)(state)
     return services.put(Transport, transport, uses_group=True)
 
 
-def _transport_here() -> Transport:
+def _unpickle() -> Transport:
     """The transport of this process; a local one where no state is set up, as in a loader's worker."""
     return current_transport() if PartialState._shared_state else Transport()
 
 
-def _stand_in(transport: Transport) -> tuple[Callable[[], Transport], tuple[()]]:
-    return _transport_here, ()
-
-
 # A copied or unpickled transport is the one of the process that copies or reads it.
-for _kind in (Transport, RecordingTransport, TorchTransport, NeuronTransport, XlaTransport):
-    copyreg.pickle(_kind, _stand_in)
+for _kind in (Transport, TorchTransport, NeuronTransport, XlaTransport):
+    copyreg.pickle(_kind, lambda transport: (_unpickle, ()))
+
+
+class Answer:
+    """Numbers of all ranks, which may still be on their way; `wait` is to be called once.
+
+    Args:
+        numbers: Overwritten by the group as long as it reduces them.
+        work: What the group returned for the operation; None where the numbers are known.
+        purpose: The name under which waiting is recorded.
+    """
+
+    def __init__(self, numbers: Tensor, work: Any = None, purpose: str = "") -> None:
+        self._numbers, self._work, self._purpose = numbers, work, purpose
+
+    def wait(self) -> list[float]:
+        """Return the numbers, when all ranks have given theirs."""
+        if self._work is not None:
+            with flight_recorder().entry(self._purpose):
+                self._work.wait()
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+
+class AsyncGroup:
+    """The gloo group for these numbers, a service of the run; None where there can be no such group.
+
+    Args:
+        purpose: Of the first numbers, for the flight record: a rank may wait here for one that never asks.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        has_gloo = dist.is_initialized() and dist.is_gloo_available()
+        self.group: dist.ProcessGroup | None = None
+        own_runtime = PartialState().device_backend.own_runtime
+        if has_gloo and dist.get_backend() not in _NO_SECOND_GROUP and not own_runtime:
+            with flight_recorder().entry(purpose):
+                self.group = dist.new_group(backend="gloo")
+
+
+def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> Answer:
+    """Start to reduce numbers of all ranks, element by element; called on all ranks in the same order.
+
+    Args:
+        numbers: Equally many on all ranks; exact up to 2**53.
+        how: "sum" or "max".
+        purpose: What for, as the flight record and the reports of hangs name it.
+    """
+    tensor = torch.tensor(numbers, dtype=torch.float64)
+    transport = current_transport()
+    if transport.size == 1:
+        return Answer(tensor)
+    group = services.get(AsyncGroup, partial(AsyncGroup, purpose), uses_group=True).group
+    if group is None:
+        return Answer(transport.reduce(tensor, how))
+    work = dist.all_reduce(tensor, getattr(dist.ReduceOp, reduction_name(how)), group=group, async_op=True)
+    return Answer(tensor, work, purpose)

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor
 
 from accelerate.base import AccelerateError
-from accelerate.ops.base import Transport
-from accelerate.ops.flight_record import describe, flight_recorder
-from accelerate.ops.header import Header
+from accelerate.ops.base import Header, Transport
+from accelerate.ops.flight_record import flight_recorder, recorded
 from accelerate.ops.packing import mark_of, not_a_tensor
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
@@ -40,10 +39,8 @@ class Call:
     """What a refusal says of the call that a process makes.
 
     Attributes:
-        operation: Import path of the function.
         arguments: Those besides the data that must be the same on all processes.
-        data: Nested tensors; None for an operation without.
-        rows_only: Whether the first dimensions may differ.
+        rows_only: Whether the first dimensions of the data may differ.
     """
 
     operation: str
@@ -64,25 +61,14 @@ class CallSummary(NamedTuple):
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public collective: between several processes it is noted in the record of this one.
-
-    Args:
-        function: Called on all ranks.
-    """
-    name = function.__name__
+    """Decorate a public collective: between several processes it is in the flight record of this one."""
+    with_record = recorded(function)
 
     @functools.wraps(function)
-    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
-        if current_transport().size == 1:
-            return function(*args, **kwargs)
-        record = flight_recorder()
-        record.begin(name, describe(args[0]) if args else None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            record.end()
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if current_transport().size == 1 else with_record)(*args, **kwargs)
 
-    return noted
+    return call
 
 
 def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
@@ -149,17 +135,10 @@ def checking_header(transport: Transport) -> Header:
 
 
 def agree(transport: Transport, header: Header, mark: int, call: Call, length: int = 0) -> None:
-    """Exchange headers, and raise on all processes unless all of them do the same.
+    """Exchange headers, and raise on all processes unless all of them do the same; called on all ranks.
 
-    Args:
-        transport: Between all processes; called on all ranks.
-        header: Its header, with the payload in it if there is one.
-        mark: Identifies the operation and everything that has to be the same.
-        call: For the message.
-        length: Bytes of the payload of this process.
-
-    Raises:
-        DistributedOperationException: With what each process does.
+    `mark` identifies the operation and everything that has to be the same; `length` is the bytes of the
+    payload of this process.
     """
     if not header.exchange(mark, length):
         summaries = transport.gather_object(tuple(summarize(call)))
@@ -167,27 +146,13 @@ def agree(transport: Transport, header: Header, mark: int, call: Call, length: i
 
 
 def verify_shapes(path: str, data: object, transport: Transport) -> None:
-    """Raise on all processes unless `data` has the same structure, shapes and dtypes everywhere.
-
-    Args:
-        path: The import path of the operation, for the message.
-        data: Nested tensors.
-        transport: Between all processes; called on all ranks.
-
-    Raises:
-        DistributedOperationException: With the input of each process.
-        TypeError: A leaf is not a tensor.
-    """
+    """Raise on all processes unless `data` has the same structure, shapes and dtypes everywhere."""
     mark = mark_of(path, outline(data, _shape_of), outline(data, _dtype_of))
     agree(transport, checking_header(transport), mark, Call(path, data=data))
 
 
 def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
-    """Replace every tensor in nested data by a fact about it, every container by a plain list or dict.
-
-    Raises:
-        TypeError: A leaf is not a tensor.
-    """
+    """Replace every tensor in nested data by a fact about it, every container by a plain list or dict."""
     if isinstance(data, Tensor):
         return fact(data)
     if isinstance(data, (list, tuple)):
@@ -211,11 +176,7 @@ def summarize(call: Call) -> CallSummary:
 
 
 def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
-    """Build the error for calls that do not fit together.
-
-    Args:
-        summaries: One entry for each process, in rank order.
-    """
+    """Build the error for calls that do not fit together, of one summary for each process in rank order."""
     operations = {summary.operation for summary in summaries}
     if len(operations) > 1:
         reason = (

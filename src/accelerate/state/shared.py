@@ -89,6 +89,7 @@ class ProcessServices:
     the run; those of the process last until it ends.
 
     Attributes:
+        of_run: the services of the run, by their class.
         groups_opened: number of default process groups that this process has opened.
         group_owner: number of the process that uses the default group; a fork inherits the group, and does
             not close it.
@@ -98,7 +99,7 @@ class ProcessServices:
         barrier: what `wait_for_everyone` calls while a group is open; None waits without a record.
     """
 
-    _of_run: ClassVar[dict[type[Any], Any]] = SharedDict()
+    of_run: ClassVar[dict[type[Any], Any]] = SharedDict()
     _group_users: ClassVar[dict[type[Any], None]] = SharedDict()
     _closers: ClassVar[dict[type[Any], Callable[[], None]]] = SharedDict()
 
@@ -113,7 +114,7 @@ class ProcessServices:
 
     def find(self, kind: type[Service]) -> Service | None:
         """Return the service of the run of this class; None where there is none."""
-        service: Service | None = self._of_run.get(kind)
+        service: Service | None = self.of_run.get(kind)
         return service
 
     def get(self, kind: type[Service], make: Callable[[], Service], *, uses_group: bool = False) -> Service:
@@ -141,7 +142,7 @@ class ProcessServices:
         Returns:
             The service.
         """
-        self._of_run[kind] = service
+        self.of_run[kind] = service
         if uses_group:
             self._group_users[kind] = None
         if close is not None:
@@ -152,7 +153,7 @@ class ProcessServices:
         """Forget the service of the run of this class, and return it."""
         self._group_users.pop(kind, None)
         self._closers.pop(kind, None)
-        service: Service | None = self._of_run.pop(kind, None)
+        service: Service | None = self.of_run.pop(kind, None)
         return service
 
     def of_process(self, kind: type[Service]) -> Service:
@@ -179,7 +180,7 @@ class ProcessServices:
 
     def reset(self) -> None:
         """Forget the services of the run."""
-        for registered in (self._of_run, self._group_users, self._closers):
+        for registered in (self.of_run, self._group_users, self._closers):
             registered.clear()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.ops import Transport
-from accelerate.ops.transport import _scatter_by_broadcast, _supported_devices
+from accelerate.ops.transport import _supported_devices
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ class Second(Transport):
         return tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))
 
 
-def test_a_wire_without_scatter_broadcasts_all_parts() -> None:
+def test_a_transport_without_scatter_broadcasts_all_parts() -> None:
     out = torch.zeros(3)
-    assert _scatter_by_broadcast(Second(), None, out, 0) is out
+    assert Second().scatter(None, out) is out
     assert out.tolist() == [3.0, 4.0, 5.0]
