@@ -1,8 +1,8 @@
 """What one kind of hardware is called and can do.
 
 A row of the table is a `DeviceBackend`; the base class drives every torch module shaped like `torch.cuda`
-(`is_available`, `device_count`, `set_device`, `mem_get_info`, ...). The CPU and Apple's GPU differ and have a
-subclass here; XLA has one in `xla.py`.
+(`is_available`, `device_count`, `set_device`, `mem_get_info`, ...). The CPU, Apple's GPU and Gaudi differ and
+have a subclass here; XLA has one in `xla.py`.
 """
 
 import logging
@@ -22,58 +22,33 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """One kind of hardware.
+    """One kind of hardware."""
 
-    Attributes:
-        name: The torch device type.
-        label: What people call it, as the questionnaire and the tables print it.
-        distributed_type: The label of plain data-parallel training on it.
-        comm: The torch process-group backend for its tensors; None: it cannot take part in a group.
-        visible_env: The variable that restricts which of its devices a process sees; None: there is none.
-        module: The torch module that drives it.
-        rng_type: How its random generator is called in `rng_types`; None: it cannot be synchronised.
-        extension: The package that adds it to torch; None: torch brings it.
-        own_scaler: Whether its module has an `amp.GradScaler` of its own instead of torch's common one.
-        lacks: Names of torch dtypes it cannot compute in.
-        probe_variables: Variables set while it is asked whether it is available, so that asking starts no
-            driver and the process can still be forked.
-        largest_index: The largest number that torch takes in the name of a device where all numbers mean the
-            same device, as for the CPU; None: numbers tell devices apart.
-        binds_group: Whether the default process group is bound to the device of each rank (`device_id`).
-        own_runtime: Whether its own runtime joins its processes, and not `torch.distributed`.
-        is_host: Whether it is the processor, whose tensors are in the memory of the process.
-        shares_host_memory: Whether its memory is the machine's: nothing is pinned, and device maps name it
-            by its type and not by a number.
-        is_addressable: Whether its tensors are stretches of bytes that have an address.
-        has_float64: Whether values are summed in float64 on it.
-        has_streams: Whether copies from it are ordered by streams and events.
-        checks_fork: Whether a process in which its driver was started cannot be forked.
-        notebook_variables: Variables set while a notebook trains on one such device.
-        deepspeed_variables: Variables that name it for DeepSpeed, where DeepSpeed does not detect it.
-    """
-
-    name: str
-    label: str
-    distributed_type: DistributedType
-    comm: str | None
-    visible_env: str | None
-    module: str
-    rng_type: RNGType | None = None
-    extension: str | None = None
-    own_scaler: bool = False
-    lacks: frozenset[str] = frozenset()
+    name: str  # the torch device type
+    label: str  # what people call it, as the questionnaire and the tables print it
+    distributed_type: DistributedType  # of plain data-parallel training on it
+    module: str  # the torch module that drives it
+    comm: str | None = None  # the process-group backend for its tensors; None: it takes part in no group
+    visible_env: str | None = None  # the variable that restricts which devices a process sees
+    rng_type: RNGType | None = None  # its generator in `rng_types`; None: it cannot be synchronised
+    extension: str | None = None  # the package that adds it to torch; None: torch brings it
+    own_scaler: bool = False  # its module has an `amp.GradScaler` of its own
+    lacks: frozenset[str] = frozenset()  # names of torch dtypes it cannot compute in
+    # Set while it is asked whether it is available: asking starts no driver, and the process can be forked.
     probe_variables: tuple[tuple[str, str], ...] = ()
+    # Where all indices mean the same device, the largest that torch takes; None: they tell devices apart.
     largest_index: int | None = None
-    binds_group: bool = False
-    own_runtime: bool = False
-    is_host: bool = False
+    binds_group: bool = False  # the default process group is bound to the device of each rank (`device_id`)
+    own_runtime: bool = False  # its own runtime joins its processes, and not `torch.distributed`
+    is_host: bool = False  # it is the processor, whose tensors are in the memory of the process
+    # Its memory is the machine's: nothing is pinned, and device maps name it by its type without an index.
     shares_host_memory: bool = False
-    is_addressable: bool = True
-    has_float64: bool = False
-    has_streams: bool = False
-    checks_fork: bool = False
-    notebook_variables: tuple[tuple[str, str], ...] = ()
-    deepspeed_variables: tuple[tuple[str, str], ...] = ()
+    is_addressable: bool = True  # its tensors are stretches of bytes that have an address
+    has_float64: bool = False  # values are summed in float64 on it
+    has_streams: bool = False  # copies from it are ordered by streams and events
+    checks_fork: bool = False  # a process in which its driver was started cannot be forked
+    notebook_variables: tuple[tuple[str, str], ...] = ()  # set while a notebook trains on one device
+    deepspeed_variables: tuple[tuple[str, str], ...] = ()  # name it for DeepSpeed, which does not detect it
 
     def installed(self) -> bool:
         """Return whether the package that adds this hardware to torch is there, without importing it."""
@@ -86,12 +61,8 @@ class DeviceBackend:
         try:
             module = self.torch_module()
         except ImportError as error:
-            _logger.warning(
-                "%s is installed but cannot be imported, %s is not used: %s",
-                self.extension,
-                self.label,
-                error,
-            )
+            text = "%s is installed but cannot be imported, %s is not used: %s"
+            _logger.warning(text, self.extension, self.label, error)
             return False
         except AttributeError:  # this torch was built without it
             return False
@@ -99,12 +70,7 @@ class DeviceBackend:
             return bool(module.is_available())
 
     def torch_module(self) -> Any:
-        """Return the torch module that drives it.
-
-        Raises:
-            ImportError: If its extension cannot be imported.
-            AttributeError: If this torch has no such module.
-        """
+        """Return the torch module that drives it; an ImportError or AttributeError where there is none."""
         import torch
 
         if self.extension is not None:
@@ -116,14 +82,7 @@ class DeviceBackend:
         return int(self.torch_module().device_count())
 
     def device(self, index: int | None = None) -> "torch.device":
-        """Return a device.
-
-        Args:
-            index: Which one, as this process numbers them; None: the current one, without a number.
-
-        Raises:
-            ConfigurationError: If the number is negative.
-        """
+        """Return a device by its index in this process; None: the current one, without an index."""
         import torch
 
         if index is None:
@@ -157,13 +116,9 @@ class DeviceBackend:
         module = self.torch_module()
         try:
             free, total = module.mem_get_info(index)
-        except AttributeError:  # modules of older versions
-            free = None
-        except RuntimeError as error:
-            if "doesn't support" not in str(error):  # some Intel GPUs cannot tell
+        except (AttributeError, RuntimeError) as error:  # modules of older versions; some Intel GPUs
+            if isinstance(error, RuntimeError) and "doesn't support" not in str(error):
                 raise
-            free = None
-        if free is None:
             total = module.get_device_properties(index).total_memory
             free = total - module.memory_reserved(index)
         return int(free), int(total)
@@ -184,8 +139,7 @@ class DeviceBackend:
 
     def rng_state(self) -> "torch.Tensor":
         """Return the state of the current device's generator, a uint8 tensor on the CPU."""
-        state: torch.Tensor = self.torch_module().get_rng_state()
-        return state
+        return self.torch_module().get_rng_state()  # type: ignore[no-any-return]
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
         """Set the current device's generator to a state that `rng_state` returned."""
@@ -203,17 +157,12 @@ class DeviceBackend:
         return ask is None or bool(ask())
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
-        """Return a gradient scaler for it.
-
-        Args:
-            **kw: Arguments of `torch.amp.GradScaler` without the device.
-        """
+        """Return a gradient scaler; takes the arguments of `torch.amp.GradScaler` without the device."""
         import torch
 
-        if not self.own_scaler:
-            return torch.amp.GradScaler(self.name, **kw)
-        scaler: torch.amp.GradScaler = self.torch_module().amp.GradScaler(**kw)
-        return scaler
+        if self.own_scaler:
+            return self.torch_module().amp.GradScaler(**kw)  # type: ignore[no-any-return]
+        return torch.amp.GradScaler(self.name, **kw)
 
 
 @dataclass(frozen=True)
@@ -231,11 +180,8 @@ class GaudiBackend(DeviceBackend):
 
 
 @dataclass(frozen=True)
-class CpuBackend(DeviceBackend):
-    """The processor: one device, always there, its memory is the machine's."""
-
-    def available(self) -> bool:
-        return True
+class OneDeviceBackend(DeviceBackend):
+    """Hardware that is one device, whose memory is the machine's."""
 
     def count(self) -> int:
         return 1
@@ -251,21 +197,16 @@ class CpuBackend(DeviceBackend):
     def current(self) -> int:
         return 0
 
-    def synchronize(self) -> None:
-        """Do nothing: its work is done when the call returns."""
-
-    def free_memory(self, index: int = 0) -> int:
+    def _memory(self, index: int) -> tuple[int, int]:
         import psutil
 
-        return int(psutil.virtual_memory().available)
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
 
-    def total_memory(self, index: int = 0) -> int:
-        import psutil
 
-        return int(psutil.virtual_memory().total)
-
-    def empty_cache(self) -> None:
-        """Do nothing: torch keeps no cache of host memory."""
+@dataclass(frozen=True)
+class CpuBackend(OneDeviceBackend):
+    """The processor, whose generator is torch's default one."""
 
     def seed(self, n: int) -> None:
         import torch
@@ -282,38 +223,24 @@ class CpuBackend(DeviceBackend):
 
         torch.set_rng_state(s)
 
-    def supports(self, dtype: "torch.dtype") -> bool:
-        return True
-
 
 @dataclass(frozen=True)
-class MpsBackend(CpuBackend):
-    """Apple's GPU: one device that shares the machine's memory."""
+class MpsBackend(OneDeviceBackend):
+    """Apple's GPU."""
 
     def available(self) -> bool:
         import torch
 
         return torch.backends.mps.is_available()
 
-    def synchronize(self) -> None:
-        self.torch_module().synchronize()
-
-    def empty_cache(self) -> None:
-        self.torch_module().empty_cache()
-
     def seed(self, n: int) -> None:
         self.torch_module().manual_seed(n)
-
-    def rng_state(self) -> "torch.Tensor":
-        state: torch.Tensor = self.torch_module().get_rng_state()
-        return state
-
-    def set_rng_state(self, s: "torch.Tensor") -> None:
-        self.torch_module().set_rng_state(s)
 
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
 
-        if dtype == torch.bfloat16:
-            return torch.backends.mps.is_macos_or_newer(14, 0)
-        return str(dtype).removeprefix("torch.") not in self.lacks
+        return (
+            torch.backends.mps.is_macos_or_newer(14, 0)
+            if dtype == torch.bfloat16
+            else super().supports(dtype)
+        )

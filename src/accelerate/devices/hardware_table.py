@@ -14,6 +14,14 @@ from accelerate.devices.xla import XlaBackend, count_chips
 if TYPE_CHECKING:
     import torch
 
+
+def _row(name: str, label: str, **columns: Any) -> DeviceBackend:
+    """A row whose distributed type, torch module and generator have the name of the device type."""
+    upper = name.upper()
+    kind, generator = DistributedType[f"MULTI_{upper}"], RNGType[upper]
+    return DeviceBackend(name, label, kind, f"torch.{name}", rng_type=generator, **columns)
+
+
 CUDA = DeviceBackend(
     name="cuda",
     label="GPU (NVIDIA or AMD)",
@@ -28,59 +36,39 @@ CUDA = DeviceBackend(
     has_streams=True,
     checks_fork=True,
 )
-XPU = DeviceBackend(
-    name="xpu",
-    label="Intel XPU",
-    distributed_type=DistributedType.MULTI_XPU,
-    comm="xccl",
-    visible_env="ZE_AFFINITY_MASK",
-    module="torch.xpu",
-    rng_type=RNGType.XPU,
-    has_float64=True,
-    has_streams=True,
+XPU = _row(
+    "xpu", "Intel XPU", comm="xccl", visible_env="ZE_AFFINITY_MASK", has_float64=True, has_streams=True
 )
-NPU = DeviceBackend(
-    name="npu",
-    label="Ascend NPU",
-    distributed_type=DistributedType.MULTI_NPU,
+NPU = _row(
+    "npu",
+    "Ascend NPU",
     comm="hccl",
     visible_env="ASCEND_RT_VISIBLE_DEVICES",
-    module="torch.npu",
-    rng_type=RNGType.NPU,
     extension="torch_npu",
     own_scaler=True,
 )
-MLU = DeviceBackend(
-    name="mlu",
-    label="Cambricon MLU",
-    distributed_type=DistributedType.MULTI_MLU,
+MLU = _row(
+    "mlu",
+    "Cambricon MLU",
     comm="cncl",
     visible_env="MLU_VISIBLE_DEVICES",
-    module="torch.mlu",
-    rng_type=RNGType.MLU,
     extension="torch_mlu",
     own_scaler=True,
     probe_variables=(("PYTORCH_CNDEV_BASED_MLU_CHECK", "1"),),
 )
-SDAA = DeviceBackend(
-    name="sdaa",
-    label="Tecorigin SDAA",
-    distributed_type=DistributedType.MULTI_SDAA,
+SDAA = _row(
+    "sdaa",
+    "Tecorigin SDAA",
     comm="tccl",
     visible_env="SDAA_VISIBLE_DEVICES",
-    module="torch.sdaa",
-    rng_type=RNGType.SDAA,
     extension="torch_sdaa",
     own_scaler=True,
 )
-MUSA = DeviceBackend(
-    name="musa",
-    label="Moore Threads MUSA",
-    distributed_type=DistributedType.MULTI_MUSA,
+MUSA = _row(
+    "musa",
+    "Moore Threads MUSA",
     comm="mccl",
     visible_env="MUSA_VISIBLE_DEVICES",
-    module="torch.musa",
-    rng_type=RNGType.MUSA,
     extension="torch_musa",
     own_scaler=True,
 )
@@ -95,14 +83,11 @@ HPU = GaudiBackend(
     extension="habana_frameworks.torch",
     deepspeed_variables=(("DEEPSPEED_USE_HPU", "true"),),
 )
-NEURON = DeviceBackend(
-    name="neuron",
-    label="AWS Neuron",
-    distributed_type=DistributedType.MULTI_NEURON,
+NEURON = _row(
+    "neuron",
+    "AWS Neuron",
     comm="neuron",
     visible_env="NEURON_RT_VISIBLE_CORES",
-    module="torch.neuron",
-    rng_type=RNGType.NEURON,
     extension="torch_neuronx",
     is_addressable=False,
 )
@@ -110,8 +95,6 @@ MPS = MpsBackend(
     name="mps",
     label="Apple GPU (MPS)",
     distributed_type=DistributedType.NO,
-    comm=None,
-    visible_env=None,
     module="torch.mps",
     lacks=frozenset({"float64", "complex128"}),
     shares_host_memory=True,
@@ -122,7 +105,6 @@ XLA = XlaBackend(
     label="TPU (XLA)",
     distributed_type=DistributedType.XLA,
     comm="xla",
-    visible_env=None,
     module="torch_xla.core.xla_model",
     rng_type=RNGType.XLA,
     extension="torch_xla",
@@ -134,7 +116,6 @@ CPU = CpuBackend(
     label="CPU",
     distributed_type=DistributedType.MULTI_CPU,
     comm="gloo",
-    visible_env=None,
     module="torch.cpu",
     rng_type=RNGType.TORCH,
     largest_index=127,
@@ -149,7 +130,7 @@ BACKENDS: tuple[DeviceBackend, ...] = (CUDA, XPU, NPU, MLU, SDAA, MUSA, HPU, NEU
 
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
-_OTHER = DeviceBackend("", "other device", DistributedType.NO, comm=None, visible_env=None, module="torch")
+_OTHER = DeviceBackend("", "other device", DistributedType.NO, module="torch")
 """Kinds that are not in the table: "meta", and those that other packages bring to torch."""
 
 
@@ -163,26 +144,14 @@ def detect() -> DeviceBackend:
 
 
 def named(name: str, asked_by: str = "device") -> DeviceBackend:
-    """Return the backend of a torch device type.
-
-    Args:
-        name: of the type, without a number.
-        asked_by: what the user set, for the message.
-
-    Raises:
-        ConfigurationError: If the table has no such row.
-    """
+    """Return the backend of a torch device type, without an index; `asked_by` is what the user set."""
     if name not in _BY_NAME:
         raise wrong_value(asked_by, name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def of_device(device: "torch.device") -> DeviceBackend:
-    """Return the backend of a device; a plain row for a kind that is not in the table.
-
-    Args:
-        device: of any kind.
-    """
+    """Return the backend of a device; a plain row for a kind that is not in the table."""
     return _BY_NAME.get(device.type, _OTHER)
 
 
@@ -197,10 +166,9 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBackend, int]:
-    """Return the hardware a launched process would find and how many; imports torch only where it must.
+    """Return the hardware a launched process with these variables would find, and how many devices.
 
-    Args:
-        environ: The variables the process would see; default: those of this process.
+    Imports torch only where it must.
     """
     environ = current() if environ is None else environ
     build = (installed_version("torch").local or "").partition(".")[0]
@@ -212,7 +180,7 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
         return _ask_torch()
     if build == "cpu" or not nvidia.driver_present():
         return CPU, 1
-    count = nvidia.count_visible(environ)
+    count = len(nvidia.visible_indices(environ))
     return (CUDA, count) if count else (CPU, 1)
 
 

@@ -58,15 +58,10 @@ def query(*fields: str) -> tuple[tuple[str, ...], ...]:
 
     Returns:
         A row for each GPU, in the order of their numbers, with a text for each field.
-
-    Raises:
-        StateError: If there is no nvidia-smi, or it fails.
     """
     command = executable()
     if command is None:
-        raise StateError(
-            "nvidia-smi was not found: install the NVIDIA driver, or put nvidia-smi on the PATH."
-        )
+        raise StateError("nvidia-smi was not found: install the NVIDIA driver, or put it on the PATH.")
     answer = subprocess.run(
         [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
         capture_output=True,
@@ -128,10 +123,9 @@ def check_cuda_fp8_capability() -> bool:
 def visible_indices(environ: Mapping[str, str]) -> list[int]:
     """Return the machine's numbers of the GPUs a process sees, in the order in which it numbers them.
 
-    Args:
-        environ: The process's variables; `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or the
-            beginnings of UUIDs, and nothing after the first entry that names no GPU. An entry for a part of a
-            GPU (MIG) counts as the GPU 0, since its parent is not in its name.
+    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or the beginnings of UUIDs, and nothing after the
+    first entry that names no GPU. An entry for a part of a GPU (MIG) counts as the GPU 0, since its parent
+    is not in its name.
     """
     gpus = query("index", "uuid")
     entries = environ.get(VISIBLE_DEVICES)
@@ -146,11 +140,6 @@ def visible_indices(environ: Mapping[str, str]) -> list[int]:
     return indices
 
 
-def count_visible(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a process with these variables sees."""
-    return len(visible_indices(environ))
-
-
 def _find(entry: str, gpus: tuple[tuple[str, ...], ...]) -> int | None:
     if entry.startswith("MIG-"):
         return 0
@@ -161,11 +150,7 @@ def _find(entry: str, gpus: tuple[tuple[str, ...], ...]) -> int | None:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Read the kernel's way to write a set of cores: `"0-2,8"` is `[0, 1, 2, 8]`.
-
-    Raises:
-        ConfigurationError: If it is not of that form.
-    """
+    """Read the kernel's way to write a set of cores: `"0-2,8"` is `[0, 1, 2, 8]`."""
     cores: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = CPU_RANGE.fullmatch(part)
@@ -179,15 +164,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def near_cores(local_process_index: int, environ: Mapping[str, str]) -> list[int]:
-    """Return the cores that sit next to the GPU of one process.
-
-    Args:
-        local_process_index: The process's number on its machine; it uses the GPU of that number.
-        environ: Its variables, for the GPUs it sees.
-
-    Returns:
-        Their numbers; empty where the kernel does not say.
-    """
+    """Return the cores next to the GPU that a process uses; empty where the kernel does not say."""
     visible = visible_indices(environ)
     if not visible:
         return []
@@ -210,28 +187,21 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """
     if verbose is None:
         verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+    reason = ""
     if not hasattr(os, "sched_setaffinity"):
-        _logger.warning(
-            "CPU affinity was asked for, but this system cannot bind a process to cores; ignored."
-        )
-        return
-    if not driver_present():
-        _logger.warning(
-            "CPU affinity was asked for, but without nvidia-smi the near cores are not known; ignored."
-        )
-        return
-    cores = near_cores(local_process_index, current())
-    if not cores:
-        _logger.warning(
-            "CPU affinity was asked for, but it is not known which cores are near its GPU; ignored."
-        )
-        return
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:  # none of them is in the set that the machine's owner gave this process
-        _logger.warning("CPU affinity was asked for, but cores %s cannot be used: %s; ignored.", cores, error)
-        return
-    if verbose:
+        reason = "this system cannot bind a process to cores"
+    elif not driver_present():
+        reason = "without nvidia-smi the near cores are not known"
+    elif not (cores := near_cores(local_process_index, current())):
+        reason = "it is not known which cores are near its GPU"
+    else:
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as error:  # none of them is in the set that the machine's owner gave this process
+            reason = f"cores {cores} cannot be used: {error}"
+    if reason:
+        _logger.warning("CPU affinity was asked for, but %s; ignored.", reason)
+    elif verbose:
         _logger.info("Bound process %d to the cores %s.", local_process_index, cores)
 
 

@@ -18,11 +18,7 @@ WHEEL_PAGE = "https://storage.googleapis.com/libtpu-releases/index.html"
 
 
 def count_chips(devices: Path = DEVICES) -> int:
-    """Return how many TPU chips this machine has, without starting the runtime, which would take them.
-
-    Args:
-        devices: The folder of device files.
-    """
+    """Return how many TPU chips this machine has, without starting the runtime, which would take them."""
     return len([*devices.glob("accel[0-9]*")] or [*devices.glob("vfio/[0-9]*")])
 
 
@@ -66,12 +62,7 @@ def is_shared() -> bool:
 
 
 def share_rows(tensor: "torch.Tensor", mesh: Any) -> None:
-    """LocalShards the rows of a tensor over the devices of a mesh, where they can be divided evenly.
-
-    Args:
-        tensor: on the XLA device.
-        mesh: as `use_mesh` returns it.
-    """
+    """Shard the rows of a tensor on the XLA device over a mesh, where they can be divided evenly."""
     if is_divisible(tensor, mesh):
         spec = (row_axes, *(None,) * (tensor.ndim - 1))
         import_module("torch_xla.distributed.spmd").mark_sharding(tensor, mesh, spec)
@@ -86,9 +77,6 @@ class RowSharding:
     """How batches are uploaded under SPMD, to torch_xla's loader: each device gets its rows.
 
     torch_xla's own class describes tensors of one number of dimensions only.
-
-    Args:
-        mesh: as `use_mesh` returns it.
     """
 
     minibatch = False
@@ -139,10 +127,8 @@ class XlaBackend(DeviceBackend):
     def device(self, index: int | None = None) -> "torch.device":
         package = import_module("torch_xla")
         if hasattr(package, "device"):
-            device: torch.device = package.device(index)
-        else:  # versions before it
-            device = self.torch_module().xla_device(index)
-        return device
+            return package.device(index)  # type: ignore[no-any-return]
+        return self.torch_module().xla_device(index)  # type: ignore[no-any-return]  # versions before it
 
     def set_current(self, index: int) -> None:
         """Do nothing: the runtime gives each process its device."""
@@ -153,12 +139,9 @@ class XlaBackend(DeviceBackend):
     def synchronize(self) -> None:
         self.torch_module().wait_device_ops()
 
-    def free_memory(self, index: int = 0) -> int:
+    def _memory(self, index: int) -> tuple[int, int]:
         info = self.torch_module().get_memory_info(self.device(index))
-        return int(info["bytes_limit"]) - int(info["bytes_used"])
-
-    def total_memory(self, index: int = 0) -> int:
-        return int(self.torch_module().get_memory_info(self.device(index))["bytes_limit"])
+        return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
 
     def empty_cache(self) -> None:
         """Do nothing: the runtime holds the memory."""
@@ -169,7 +152,8 @@ class XlaBackend(DeviceBackend):
     def rng_state(self) -> "torch.Tensor":
         import torch
 
-        return torch.tensor(_as_signed(int(self.torch_module().get_rng_state())))
+        state = int(self.torch_module().get_rng_state())  # 64 bits, unsigned: a tensor holds signed ones
+        return torch.tensor(state - 2**64 if state >= 2**63 else state)
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
         self.torch_module().set_rng_state(int(s) % 2**64)
@@ -177,18 +161,10 @@ class XlaBackend(DeviceBackend):
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
 
-        if dtype == torch.float16 and self.hardware() not in FLOAT16:
-            return False
-        return str(dtype).removeprefix("torch.") not in self.lacks
+        return dtype != torch.float16 or self.hardware() in FLOAT16
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
-        scaler: torch.amp.GradScaler = import_module("torch_xla.amp").GradScaler(**kw)
-        return scaler
-
-
-def _as_signed(state: int) -> int:
-    """An unsigned number of 64 bits as the signed one of the same bits, which a tensor holds."""
-    return state - 2**64 if state >= 2**63 else state
+        return import_module("torch_xla.amp").GradScaler(**kw)  # type: ignore[no-any-return]
 
 
 def install_xla(upgrade: bool = False) -> None:
