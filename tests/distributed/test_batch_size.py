@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.diagnostics import find_executable_batch_size, oom_retry
+from accelerate.diagnostics import find_executable_batch_size, memory
 from accelerate.ops import gather, reduce, reduce_async
 from accelerate.state import PartialState
 
@@ -24,7 +24,7 @@ def run_out() -> None:
 
 def search(failing_rank: int | None, when: str, patience: float) -> dict[str, Any]:
     """Train with batches of 8, of which at most 4 fit on one rank, or on all when it is None."""
-    oom_retry.SECONDS_OF_GRACE = patience
+    memory.SECONDS_OF_GRACE = patience
     state = PartialState()
     sizes, groups, kept_alive = [], [], []
     before = reduce_async([1.0], "sum", "test").wait()  # opens a group of its own

@@ -85,7 +85,7 @@ Accelerator()
 """
 BY_US = ("accelerate.commands.launch", "--cpu", "--num_processes")
 BY_TORCH = ("torch.distributed.run", "--nproc_per_node")
-STANDS = r'rank \d \(process \d+ on .*\) stands at:\n  File "\S*before.py", line 12, in <module>.*line 7, in '
+STANDS = r'rank \d \(process \d+ on .*\) is at:\n  File "\S*before.py", line 12, in <module>.*line 7, in '
 slow = pytest.mark.slow
 
 

@@ -8,18 +8,12 @@ from accelerate.diagnostics.digest import (
     render as render,
     write_report as write_report,
 )
-from accelerate.diagnostics.hang_channel import (
-    HangChannel as HangChannel,
-    Identity as Identity,
-    Peers as Peers,
-    own_identity as own_identity,
-)
 from accelerate.diagnostics.hang_report import (
     COLLECTIVE as COLLECTIVE,
     DATA as DATA,
     DEVICE as DEVICE,
-    ELSEWHERE as ELSEWHERE,
     ENDED as ENDED,
+    OTHER_CODE as OTHER_CODE,
     SILENT as SILENT,
     TORCH as TORCH,
     Outlet as Outlet,
@@ -43,6 +37,11 @@ from accelerate.diagnostics.memory import (
     snapshot_on_exhaustion as snapshot_on_exhaustion,
 )
 from accelerate.diagnostics.observation import Observation as Observation
+from accelerate.diagnostics.peers import (
+    Identity as Identity,
+    Peers as Peers,
+    own_identity as own_identity,
+)
 from accelerate.diagnostics.processes import Siblings as Siblings
 from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
@@ -53,17 +52,17 @@ from accelerate.diagnostics.stopping import (
     TIME_IS_UP as TIME_IS_UP,
     TRIGGERS as TRIGGERS,
     Agreement as Agreement,
-    Deadline as Deadline,
-    SaveFile as SaveFile,
-    Seldom as Seldom,
     SignalNotes as SignalNotes,
-    StopFile as StopFile,
     Trigger as Trigger,
     agreement_of_run as agreement_of_run,
     asked as asked,
+    deadline as deadline,
     find_sources as find_sources,
     process_age as process_age,
     rounds_between as rounds_between,
+    save_file as save_file,
+    seldom as seldom,
+    stop_file as stop_file,
 )
 from accelerate.diagnostics.watching import (
     Watchdog as Watchdog,

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from uuid import uuid4
 
 from accelerate.diagnostics import processes, stacks
-from accelerate.diagnostics.hang_channel import PATIENCE, own_identity
 from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, Outlet, RankState, Report, compose
 from accelerate.diagnostics.loader_watch import Limits
+from accelerate.diagnostics.peers import PATIENCE, own_identity, silent_state
 from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
 
 SECONDS_TO_ANSWER = 3.0
@@ -29,41 +29,18 @@ _WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be as
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(RankState):
     """What a rank posts as long as it waits.
 
     Attributes:
         token: of its process.
         beat: how often it has posted.
-        host: machine of the process.
         space: differs between machines, and between containers on them.
-        pid: number of the process.
-        file: the user's file that waits.
-        line: the line there.
-        seconds: how long it has waited.
     """
 
-    token: str
-    beat: int
-    host: str
-    space: str
-    pid: int
-    file: str
-    line: int
-    seconds: float
-
-    def state(self, rank: int) -> RankState:
-        """What a report says of this rank."""
-        return RankState(
-            rank,
-            STARTING,
-            operation=_OPERATION,
-            file=self.file,
-            line=self.line,
-            seconds=self.seconds,
-            host=self.host,
-            pid=self.pid,
-        )
+    token: str = ""
+    beat: int = 0
+    space: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,11 +72,7 @@ class End:
 class ArrivalWatch:
     """Watches this rank while it waits for the others to open the process group; a context.
 
-    Args:
-        topology: which process this is, and where the others meet.
-        opened: how many groups this process has opened before.
-        limits: when something is said, and what follows.
-        environ: variables of this process.
+    `opened` is how many groups this process has opened before.
     """
 
     def __init__(self, topology: Topology, opened: int, limits: Limits, environ: Mapping[str, str]) -> None:
@@ -150,7 +123,7 @@ class ArrivalWatch:
             self._inquire(channel)
         elif self._reported is None:
             self._reported = {0}
-            self._publish([self._note().state(self._rank), self._rank_0_without_store()], _WITHOUT_RANK_0)
+            self._publish([self._note(), self._rank_0_without_store()], _WITHOUT_RANK_0)
 
     # The store
 
@@ -170,7 +143,7 @@ class ArrivalWatch:
             return
         self._answered.add(question.number)
         for state in self._describe(question.missing):
-            channel.post(f"found/{question.number}/{state.rank}", asdict(state))
+            channel.post(f"seen/{question.number}/{state.rank}", asdict(state))
 
     def _may_end(self, channel: StoreChannel) -> bool:
         """Whether another rank may end this one: anybody may have written what is not signed."""
@@ -207,16 +180,16 @@ class ArrivalWatch:
         missing = [rank for rank in range(self._size) if rank != self._rank and rank not in others]
         if self._done.is_set() or self._was_reported(channel, others, missing):
             return
-        found = self._ask(channel, others, missing) if missing else {}
+        seen = self._ask(channel, others, missing) if missing else {}
         late = self._find_waiting(channel, missing)
         if self._done.is_set() or (missing and len(late) == len(missing)):
             return
         missing = [rank for rank in missing if rank not in late]
         notes = {**others, **late}
-        states = {
-            self._rank: self._note().state(self._rank),
-            **{rank: note.state(rank) for rank, note in notes.items()},
-            **{rank: found.get(rank) or self._unseen(rank) for rank in missing},
+        states: dict[int, RankState] = {
+            self._rank: self._note(),
+            **{rank: replace(note, rank=rank) for rank, note in notes.items()},
+            **{rank: seen.get(rank) or self._unseen(rank) for rank in missing},
         }
         self._reported = set(missing)
         channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
@@ -228,8 +201,7 @@ class ArrivalWatch:
         if self._reported is not None and self._reported >= set(missing):
             return True
         sent = as_dataclass(SentReport, channel.read("reported"))
-        teller = None if sent is None else others.get(sent.rank)
-        if sent is None or teller is None or teller.token != sent.token:
+        if sent is None or sent.rank not in others or others[sent.rank].token != sent.token:
             return False
         return set(sent.missing) >= set(missing)
 
@@ -242,40 +214,33 @@ class ArrivalWatch:
             asked.setdefault((note.host, note.space), rank)
         self._answered.add(number)
         channel.post("question", asdict(Question(number, sorted(asked.values()), missing)))
-        found = {state.rank: state for state in self._describe(missing)}
+        seen = {state.rank: state for state in self._describe(missing)}
         deadline = time.monotonic() + max(SECONDS_TO_ANSWER, _PAUSES * self._limits.pause)
-        while len(asked) > 1 and len(found) < len(missing) and time.monotonic() < deadline:
+        while len(asked) > 1 and len(seen) < len(missing) and time.monotonic() < deadline:
             if self._done.wait(self._limits.pause / 4):
                 return {}
             self._take_part(channel)
             for rank in missing:
-                state = as_dataclass(RankState, channel.read(f"found/{number}/{rank}"))
-                found |= {} if state is None else {rank: replace(state, rank=rank)}
-        return found
+                state = as_dataclass(RankState, channel.read(f"seen/{number}/{rank}"))
+                seen |= {} if state is None else {rank: replace(state, rank=rank)}
+        return seen
 
     def _describe(self, missing: Iterable[int]) -> list[RankState]:
         """What this process sees of the missing ranks of its machine."""
         siblings = processes.find_siblings(self._rank)
         if siblings is None:
             return []
-        first, pids = self._rank - self._topology.local_rank, siblings.pids
+        host, pids, starter = self._own.host, siblings.pids, siblings.starter
+        first = self._rank - self._topology.local_rank
         started = range(first, first + self._topology.local_size) if siblings.is_complete else ()
+        ended = f"ended before it came (process {starter} on {host}, which started it, no longer has it)"
         return [
-            self._running(rank, pids[rank]) if rank in pids else self._ended(rank, siblings.starter)
+            silent_state(rank, "did not come", host, pids[rank])
+            if rank in pids
+            else RankState(rank, ENDED, ending=ended, host=host)
             for rank in missing
             if rank in pids or rank in started
         ]
-
-    def _running(self, rank: int, pid: int) -> RankState:
-        host = self._own.host
-        text = f"did not come: its process {pid} on {host} {processes.describe(pid)}"
-        stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
-        return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
-
-    def _ended(self, rank: int, starter: int) -> RankState:
-        host = self._own.host
-        text = f"ended before it came (process {starter} on {host}, which started it, has it no more)"
-        return RankState(rank, ENDED, ending=text, host=host)
 
     def _unseen(self, rank: int) -> RankState:
         return RankState(rank, SILENT, ending="did not come, and no rank that waits can see what it does")
@@ -289,14 +254,17 @@ class ArrivalWatch:
         frame = stacks.innermost(self._waiting_thread)
         position = None if frame is None else stacks.read_position(frame)
         return Note(
-            self._token,
-            self._beats,
-            self._own.host,
-            self._own.space,
-            self._own.pid,
+            self._rank,
+            STARTING,
+            operation=_OPERATION,
             file=position.file if position else "",
             line=position.line if position else 0,
             seconds=self._waited(),
+            host=self._own.host,
+            pid=self._own.pid,
+            token=self._token,
+            beat=self._beats,
+            space=self._own.space,
         )
 
     def _waited(self) -> float:
@@ -338,4 +306,4 @@ def _advice(missing: list[RankState]) -> str:
         return "Every rank has to build an Accelerator: look at why the script ended before that."
     text = "Every rank has to build an Accelerator: look at what the script does before that."
     blind = [str(state.pid) for state in missing if state.pid and not state.stack]
-    return f"{text} `py-spy dump --pid {blind[0]}` shows where a process stands." if blind else text
+    return f"{text} `py-spy dump --pid {blind[0]}` shows where a process is." if blind else text

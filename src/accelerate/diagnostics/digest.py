@@ -6,11 +6,13 @@ import json
 import re
 import signal
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from accelerate.base import AccelerateError, spell_ranks
+from accelerate.diagnostics.hang_report import group_ranks
 from accelerate.launch import HANG_KIND, Failure, Kind, Outcome, Suspect, find_first, grace, shortened
 
 REPORT = "failure.json"
@@ -28,60 +30,49 @@ _LIBRARIES = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A cause that failures of one look usually have.
+class Cause(NamedTuple):
+    """The usual cause of errors whose class names and message match a pattern, and how to fix it."""
 
-    Attributes:
-        pattern: found in the class names and the message of the error.
-        cause: what it is, one sentence.
-        fix: what to do, one sentence.
-    """
-
-    pattern: re.Pattern[str]
+    pattern: str
     cause: str
     fix: str
 
 
-def _cause(pattern: str, cause: str, fix: str) -> Cause:
-    return Cause(re.compile(pattern, re.IGNORECASE), cause, fix)
-
-
 CAUSES: tuple[Cause, ...] = (
-    _cause(
+    Cause(
         rf"^{HANG_KIND}\b",
-        "Ranks wait for a rank that is elsewhere, has ended, or calls another operation.",
+        "Ranks wait for a rank that runs other code, has ended, or calls another operation.",
         "Look at the line where the report sees that rank: all ranks must call the same operations in the "
         "same order. If it only takes long there, raise --hang_timeout.",
     ),
-    _cause(
+    Cause(
         r"re-initialize CUDA in forked|CUDA initiali[sz]ed before",
         "CUDA was used in the parent process before it forked.",
         "Use the 'spawn' start method for worker processes, and touch no GPU before processes are started.",
     ),
-    _cause(
+    Cause(
         r"OutOfMemoryError|out of memory|can't allocate memory|cannot allocate memory",
         "The device or the machine ran out of memory.",
         "Take a smaller batch (accelerate.find_executable_batch_size finds one), accumulate gradients, or "
         "train in bf16.",
     ),
-    _cause(
+    Cause(
         r"address already in use|EADDRINUSE",
-        "Another program, or an earlier run that still lives, uses the port.",
+        "Another program, or an earlier run that has not ended, uses the port.",
         "Pass a free one with --main_process_port, or leave it out on one machine.",
     ),
-    _cause(
+    Cause(
         r"ModuleNotFoundError|No module named",
         "A package that the script imports is not installed in this environment.",
         "Install it with pip into the environment that runs `accelerate launch`.",
     ),
-    _cause(
+    Cause(
         r"shapes? cannot be multiplied|size mismatch|sizes of tensors must match|shape mismatch|"
         r"must match the size of tensor",
         "Tensors do not fit each other.",
         "Look at the shapes in the message; with several processes, check that all ranks pass the same ones.",
     ),
-    _cause(
+    Cause(
         r"Expected to have finished reduction in the prior iteration",
         "Parameters took no part in the loss, and DistributedDataParallel waits for their gradients.",
         "Freeze or remove them, or pass kwargs_handlers=[DistributedDataParallelKwargs("
@@ -90,13 +81,13 @@ CAUSES: tuple[Cause, ...] = (
 )
 """Tried in order; the first that is found is named."""
 
-_KILLED = _cause(
+_KILLED = Cause(
     "",
     "The operating system killed the process, most often because the machine ran out of memory.",
     "Look at `dmesg`, lower the number of workers or the batch size, or give the job more memory.",
 )
 
-_MISUSED = _cause(
+_MISUSED = Cause(
     "",
     "The script refused its own arguments; argparse ends a program so.",
     "Read its message, above this screen, and correct the words behind the script's name.",
@@ -104,13 +95,13 @@ _MISUSED = _cause(
 _BY_NUMBER = {-signal.SIGKILL: _KILLED, 2: _MISUSED}
 """What the operating system says of a process that left no Python error -> its cause."""
 
-_LEFT = _cause(
+_LEFT = Cause(
     "",
     "A rank ended while another still called an operation that needs all ranks.",
     "Let all ranks make the same number of steps: leave a loop on all of them at the same step "
     "(set_trigger and check_trigger, or should_stop).",
 )
-_LOST = _cause(
+_LOST = Cause(
     "",
     "The processes lost each other, or never met. Those of this machine were there, and have no other error.",
     "Where there are other machines, read their screens first. Else check the address, firewalls and network "
@@ -121,15 +112,12 @@ _LOST = _cause(
 def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
     """Write the screen: at most 60 lines with one traceback.
 
-    Args:
-        outcome: how the run ended.
-        folder: that holds the report for machines.
-        log_dir: folder of the logs of the ranks, if they were kept.
+    `folder` holds the report for machines, `log_dir` the logs of the ranks, if they were kept.
     """
     cause, first = find_cause(outcome), find_first(outcome)
     heading, text = _first(outcome, first)
     where = f"the whole text is in {folder / REPORT}"
-    others = [f"{spell_ranks(ranks)}: {line}" for line, ranks in _others(outcome, first)]
+    others = [f"{spell_ranks(ranks)}: {line}" for line, ranks in _others(outcome, first).items()]
     more = len(others) - _MOST_OTHERS
     if more > 0:
         others[_MOST_OTHERS:] = [f"... and {more} more such lines; {where}"]
@@ -180,7 +168,7 @@ def find_cause(outcome: Outcome) -> Cause | None:
     if AccelerateError.__name__ in first.failure.kind:
         return None
     text = " ".join((*first.failure.kind, first.failure.headline))
-    known = next((cause for cause in CAUSES if cause.pattern.search(text)), None)
+    known = next((cause for cause in CAUSES if re.search(cause.pattern, text, re.IGNORECASE)), None)
     return _LOST if known is None and first.kind == Kind.LOST else known
 
 
@@ -206,16 +194,16 @@ def _first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str
 def _leaving(outcome: Outcome) -> str:
     """Who finished, and where others waited for them."""
     waiting = [failure for failure in outcome.failures if HANG_KIND not in failure.kind]
-    place = next((f" {place}" for place in map(_own_place, waiting) if place), "")
+    line = next((f" {line}" for line in map(_own_line, waiting) if line), "")
     gone = spell_ranks(outcome.finished)
     them = "it" if len(outcome.finished) == 1 else "them"
     waited = [failure.rank for failure in outcome.failures]
-    return f"{gone} finished and left (exit code 0); {spell_ranks(sorted(waited))} waited for {them}{place}."
+    return f"{gone} finished and left (exit code 0); {spell_ranks(sorted(waited))} waited for {them}{line}."
 
 
-def _own_place(failure: Failure) -> str:
+def _own_line(failure: Failure) -> str:
     """The last line of a traceback that is no library's."""
-    frames = [each for each in _FRAME.finditer(failure.trace) if not _LIBRARIES.search(each["file"])]
+    frames = [frame for frame in _FRAME.finditer(failure.trace) if not _LIBRARIES.search(frame["file"])]
     if not frames:
         return ""
     source = f": {frames[-1]['source'].strip()}" if frames[-1]["source"] else ""
@@ -229,7 +217,7 @@ def _hang(outcome: Outcome, first: Suspect | None) -> list[str]:
     return ["", "Reported before:", *outcome.hang.splitlines(), ""]
 
 
-def _others(outcome: Outcome, first: Suspect | None) -> list[tuple[str, list[int]]]:
+def _others(outcome: Outcome, first: Suspect | None) -> dict[str, list[int]]:
     """What became of the ranks that did not fail first: one line for all that fared alike."""
     texts = {rank: _fate(outcome, rank, number) for rank, number in outcome.seen.codes.items()}
     looks: dict[tuple[str, str], str] = {}
@@ -241,7 +229,7 @@ def _others(outcome: Outcome, first: Suspect | None) -> list[tuple[str, list[int
         texts[failure.rank] = looks.setdefault(_look(failure), said)
     left = outcome.finished if first is not None and first.kind == Kind.LEFT else []
     named = {*left, *([first.rank] if first is not None else outcome.seen.killed)}
-    return _folded((text, rank) for rank, text in sorted(texts.items()) if rank not in named)
+    return group_ranks((text, rank) for rank, text in sorted(texts.items()) if rank not in named)
 
 
 def _fate(outcome: Outcome, rank: int, number: int) -> str:
@@ -279,10 +267,3 @@ def _cut(lines: Sequence[str], room: int, where: str) -> list[str]:
     after = before + len(lines) - room + 1
     mark = f"    ... {after - before:,} lines are left out here; {where} ..."
     return [*lines[:before], mark, *lines[after:]]
-
-
-def _folded(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    groups: dict[str, list[int]] = {}
-    for text, rank in pairs:
-        groups.setdefault(text, []).append(rank)
-    return list(groups.items())

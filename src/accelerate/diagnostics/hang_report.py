@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ COLLECTIVE = "collective"
 TORCH = "torch"
 STARTING = "starting"
 DATA = "data"
-ELSEWHERE = "elsewhere"
+OTHER_CODE = "other code"
 SILENT = "silent"
 ENDED = "ended"
 
@@ -38,21 +38,17 @@ class RankState:
     """What one rank does.
 
     Attributes:
-        rank: of the process.
         doing: `COLLECTIVE`, an operation of this package; `TORCH`, one that the script or torch calls itself;
             `STARTING`, it waits for the others to open the process group; `DATA`, it waits for a batch;
-            `ELSEWHERE`, none; `SILENT`, the process runs and does not answer, or may run where it cannot be
-            seen; `ENDED`.
+            `OTHER_CODE`, none of these; `SILENT`, the process runs and does not answer, or may run where it
+            cannot be seen; `ENDED`.
         operation: name of the operation, or of the library function that the user's line called.
         sequence: number of the operation; 0 where they are not counted.
         facts: what the operation was called with.
-        file: the user's file.
-        line: the user's line.
+        file: the user's file; `line` is the line there.
         seconds: how long it has been there; 0 where that is not known.
         ending: how it ended, after "has"; for `SILENT` what is known of it.
         stack: of the thread that trains.
-        host: machine of the process.
-        pid: its number there.
         recorded: what torch's flight recorder says of it.
         details: lines about what it waits for, such as the workers of its loader.
     """
@@ -83,11 +79,10 @@ class Report:
     """The result of an inquiry.
 
     Attributes:
-        text: for people.
+        text: the report itself; empty where there is nothing to report.
         printer: rank that prints it.
         ends: whether all ranks end now.
-        answered: ranks that answered.
-        ended: ranks that have ended.
+        answered: ranks that answered; `ended` are those that have ended.
         moment: seconds since the epoch at which it was made.
     """
 
@@ -110,11 +105,8 @@ def is_hang(states: Sequence[RankState]) -> bool:
 def compose(states: Sequence[RankState], folder: str) -> str:
     """Write the report: one sentence, then the stacks of the ranks for which the others wait.
 
-    Where ranks only wait for batches, and no rank for another, it says so.
-
-    Args:
-        states: of all ranks, in their order.
-        folder: paths of files below it are written without it.
+    Where ranks only wait for batches, and no rank for another, it says so. Paths of files below `folder` are
+    written without it.
     """
     groups = fold(states, folder)
     sentence = "; ".join(f"{spell_ranks([s.rank for s in group])} {text}" for text, group in groups)
@@ -125,7 +117,7 @@ def compose(states: Sequence[RankState], folder: str) -> str:
     shown = [state for group in odd for state in (group if group[0].details else group[:1])]
     for state in shown[:MOST_STACKS]:
         who = f"rank {state.rank} (process {state.pid} on {state.host})"
-        lines += [f"{who} stands at:", state.stack.rstrip()] if state.stack else []
+        lines += [f"{who} is at:", state.stack.rstrip()] if state.stack else []
         lines += [f"{who} {state.details.rstrip()}"] if state.details else []
     if any(state.doing == TORCH for state in states):
         lines += _compare_records(states)
@@ -134,10 +126,10 @@ def compose(states: Sequence[RankState], folder: str) -> str:
 
 def fold(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:
     """Ranks that do the same, with their description: those that wait first, those that ended last."""
-    order = (STARTING, COLLECTIVE, TORCH, DATA, ELSEWHERE, SILENT, ENDED)
+    order = (STARTING, COLLECTIVE, TORCH, DATA, OTHER_CODE, SILENT, ENDED)
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for state in sorted(states, key=lambda state: order.index(state.doing)):
-        own = () if state.doing == ELSEWHERE else (state.sequence, state.ending)
+        own = () if state.doing == OTHER_CODE else (state.sequence, state.ending)
         same = (state.doing, state.operation, state.file, state.line, *own)
         groups.setdefault(same, []).append(state)
     return [(_describe(group, folder), group) for group in groups.values()]
@@ -152,12 +144,17 @@ def odd_groups(groups: Sequence[list[RankState]]) -> list[list[RankState]]:
     return sorted((group for group in groups if group is not common), key=lambda group: group[0].waits)
 
 
+def group_ranks(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    """The ranks of which the same text is given, by that text."""
+    groups: dict[str, list[int]] = {}
+    for text, rank in pairs:
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
 def _compare_records(states: Sequence[RankState]) -> list[str]:
     """How far the collectives of torch have come on the ranks, where that differs."""
-    groups: dict[str, list[int]] = {}
-    for state in states:
-        if state.recorded:
-            groups.setdefault(state.recorded, []).append(state.rank)
+    groups = group_ranks((state.recorded, state.rank) for state in states if state.recorded)
     if len(groups) < 2:
         return []
     return [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in groups.items()]
@@ -169,7 +166,7 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
         return f"{'have' if plural else 'has'} {state.ending}" if state.doing == ENDED else state.ending
     file = state.file.removeprefix(f"{folder}{os.sep}")
     line = f"{file}:{state.line}" if file else "an unknown line"
-    if state.doing == ELSEWHERE:
+    if state.doing == OTHER_CODE:
         where = f"at {line}" if state.operation.startswith("<") else f"in {state.operation}, {line}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
     reason = {
@@ -185,15 +182,11 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
 class Outlet:
     """Where the reports of one rank go: standard error, the folder of the launcher, the end of the process.
 
-    Args:
-        rank: of this process.
-        size: number of processes.
-        environ: has the folder in which the launcher collects failures, and the number of restarts.
+    The variables in `environ` name the folder in which the launcher collects failures, and count restarts.
     """
 
     def __init__(self, rank: int, size: int, environ: Mapping[str, str]) -> None:
-        self._rank = rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
         folder = environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) if folder else None

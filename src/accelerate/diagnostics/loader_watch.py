@@ -36,12 +36,7 @@ _TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to re
 
 @dataclass(frozen=True)
 class Limits:
-    """When a wait is reported, and what follows.
-
-    Attributes:
-        seconds: how long a rank may wait.
-        ends: whether all ranks end after a report.
-    """
+    """For how many seconds a rank may wait before it is reported, and whether all ranks end then."""
 
     seconds: float
     ends: bool
@@ -62,7 +57,7 @@ class BatchWait:
     """A thread that waits for a batch.
 
     Attributes:
-        token: differs between two waits.
+        token: identifies the wait.
         iterator: torch's iterator, which has the workers; None where a thread reads without any.
         reader: the frame of the thread that reads, where that is another one.
     """
@@ -94,7 +89,7 @@ def describe(wait: BatchWait) -> str:
     if wait.reader is None:
         return "waits for its thread that reads batches, which has ended"
     stack = stacks.read_position(wait.reader).stack
-    return f"waits for its thread that reads batches, which stands at:\n{stack}"
+    return f"waits for its thread that reads batches, which is at:\n{stack}"
 
 
 def _wait_for_reader(reader: Any) -> BatchWait | None:
@@ -114,12 +109,12 @@ def _describe_workers(iterator: Any) -> str:
     workers, owing = torch_private.loader_workers(iterator), _workers_that_owe(iterator)
     numbers = [*owing, *(n for n in range(len(workers)) if n not in owing)]
     lines = ["waits for the workers of its loader:"]
-    for index, number in enumerate(numbers[:MOST_WORKERS]):
+    for number in numbers[:MOST_WORKERS]:
         pid = workers[number].pid
-        task = ", which owes the next batch," if index == 0 and owing else ""
+        task = ", which owes the next batch," if number == next(iter(owing), None) else ""
         line = f"worker {number} (process {pid}){task} {processes.describe(pid)}"
         stack = _stack_of_worker(pid) if number in owing[:MOST_WORKER_STACKS] else ""
-        lines += [f"{line}, stands at:", stack.rstrip()] if stack else [line]
+        lines += [f"{line}, is at:", stack.rstrip()] if stack else [line]
     if len(numbers) > MOST_WORKERS:
         lines.append(f"and {len(numbers) - MOST_WORKERS} more workers")
     return "\n".join(lines)
@@ -137,7 +132,7 @@ def _stack_of_worker(pid: int) -> str:
     threads = [own, *map(_own_frames, processes.stacks_of_all_threads(pid))]
     others = [thread for thread in threads[1:] if thread and thread[:1] != own[:1]]
     texts = [processes.spell_stack(thread).rstrip() for thread in (own, *others)]
-    return "\nanother thread of it stands at:\n".join(texts)
+    return "\nanother thread of it is at:\n".join(texts)
 
 
 def _workers_that_owe(iterator: Any) -> list[int]:
@@ -155,23 +150,14 @@ def _own_frames(frames: list[Frame]) -> list[Frame]:
 
 
 class LoaderWatch(WorkersObserver):
-    """Watches the passes over loaders with workers, where there is one process.
-
-    Args:
-        limits: after how many seconds a wait is reported.
-        outlet: where that is written.
-    """
+    """Watches the passes over loaders with workers, where there is one process."""
 
     def __init__(self, limits: Limits, outlet: Outlet) -> None:
         self._limits = limits
         self._outlet = outlet
 
     def follow(self, iterator: Any) -> None:
-        """Watch a pass until its iterator is gone; called by the thread that waits for its batches.
-
-        Args:
-            iterator: torch's, with workers.
-        """
+        """Watch a pass until its iterator is gone; called by the thread that waits for its batches."""
         over: list[bool] = []  # an event has a lock, which a fork could inherit held
         weakref.finalize(iterator, over.append, True)
         watch = _Pass(torch_private.loader_workers(iterator)[0].pid, self._limits, self._outlet, over)

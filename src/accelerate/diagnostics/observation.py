@@ -1,4 +1,4 @@
-"""What this rank does at this moment: in which operation it is, since when, and on which line."""
+"""What the training thread of this rank does: the operation that it waits in, the line, and for how long."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from accelerate import torch_private
 from accelerate.diagnostics import loader_watch, stacks
-from accelerate.diagnostics.hang_report import COLLECTIVE, DATA, DEVICE, ELSEWHERE, TORCH, RankState
+from accelerate.diagnostics.hang_report import COLLECTIVE, DATA, DEVICE, OTHER_CODE, TORCH, RankState
 from accelerate.ops import Ring
 
 MOST_WORK = 0.5
-"""Part of the time that a process which only waits may spend on its processors, for all of its threads."""
+"""Processor time per second, of all threads together, up to which a process counts as waiting."""
 STILL = 2.0
-"""Seconds on one line after which the device is asked what it waits for."""
+"""Seconds on one line after which unfinished collectives of the device are looked for."""
 
 _ON_DEVICE = "dump_nccl_trace"
 _DUMPS = ("dump_fr_trace", _ON_DEVICE)
@@ -23,36 +23,28 @@ _DUMPS = ("dump_fr_trace", _ON_DEVICE)
 
 
 class Observation:
-    """Follows the thread that trains, from another one.
-
-    Args:
-        ring: the flight record of the thread.
-        rank: of this process.
-        host: machine of this process.
-        pid: its number there.
-    """
+    """Observes the training thread of this process from another thread; `ring` is its flight record."""
 
     def __init__(self, ring: Ring, rank: int, host: str, pid: int) -> None:
         self._ring = ring
-        self._who: dict[str, Any] = {"rank": rank, "host": host, "pid": pid}
-        self._still: tuple[object, int] | None = None
+        self._process: dict[str, Any] = {"rank": rank, "host": host, "pid": pid}
+        self._last_seen: tuple[object, int] | None = None
         self._since = 0.0
         self._used = 0.0
 
     def waited(self) -> tuple[object, float]:
-        """What the thread waits in, and for how many seconds; `(None, 0.0)` when it does not wait.
+        """Return a value that identifies the present wait, and its seconds; `(None, 0.0)` without a wait.
 
-        The first value differs between two waits. An operation that was not begun through this package has
-        begun at the latest when this method saw the thread in it first and ever since. A backward that keeps
-        the processors busy computes, and waits for no other process.
+        An operation that is not in the flight record began at the latest when this method first saw the
+        thread in it. A backward pass that keeps the processors busy computes, and waits for no process.
         """
         entry = self._ring.running()
         if entry is not None:
-            self._still = None
+            self._last_seen = None
             return entry.sequence, time.monotonic() - entry.started
         frame = stacks.innermost(self._ring.owner or 0)
         if frame is None:
-            self._still = None
+            self._last_seen = None
             return None, 0.0
         batch = loader_watch.find_wait(frame)
         if batch is not None:
@@ -66,23 +58,25 @@ class Observation:
         return ("torch", self._since), seconds
 
     def _seconds_in(self, what: object, instruction: int) -> float:
-        """For how long the thread has been seen on the same instruction, or in the same wait for a batch."""
-        # The frame itself is kept until the next look: a number of it may come again in the next round.
-        if self._still != (what, instruction):
-            self._still = (what, instruction)
+        """Seconds since the thread was first seen at this instruction, or in this wait for a batch."""
+        # The frame itself is kept until the next look: its `id` may be that of another frame by then.
+        if self._last_seen != (what, instruction):
+            self._last_seen = (what, instruction)
             self._since, self._used = time.monotonic(), time.process_time()
         return time.monotonic() - self._since
 
     def state(self) -> RankState:
-        """Describe the thread."""
+        """Describe what the thread does."""
         entry = self._ring.running()
         frame = stacks.innermost(self._ring.owner or 0)
         if frame is None:
-            return RankState(doing=ELSEWHERE, operation="no code: its training thread has ended", **self._who)
+            return RankState(
+                doing=OTHER_CODE, operation="no code: its training thread has ended", **self._process
+            )
         position = stacks.read_position(frame)
-        facts: dict[str, Any] = {"file": position.file, "line": position.line, **self._who}
+        source = entry if entry is not None and entry.file else position
+        facts: dict[str, Any] = {"file": source.file, "line": source.line, **self._process}
         if entry is not None:
-            called = {"file": entry.file or position.file, "line": entry.line or position.line}
             return RankState(
                 doing=COLLECTIVE,
                 operation=entry.operation,
@@ -90,7 +84,7 @@ class Observation:
                 facts=entry.facts,
                 seconds=time.monotonic() - entry.started,
                 stack=position.stack,
-                **{**facts, **called},
+                **facts,
             )
         token, seconds = self.waited()
         batch = loader_watch.find_wait(frame)
@@ -99,7 +93,7 @@ class Observation:
             return RankState(doing=DATA, operation="batch", seconds=seconds, details=details, **facts)
         waits_in = "" if token is None else position.waits_in or DEVICE
         return RankState(
-            doing=TORCH if waits_in else ELSEWHERE,
+            doing=TORCH if waits_in else OTHER_CODE,
             operation=waits_in or position.waits_in or position.function,
             seconds=seconds,
             stack=position.stack,
@@ -108,23 +102,23 @@ class Observation:
         )
 
     def release(self) -> None:
-        """Drop the frame that is kept."""
-        self._still = None
+        """Drop the reference to the last frame."""
+        self._last_seen = None
 
 
 def describe_recorded() -> str:
-    """Say for each process group how far torch's collectives have come; empty where nothing was recorded."""
+    """Describe the progress of torch's collectives in each process group; empty without a record."""
     return "; ".join(text for name in _DUMPS for text in _describe_groups(_read(name)))
 
 
 def seconds_on_device() -> float:
-    """For how long the oldest collective of an accelerator has been running; 0.0 where none is.
+    """Seconds since the oldest unfinished collective of the device was enqueued; 0.0 without one.
 
-    The thread that trains only enqueues these, and waits for them where it needs a result.
+    The training thread enqueues collectives, and waits for them where it needs a result.
     """
     entries = _entries(_read(_ON_DEVICE))
-    begun = [entry["time_created_ns"] for entry in entries if entry["state"] != "completed"]
-    return max(time.time() - min(begun) / 1e9, 0.0) if begun else 0.0
+    enqueued = [entry["time_created_ns"] for entry in entries if entry["state"] != "completed"]
+    return max(time.time() - min(enqueued) / 1e9, 0.0) if enqueued else 0.0
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -44,12 +44,7 @@ def describe(pid: int) -> str:
 
 
 def runs(pid: int, born: float | None = None) -> bool:
-    """Whether a process runs, and is not a zombie.
-
-    Args:
-        pid: number of the process.
-        born: when it was started; another process of the same number does not count.
-    """
+    """Whether a process runs and is no zombie; one of the same number that was not `born` then is another."""
     try:
         process = psutil.Process(pid)
         return born in (None, process.create_time()) and bool(process.status() != psutil.STATUS_ZOMBIE)
@@ -105,11 +100,10 @@ def _spell_end(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Siblings:
-    """The ranks that one process has started on this machine.
+    """The ranks that the process `starter` has started on this machine.
 
     Attributes:
-        starter: number of that process.
-        pids: rank -> number of its process, for all that run, this one included.
+        pids: the processes that run by their ranks, this one included.
         is_complete: whether a rank of this machine that is not among them has ended.
     """
 
@@ -120,9 +114,6 @@ class Siblings:
 
 def find_siblings(rank: int) -> Siblings | None:
     """Find the ranks that were started by the process that started this one.
-
-    Args:
-        rank: of this process.
 
     Returns:
         None where the starter wrote no rank into the environment of this process.

@@ -31,7 +31,6 @@ class Position:
 
     Attributes:
         file: of the user's innermost frame; of the outermost one where all belong to libraries.
-        line: there.
         function: the library function that the user's line called, the user's own function without one.
         waits_in: the operation of torch that may wait for other processes: "backward", "all_reduce", ...;
             empty for any other.
@@ -56,12 +55,13 @@ def read_position(frame: FrameType) -> Position:
     index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_libraries())), len(frames) - 1)
     user = frames[index]
     called = frames[index - 1] if index else user
+    lines = ((frame, frame.f_lineno or 0) for frame in reversed(frames))
     return Position(
         file=_file(user),
         line=user.f_lineno or 0,
         function=called.f_code.co_name,
         waits_in=waiting_operation(frames[:index]),
-        stack="".join(traceback.format_list(traceback.StackSummary.extract(_lines(frames)))),
+        stack="".join(traceback.format_list(traceback.StackSummary.extract(lines))),
     )
 
 
@@ -78,12 +78,11 @@ def may_compute(frame: FrameType) -> bool:
 def waiting_operation(frames: list[FrameType]) -> str:
     """Name the operation of torch that may wait for other processes; empty where there is none.
 
-    Args:
-        frames: from the innermost to the one that the user's line called.
+    The frames are those from the innermost to the one that the user's line called.
     """
     if not frames or not may_wait(frames[0]):
         return ""
-    if _file(frames[0]).startswith(_AUTOGRAD):
+    if may_compute(frames[0]):
         return BACKWARD
     names = [f.f_code.co_name for f in frames if _file(f).startswith(_COLLECTIVES)]
     return next((name for name in reversed(names) if name not in _WRAPPERS), names[-1])
@@ -100,10 +99,6 @@ def _outwards(frame: FrameType | None) -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def _lines(frames: list[FrameType]) -> list[tuple[FrameType, int]]:
-    return [(frame, frame.f_lineno or 0) for frame in reversed(frames)]
 
 
 def _file(frame: FrameType) -> str:

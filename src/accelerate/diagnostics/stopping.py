@@ -14,10 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from accelerate.base import read_seconds, wrong_value
 from accelerate.launch import NOTES
@@ -51,15 +50,10 @@ _CYCLES_TO_WARM = 2  # the first exchange opens a group, the first steps compile
 Combine = Callable[[Sequence[float], str, str], Answer]
 
 
-@dataclass(frozen=True)
-class Trigger:
-    """One kind of request.
+class Trigger(NamedTuple):
+    """One kind of request, by the name of the signal or setting.
 
-    Attributes:
-        name: of the signal, or of the setting.
-        reason: what has happened, as messages say it; a process number follows.
-        stops: whether it asks to stop.
-        saves: whether it asks to save.
+    `reason` says what has happened, as messages say it; a process number follows.
     """
 
     name: str
@@ -82,69 +76,49 @@ TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE)
 """All of them, in the order of the numbers that ranks exchange."""
 
 
-class Source(Protocol):
-    """Where a request may come from."""
+class Source(NamedTuple):
+    """Where a request may come from, and whether it asks now."""
 
     trigger: Trigger
-
-    def asks(self) -> bool:
-        """Whether it asks now."""
-        ...
+    asks: Callable[[], bool]
 
 
-class Deadline:
-    """Asks from a time on, which is one of the clock."""
-
-    def __init__(self, trigger: Trigger, at: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.trigger = trigger
-        self.at = at
-        self._clock = clock
-
-    def asks(self) -> bool:
-        return self._clock() >= self.at
+def deadline(trigger: Trigger, at: float, clock: Callable[[], float] = time.monotonic) -> Source:
+    """A source that asks from a time of the clock on."""
+    return Source(trigger, lambda: clock() >= at)
 
 
-class StopFile:
-    """Asks as long as a file exists, also one that was there before."""
-
-    trigger = STOP_FILE
-
-    def __init__(self, path: str) -> None:
-        self._path = os.path.expanduser(path)
-
-    def asks(self) -> bool:
-        return os.path.exists(self._path)
+def stop_file(path: str) -> Source:
+    """A source that asks as long as a file exists, also one that was there before."""
+    return Source(STOP_FILE, partial(os.path.exists, os.path.expanduser(path)))
 
 
-class SaveFile:
-    """Asks once each time that a file is touched; one that was there before does not ask."""
+def save_file(path: str) -> Source:
+    """A source that asks once each time that a file is touched; one that was there before does not ask."""
+    path = os.path.expanduser(path)
+    touched = _time_of_change(path)
 
-    trigger = SAVE_FILE
+    def asks() -> bool:
+        nonlocal touched
+        before, touched = touched, _time_of_change(path)
+        return touched not in (None, before)
 
-    def __init__(self, path: str) -> None:
-        self._path = os.path.expanduser(path)
-        self._touched = _time_of_change(self._path)
-
-    def asks(self) -> bool:
-        before, self._touched = self._touched, _time_of_change(self._path)
-        return self._touched not in (None, before)
+    return Source(SAVE_FILE, asks)
 
 
-class Seldom:
-    """Looks at a source that costs something now and then only; between two looks it does not ask."""
+def seldom(source: Source, clock: Callable[[], float] = time.monotonic) -> Source:
+    """A source that costs something, looked at now and then; between two looks it does not ask."""
+    next_look = -math.inf
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        self.trigger = source.trigger
-        self._source = source
-        self._clock = clock
-        self._next = -math.inf
-
-    def asks(self) -> bool:
-        now = self._clock()
-        if now < self._next:
+    def asks() -> bool:
+        nonlocal next_look
+        now = clock()
+        if now < next_look:
             return False
-        self._next = now + SECONDS_BETWEEN_LOOKS
-        return self._source.asks()
+        next_look = now + SECONDS_BETWEEN_LOOKS
+        return source.asks()
+
+    return Source(source.trigger, asks)
 
 
 def process_age() -> float:
@@ -163,36 +137,24 @@ def find_sources(
 ) -> list[Source]:
     """Return what this process has to look at, beside signals.
 
-    Args:
-        settings: what the user asked for.
-        environ: this process's variables.
-        looks_at_files: whether it is the one of its machine that looks at files.
-        age: gives the seconds since this process started.
-
-    Raises:
-        ConfigurationError: a value that cannot be.
+    `looks_at_files` says whether it is the one of its machine that looks at files.
     """
     now = time.monotonic()
     sources: list[Source] = []
     if settings.max_time is not None:
-        sources.append(Deadline(TIME_IS_UP, now - age() + read_max_time(settings.max_time)))
+        sources.append(deadline(TIME_IS_UP, now - age() + _read_max_time(settings.max_time)))
     end = environ.get(_ALLOCATION_END, "")
     margin = DEFAULT_MARGIN if settings.stop_margin is None else settings.stop_margin
     if end.isdecimal() and margin:
-        sources.append(Deadline(ALLOCATION_ENDS, now + float(end) - time.time() - margin))
+        sources.append(deadline(ALLOCATION_ENDS, now + float(end) - time.time() - margin))
     if looks_at_files and settings.stop_file:
-        sources.append(Seldom(StopFile(settings.stop_file)))
+        sources.append(seldom(stop_file(settings.stop_file)))
     if looks_at_files and settings.save_file:
-        sources.append(Seldom(SaveFile(settings.save_file)))
+        sources.append(seldom(save_file(settings.save_file)))
     return sources
 
 
-def read_max_time(text: str) -> float:
-    """Return a time budget in seconds.
-
-    Raises:
-        ConfigurationError: it is no span of time.
-    """
+def _read_max_time(text: str) -> float:
     try:
         return read_seconds(text)
     except ValueError:
@@ -201,12 +163,7 @@ def read_max_time(text: str) -> float:
 
 
 def rounds_between(step: float, cost: float) -> int:
-    """Return after how many steps ranks ask each other again.
-
-    Args:
-        step: seconds of a step.
-        cost: seconds that asking takes of it.
-    """
+    """Return after how many steps ranks ask each other again, from the seconds of a step and of asking."""
     if step <= 0:
         return 1
     cheap = math.ceil(cost / (PRICE * step))
@@ -236,9 +193,6 @@ class SignalNotes:
     Handlers are set when the first question is asked, and restored at the end; a handler that was there
     before is called as well. A second SIGTERM is not kept: it does what it did before. So is no signal in a
     fork of this process: whoever ends its own helpers with SIGTERM means it.
-
-    Args:
-        clock: gives the time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -264,8 +218,8 @@ class SignalNotes:
             )
             return
         installed = services.of_process(_Installed)
-        for other in list(installed):
-            other.restore()
+        for notes in list(installed):
+            notes.restore()
         for number in self._triggers:
             if signal.getsignal(number) is not None:  # None: set by a library in C, and lost if replaced
                 self._before[number] = signal.signal(number, self._note)
@@ -313,15 +267,7 @@ def _belongs_to_agent(handler: Any) -> bool:
 
 
 class Agreement:
-    """The answers of one run; read on all ranks equally often and in the same order.
-
-    Args:
-        rank: of this process.
-        sources: what to look at, beside signals.
-        notes: the signals of this process.
-        combine: combines numbers of all ranks.
-        clock: gives the time.
-    """
+    """The answers of one run; read on all ranks equally often and in the same order."""
 
     def __init__(
         self,
@@ -414,14 +360,7 @@ class Agreement:
 
 
 def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
-    """Return the answers of this run, a service that a reset of the state forgets.
-
-    Args:
-        environ: this process's variables.
-
-    Raises:
-        ConfigurationError: a variable holds what cannot be.
-    """
+    """Return the answers of this run, a service that a reset of the state forgets."""
     return services.get(Agreement, partial(_open_agreement, environ))
 
 

@@ -22,7 +22,6 @@ from accelerate.base import environ as variables
 from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.arrivals import SECONDS_TO_ANSWER, SECONDS_TO_END, ArrivalWatch
-from accelerate.diagnostics.hang_channel import PATIENCE, HangChannel, Peers, own_identity
 from accelerate.diagnostics.hang_report import (
     COLLECTIVE,
     DATA,
@@ -35,6 +34,7 @@ from accelerate.diagnostics.hang_report import (
 )
 from accelerate.diagnostics.loader_watch import GROWTH, Limits, LoaderWatch
 from accelerate.diagnostics.observation import Observation
+from accelerate.diagnostics.peers import PATIENCE, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
@@ -49,25 +49,10 @@ SECONDS_TO_CONNECT = 5.0
 
 
 class Watchdog:
-    """What the thread that watches one rank does; it holds nothing that holds `Watching`.
-
-    Args:
-        rank: of this process.
-        limits: when a wait is reported.
-        hang_channel: between the ranks.
-        peers: the other ranks.
-        observation: of the thread that trains.
-        outlet: where reports go.
-    """
+    """What the thread that watches one rank does; it holds nothing that holds `Watching`."""
 
     def __init__(
-        self,
-        rank: int,
-        limits: Limits,
-        hang_channel: HangChannel,
-        peers: Peers,
-        observation: Observation,
-        outlet: Outlet,
+        self, rank: int, limits: Limits, peers: Peers, observation: Observation, outlet: Outlet
     ) -> None:
         self.rank = rank
         self._started = time.monotonic()
@@ -76,7 +61,6 @@ class Watchdog:
         self.failed = False
         self.lost: RankState | None = None  # where an operation with other ranks failed
         self._limits = limits
-        self._hang_channel = hang_channel
         self._peers = peers
         self._observation = observation
         self._outlet = outlet
@@ -100,10 +84,10 @@ class Watchdog:
         try:
             while not self.ended.wait(self._limits.pause):
                 self.look()
-            self.last_words(self.ending, self.failed, self.lost)
+            self.post_end(self.ending, self.failed, self.lost)
             if self.rank == 0:  # it keeps the store: another rank would wait long for a connection to it
                 left = self._started + SECONDS_TO_CONNECT - time.monotonic()
-                self._hang_channel.wait_for_identities(self._peers.ranks, left)
+                self._peers.wait_for_identities(left)
         except RuntimeError as error:  # what torch raises when a store does not answer
             self._watch_alone(str(error).splitlines()[0])
         finally:
@@ -143,32 +127,28 @@ class Watchdog:
         if seconds >= self._next or self._peers.ended().keys() - self._named:
             self._inquire(seconds)
 
-    def last_words(self, ending: str, failed: bool, lost: RankState | None) -> None:
+    def post_end(self, ending: str, failed: bool, lost: RankState | None) -> None:
         """Post how this process ends, and name those whose end before made it fail.
 
-        Args:
-            ending: what follows "has".
-            failed: whether an error ends it.
-            lost: where this rank was when an operation with other ranks failed; None when that is not why
-                it ends.
+        `lost` is where this rank was when an operation with other ranks failed; None where none has failed.
         """
-        self._hang_channel.leave(ending)
+        self._peers.leave(ending)
         if self._reported is not None and not failed:
             self._withdraw()
         ended = {} if lost is None else self._peers.ended()
-        if lost is not None and ended and not self._named and self._hang_channel.is_first_to_tell():
+        if lost is not None and ended and not self._named and self._peers.is_first_to_report():
             states = [self._peers.silent_state(rank) for rank in ended]
             text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
             self._outlet.publish(self._build_report(text, [self.rank], list(ended), ends=False))
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
-        number = self._hang_channel.inquiry()
+        number = self._peers.inquiry()
         if number > self._answered:
-            self._hang_channel.answer(number, self._observation.state())
+            self._peers.answer(number, self._observation.state())
             self._enter(number, seconds)
-        if self._read < self._answered and (report := self._hang_channel.report(self._answered)) is not None:
-            self._obey(self._answered, report)
+        if self._read < self._answered and (report := self._peers.report(self._answered)) is not None:
+            self._follow(self._answered, report)
 
     def _enter(self, number: int, seconds: float) -> None:
         self._answered, self._answered_at = number, time.monotonic()
@@ -179,14 +159,14 @@ class Watchdog:
         return self._read < self._answered and time.monotonic() - self._answered_at < 3 * SECONDS_TO_ANSWER
 
     def _inquire(self, seconds: float) -> None:
-        if not self._hang_channel.ask(self._answered):
+        if not self._peers.ask(self._answered):
             return
         own = self._observation.state()
         self._enter(self._answered + 1, seconds)
-        self._hang_channel.answer(self._answered, own)
+        self._peers.answer(self._answered, own)
         answers = self._collect(own)
         ended = list(self._peers.ended())
-        ranks = sorted((self.rank, *self._peers.ranks))
+        ranks = sorted((self.rank, *self._peers.others))
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in ranks]
         hang = is_hang(states) and self._observation.waited()[0] == self._token
         slow = not hang and any(s.doing == DATA and s.seconds >= self._limits.seconds for s in states)
@@ -194,18 +174,18 @@ class Watchdog:
             self._patience_for_data = seconds * GROWTH
         text = compose(states, os.getcwd()) if hang or slow else ""
         report = self._build_report(text, list(answers), ended, ends=hang and self._limits.ends)
-        self._hang_channel.announce(self._answered, report)
+        self._peers.announce(self._answered, report)
         self._reported = self._token if hang or slow else None
-        self._obey(self._answered, report)
+        self._follow(self._answered, report)
 
     def _collect(self, own: RankState) -> dict[int, RankState]:
         """The states of the ranks that answer in time."""
         states = {self.rank: own}
         deadline = time.monotonic() + SECONDS_TO_ANSWER
         while time.monotonic() < deadline:
-            missing = [rank for rank in self._peers.ranks if rank not in states]
-            states |= self._hang_channel.answers(self._answered, missing)
-            if len(states) + len(self._peers.ended().keys() - states.keys()) == len(self._peers.ranks) + 1:
+            missing = [rank for rank in self._peers.others if rank not in states]
+            states |= self._peers.answers(self._answered, missing)
+            if len(states) + len(self._peers.ended().keys() - states.keys()) == len(self._peers.others) + 1:
                 break
             time.sleep(self._limits.pause / 4)
         return states
@@ -214,7 +194,7 @@ class Watchdog:
         running = [rank for rank in answered if rank not in ended]
         return Report(text, min(running, default=self.rank), ends, answered, ended)
 
-    def _obey(self, number: int, report: Report) -> None:
+    def _follow(self, number: int, report: Report) -> None:
         self._read = number
         self._named |= set(report.ended)
         if report.text and report.printer == self.rank:
@@ -231,15 +211,15 @@ class Watchdog:
         Then this rank ends by what it sees itself, and one that does not wait is left to its launcher.
         """
         _, seconds = self._observation.waited()
-        return self._hang_channel.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
+        return self._peers.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
 
     def _wait_for_confirmations(self, number: int, wanted: int) -> None:
         """Let all that answered come here, so that the end of the first does not keep others from it."""
         deadline = time.monotonic() + SECONDS_TO_ANSWER
-        confirmed = self._hang_channel.confirm(number)
+        confirmed = self._peers.confirm(number)
         while confirmed < wanted and time.monotonic() < deadline:
             time.sleep(self._limits.pause / 4)
-            confirmed = self._hang_channel.confirmed(number)
+            confirmed = self._peers.confirm(number, 0)
 
     def _report_end_of_hang(self) -> None:
         """Withdraw the report of this rank a look after its wait is over: it may have ended in an error."""
@@ -257,38 +237,27 @@ class Watchdog:
 class Watching:
     """A running watcher, a service of the run; it ends with `stop`, or when this object is no longer held."""
 
-    def __init__(self, dog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
         self._pid = os.getpid()
-        self._dog = dog
-        self._thread = threading.Thread(target=dog.run, name="accelerate-watchdog", daemon=True)
+        self._watchdog = watchdog
+        self._thread = threading.Thread(target=watchdog.run, name="accelerate-watchdog", daemon=True)
         self._thread.start()
-        weakref.finalize(self, dog.end_in, self._pid)
+        weakref.finalize(self, watchdog.end_in, self._pid)
 
     def stop(self, ending: str) -> None:
-        """End the watcher, and post that this process takes no further part.
-
-        Args:
-            ending: how, as what follows "rank 1 has".
-        """
+        """End the watcher, and post that this process takes no further part, after "rank 1 has"."""
         if os.getpid() != self._pid:  # a fork has no watcher
             return
-        self._dog.ending = ending
+        self._watchdog.ending = ending
         if process_group.failed():
-            self._dog.failed = True
-            self._dog.lost = lost_place(self._dog.rank, sys.last_traceback)
-        self._dog.ended.set()
+            self._watchdog.failed = True
+            self._watchdog.lost = lost_operation(self._watchdog.rank, sys.last_traceback)
+        self._watchdog.ended.set()
         self._thread.join(SECONDS_TO_END)
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
-    """Return for how long ranks may wait for each other, and what follows.
-
-    Args:
-        environ: variables of this process.
-
-    Raises:
-        ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
-    """
+    """Return for how long ranks may wait for each other, and what follows."""
     settings = decode(DiagnosticsSection, environ)
     return Limits(
         seconds=DEFAULT_SECONDS if settings.hang_timeout is None else settings.hang_timeout,
@@ -300,13 +269,6 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     """Watch this rank from now on; nothing happens a second time. One process is watched as it reads loaders.
 
     Called on every rank. The watcher ends with the process group, with the state, or with the process.
-
-    Args:
-        state: which process this is.
-        environ: variables of this process.
-
-    Raises:
-        ConfigurationError: `ACCELERATE_HANG_TIMEOUT` or `ACCELERATE_HANG_ACTION` cannot be.
     """
     limits = read_limits(environ)
     if limits.seconds and state.num_processes == 1:
@@ -326,11 +288,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
 
 
 def stop(ending: str) -> None:
-    """End the watcher of this process, if there is one.
-
-    Args:
-        ending: how this process ends its part, as what follows "rank 1 has".
-    """
+    """End the watcher of this process, if there is one; `ending` is what follows "rank 1 has"."""
     watching = services.remove(Watching)
     if watching is not None:
         watching.stop(ending)
@@ -340,22 +298,15 @@ def _build(
     state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
 ) -> Watchdog:
     rank, size, own = state.process_index, state.num_processes, own_identity()
-    hang_channel = HangChannel(channel, rank)
-    hang_channel.introduce(own)
     record = flight_recorder()
     record.reset()  # the thread that builds the state is the one that trains
     observation = Observation(record, rank, own.host, own.pid)
-    peers = Peers(hang_channel, own, tuple(other for other in range(size) if other != rank))
-    return Watchdog(rank, limits, hang_channel, peers, observation, Outlet(rank, size, environ))
+    peers = Peers(channel, rank, size, own)
+    return Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ))
 
 
-def lost_place(rank: int, trace: TracebackType | None) -> RankState | None:
-    """Where an operation with other ranks failed; None when the error came from somewhere else.
-
-    Args:
-        rank: of this process.
-        trace: of the error.
-    """
+def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
+    """Where an operation with other ranks failed; None when the error came from somewhere else."""
     if trace is None:
         return None
     while trace.tb_next is not None:
@@ -377,12 +328,7 @@ def _stop_at_exit() -> None:
 
 
 def watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
-    """Return a context in which ranks are reported that do not come to open the process group.
-
-    Args:
-        topology: of this rank.
-        opened: number of default process groups that this process has opened.
-    """
+    """Return a context in which ranks are reported that do not come to open the process group."""
     environ = variables.current()
     limits = read_limits(environ)
     return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()

@@ -110,7 +110,7 @@ def test_what_a_rank_of_the_same_machine_sees_is_said(ranks: Ranks, monkeypatch:
     ranks.until(lambda: ranks.kept[2].texts)
     (text, _) = ranks.go()
     assert "rank 0 did not come: its process 1 on " in text
-    assert 'stands at:\n  File "train.py", line 3, in prepare' in text
+    assert 'is at:\n  File "train.py", line 3, in prepare' in text
     assert "rank 1 has ended before it came (process 77 on " in text
 
 
@@ -125,7 +125,7 @@ def test_all_end_where_a_hang_ends_the_run(ranks: Ranks) -> None:
 
 def test_words_of_a_process_before_a_restart_do_not_count(ranks: Ranks) -> None:
     channel = ranks.channel()
-    channel.post("here/0", asdict(Note("old", 3, "host", "", 1, "train.py", 2, 5.0)))
+    channel.post("here/0", asdict(Note(0, "starting", host="host", pid=1, token="old", beat=3)))
     channel.post("end/1", asdict(End("old", "an old report")))
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts)

@@ -9,8 +9,8 @@ import pytest
 from accelerate.diagnostics import (
     COLLECTIVE,
     DEVICE,
-    ELSEWHERE,
     ENDED,
+    OTHER_CODE,
     SILENT,
     TORCH,
     RankState,
@@ -29,7 +29,9 @@ def in_gather(rank: int, sequence: int = 581, seconds: float = 60.4) -> RankStat
 
 def in_save(rank: int) -> RankState:
     stack = '  File "/job/train.py", line 120, in main\n'
-    return RankState(rank, ELSEWHERE, "save_state", 0, "", "/job/train.py", 120, stack=stack, host="a", pid=7)
+    return RankState(
+        rank, OTHER_CODE, "save_state", 0, "", "/job/train.py", 120, stack=stack, host="a", pid=7
+    )
 
 
 def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
@@ -38,7 +40,7 @@ def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
     assert compose(states, "/job").splitlines() == [
         "accelerate: hang: ranks 0, 2-3 wait in gather #581, eval.py:44, since 61 s; "
         "rank 1 is in save_state, train.py:120 (not in a collective); rank 4 has exited with ValueError.",
-        "rank 1 (process 7 on a) stands at:",
+        "rank 1 (process 7 on a) is at:",
         '  File "/job/train.py", line 120, in main',
     ]
 
@@ -47,7 +49,7 @@ def test_different_operations_are_all_shown_when_no_group_is_the_largest() -> No
     other = RankState(1, COLLECTIVE, "reduce", 581, "", "/job/train.py", 50, 60.0, stack="there\n")
     text = compose([in_gather(0), other], "/elsewhere")
     assert "rank 0 waits in gather #581, /job/eval.py:44, since 60 s; rank 1 waits in reduce #581, " in text
-    assert text.count("stands at:") == 2
+    assert text.count("is at:") == 2
 
 
 def test_the_minority_is_odd() -> None:
@@ -57,7 +59,7 @@ def test_the_minority_is_odd() -> None:
 
 def test_operations_of_torch_and_lines_without_a_function() -> None:
     backward = RankState(0, TORCH, "backward", file="/job/train.py", line=44, seconds=9)
-    script = RankState(1, ELSEWHERE, "<module>", file="/job/train.py", line=3)
+    script = RankState(1, OTHER_CODE, "<module>", file="/job/train.py", line=3)
     silent = RankState(2, SILENT, ending="gives no answer")
     assert compose([backward, script, silent], "/job").startswith(
         "accelerate: hang: rank 0 waits in backward (not through accelerate), train.py:44, since 9 s; "
@@ -70,7 +72,7 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
     [
         pytest.param([in_save(0), in_save(1)], False, id="nobody waits"),
         pytest.param([in_gather(0), in_gather(1)], True, id="all wait for the wire"),
-        pytest.param([in_gather(0), in_save(1)], True, id="one is elsewhere"),
+        pytest.param([in_gather(0), in_save(1)], True, id="one runs other code"),
         pytest.param([RankState(n, TORCH, "backward") for n in (0, 1)], False, id="long step"),
         pytest.param([RankState(0, TORCH, "backward"), in_save(1)], True, id="one has no backward"),
         pytest.param([RankState(0, TORCH, "backward"), in_gather(1)], True, id="two operations"),
@@ -84,7 +86,7 @@ def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
 def test_what_torch_recorded_is_told_where_ranks_differ() -> None:
     states = [
         RankState(0, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
-        RankState(1, ELSEWHERE, "<module>", file="/job/train.py", line=3, recorded="default_pg: 7 of 7"),
+        RankState(1, OTHER_CODE, "<module>", file="/job/train.py", line=3, recorded="default_pg: 7 of 7"),
         RankState(2, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
     ]
     lines = compose(states, "/job").splitlines()

@@ -143,7 +143,7 @@ def test_a_thread_of_a_worker_that_cannot_send_is_shown() -> None:
         wait = look_until(thread, is_for_batch(1))
         text = describe_until(wait, "PICKLES")
         gate.release()
-    assert f"line {line_of('PICKLES')}, in __reduce__" in text.partition("another thread of it stands at:")[2]
+    assert f"line {line_of('PICKLES')}, in __reduce__" in text.partition("another thread of it is at:")[2]
 
 
 def test_a_thread_that_reads_ahead_is_looked_at() -> None:

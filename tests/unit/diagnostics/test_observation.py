@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import COLLECTIVE, DEVICE, ELSEWHERE, TORCH, Observation, stacks
+from accelerate.diagnostics import COLLECTIVE, DEVICE, OTHER_CODE, TORCH, Observation, stacks
 from accelerate.ops import Ring
 
 
@@ -28,7 +28,7 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
     assert (token, state.doing, state.operation, state.sequence) == (1, COLLECTIVE, "gather", 1)
     assert seconds >= 0.01
     assert (state.rank, state.host, state.pid, state.file) == (1, "host", 7, __file__)
-    assert observation.state().doing == ELSEWHERE
+    assert observation.state().doing == OTHER_CODE
 
 
 def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

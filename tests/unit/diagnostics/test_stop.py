@@ -16,14 +16,14 @@ from accelerate.diagnostics import (
     STOP_FILE,
     TIME_IS_UP,
     TRIGGERS,
-    Deadline,
-    SaveFile,
-    Seldom,
-    StopFile,
     asked,
+    deadline,
     find_sources,
     process_age,
     rounds_between,
+    save_file,
+    seldom,
+    stop_file,
 )
 from accelerate.settings.sections import StoppingSection
 
@@ -52,15 +52,15 @@ def test_the_table() -> None:
 
 def test_a_deadline_asks_from_its_time_on() -> None:
     clock = Clock()
-    deadline = Deadline(TIME_IS_UP, 5.0, clock)
-    assert not deadline.asks()
+    source = deadline(TIME_IS_UP, 5.0, clock)
+    assert not source.asks()
     clock.now = 5.0
-    assert deadline.asks()
+    assert source.asks()
 
 
 def test_a_stop_file_asks_while_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "stop"
-    source = StopFile(str(path))
+    source = stop_file(str(path))
     assert not source.asks()
     path.touch()
     assert source.asks()
@@ -70,7 +70,7 @@ def test_a_stop_file_asks_while_it_exists(tmp_path: Path) -> None:
 def test_a_save_file_asks_once_for_each_touch(tmp_path: Path) -> None:
     path = tmp_path / "save"
     path.touch()
-    source = SaveFile(str(path))
+    source = save_file(str(path))
     assert not source.asks()
     os.utime(path, (1, 1))
     assert [source.asks(), source.asks()] == [True, False]
@@ -82,7 +82,7 @@ def test_a_save_file_asks_once_for_each_touch(tmp_path: Path) -> None:
 
 def test_costly_sources_are_looked_at_seldom(tmp_path: Path) -> None:
     clock = Clock()
-    source = Seldom(StopFile(str(tmp_path)), clock)
+    source = seldom(stop_file(str(tmp_path)), clock)
     looks = []
     for clock.now in (0.0, 0.5, 1.0, 1.5):
         looks.append(source.asks())

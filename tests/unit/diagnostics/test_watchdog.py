@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from accelerate.diagnostics import (
     COLLECTIVE,
-    ELSEWHERE,
-    HangChannel,
+    OTHER_CODE,
     Limits,
     Peers,
     RankState,
@@ -36,7 +34,7 @@ class Seen:
         return self.wait
 
     def state(self) -> RankState:
-        doing = ELSEWHERE if self.wait[0] is None else COLLECTIVE
+        doing = OTHER_CODE if self.wait[0] is None else COLLECTIVE
         return RankState(self.rank, doing, "gather", file="a.py", line=self.rank, seconds=self.wait[1])
 
 
@@ -67,14 +65,12 @@ class Pair:
         store, own = HashStore(), own_identity()
         self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
         channel = StoreChannel(store, "", {} if key is None else {KEY_VARIABLE: key})
-        self.boards = [HangChannel(channel, rank) for rank in range(2)]
-        self.dogs = [self.build(rank, ends, own) for rank in range(2)]
+        self.peers = [Peers(channel, rank, 2, own) for rank in range(2)]
+        self.dogs = [self.build(rank, ends) for rank in range(2)]
 
-    def build(self, rank: int, ends: bool, own: Any) -> Watchdog:
-        board, seen, kept = self.boards[rank], self.seen[rank], self.kept[rank]
-        board.introduce(own)
-        peers = Peers(board, own, (1 - rank,))
-        return Watchdog(rank, Limits(5.0, ends), board, peers, seen, kept)  # type: ignore[arg-type]
+    def build(self, rank: int, ends: bool) -> Watchdog:
+        seen, kept = self.seen[rank], self.kept[rank]
+        return Watchdog(rank, Limits(5.0, ends), self.peers[rank], seen, kept)  # type: ignore[arg-type]
 
     def look(self) -> None:
         """Rank 0 looks once; meanwhile and afterwards rank 1 looks again and again."""
@@ -121,7 +117,7 @@ def test_it_is_reported_again_after_growing_times_and_taken_back_when_it_is_over
 
 def test_an_end_is_named_at_once() -> None:
     pair = Pair(ends=False)
-    pair.boards[1].leave("exited with ValueError")
+    pair.peers[1].leave("exited with ValueError")
     pair.seen[0].wait = (1, 2.5)
     pair.dogs[0].look()
     (text,) = pair.kept[0].texts
@@ -134,17 +130,17 @@ def test_an_end_is_named_at_once() -> None:
 
 def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
     pair = Pair(ends=False)
-    pair.boards[1].leave("exited with ValueError")
+    pair.peers[1].leave("exited with ValueError")
     lost = RankState(0, COLLECTIVE, "gather", 1, file="a.py", line=9)
-    pair.dogs[0].last_words("exited with RuntimeError", True, lost)
+    pair.dogs[0].post_end("exited with RuntimeError", True, lost)
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
-    assert pair.boards[1].ending(0) == "exited with RuntimeError"
+    assert pair.peers[1].ending(0) == "exited with RuntimeError"
 
 
 def plant(pair: Pair, key: str) -> None:
     """Write a report as somebody does who reaches the port of the store and has this key."""
-    stranger = StoreChannel(pair.boards[0]._channel._store, "", {KEY_VARIABLE: key})
+    stranger = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
     stranger.post("report/1", asdict(Report("end now", 0, True, [0, 1], [])))
     stranger.count("inquiry", 1)
 

@@ -7,17 +7,19 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import COLLECTIVE, ELSEWHERE, HangChannel, Identity, RankState, Report
+from accelerate.diagnostics import COLLECTIVE, OTHER_CODE, Identity, Peers, RankState, Report, peers
 from accelerate.state import StoreChannel
 
-Pair = tuple[HangChannel, HangChannel]
+WHO = Identity("a", "b", 7, 1.0)
+Pair = tuple[Peers, Peers]
 
 
 @pytest.fixture
 def pair() -> Pair:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    return HangChannel(StoreChannel(store, "", {}), 0), HangChannel(StoreChannel(store, "", {}), 1)
+    first, second = (Peers(StoreChannel(store, "", {}), rank, 2, WHO) for rank in range(2))
+    return first, second
 
 
 def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
@@ -30,7 +32,7 @@ def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
 
 def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     first, second = pair
-    states = [RankState(0, COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5), RankState(1, ELSEWHERE)]
+    states = [RankState(0, COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5), RankState(1, OTHER_CODE)]
     first.answer(1, states[0])
     assert second.answers(1, [0, 1]) == {0: states[0]}
     second.answer(1, states[1])
@@ -41,18 +43,17 @@ def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     assert second.report(1) == report
 
 
-def test_identities_and_endings_are_known_to_the_others(pair: Pair) -> None:
+def test_identities_and_endings_are_known_to_the_others(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     first, second = pair
-    who = Identity("a", "b", 7, 1.0)
-    assert second.identity(0) is None
-    first.introduce(who)
-    assert second.identity(0) == who
+    monkeypatch.setattr(peers.processes, "runs", lambda pid, born: (pid, born) == (WHO.pid, WHO.born))
     assert second.ending(0) is None
+    state = second.silent_state(0)
+    assert (state.host, state.pid) == (WHO.host, WHO.pid)
     first.leave("exited")
     assert second.ending(0) == "exited"
 
 
-def test_one_tells_and_all_confirm(pair: Pair) -> None:
+def test_one_reports_and_all_confirm(pair: Pair) -> None:
     first, second = pair
-    assert [first.is_first_to_tell(), second.is_first_to_tell()] == [True, False]
-    assert [first.confirmed(4), first.confirm(4), second.confirm(4), first.confirmed(4)] == [0, 1, 2, 2]
+    assert [first.is_first_to_report(), second.is_first_to_report()] == [True, False]
+    assert [first.confirm(4, 0), first.confirm(4), second.confirm(4), first.confirm(4, 0)] == [0, 1, 2, 2]

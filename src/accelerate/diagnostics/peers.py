@@ -1,4 +1,4 @@
-"""What ranks exchange about hangs over the store, and what one of them knows of the others.
+"""What ranks exchange about hangs over the store, and whether the other ranks still run.
 
 Inquiries are numbered. Whoever raises the number asks; every rank posts its state under that number, and the
 one that asked posts the report.
@@ -26,13 +26,11 @@ _SPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True)
 class Identity:
-    """How a process is found on its machine.
+    """How a process is found by others on its machine.
 
     Attributes:
-        host: name of the machine.
         space: differs between machines, and between containers on them.
-        pid: number of the process.
-        born: when it was started, as the operating system says.
+        born: when the process was started, as the operating system says.
     """
 
     host: str
@@ -42,47 +40,42 @@ class Identity:
 
 
 def own_identity() -> Identity:
-    """How this process is found by others on its machine."""
+    """The identity of this process."""
     space = os.readlink(_SPACE) if _SPACE.exists() else ""
     return Identity(socket.gethostname(), space, os.getpid(), psutil.Process().create_time())
 
 
-class HangChannel:
-    """What one rank posts and reads.
+def silent_state(rank: int, seen: str, host: str, pid: int) -> RankState:
+    """Describe a process of this machine that does not answer, after what is `seen` of it."""
+    stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
+    text = f"{seen}: its process {pid} on {host} {processes.describe(pid)}"
+    return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
+
+
+class Peers:
+    """What one rank posts for the others, and what it reads and sees of them.
 
     Args:
         channel: a connection that no other thread uses.
         rank: of this process.
-
-    Attributes:
-        is_signed: whether only ranks of this run can have written the values.
+        size: number of processes.
+        own: identity of this process; it is posted.
     """
 
-    def __init__(self, channel: StoreChannel, rank: int) -> None:
+    def __init__(self, channel: StoreChannel, rank: int, size: int, own: Identity) -> None:
         self.is_signed = channel.is_signed
-        self._channel = channel
-        self._rank = rank
+        self.others = tuple(other for other in range(size) if other != rank)
+        self._channel, self._rank, self._own = channel, rank, own
+        self._identities: dict[int, Identity] = {}
+        channel.post(f"who/{rank}", asdict(own))
 
-    def introduce(self, identity: Identity) -> None:
-        """Post how this process is found."""
-        self._channel.post(f"who/{self._rank}", asdict(identity))
-
-    def identity(self, rank: int) -> Identity | None:
-        """How another process is found; None when it has not posted it."""
-        return as_dataclass(Identity, self._channel.read(f"who/{rank}"))
-
-    def wait_for_identities(self, ranks: Sequence[int], seconds: float) -> None:
-        """Wait until other ranks have posted how they are found, which is when they have connected."""
-        self._channel.gather("who", ranks, seconds)
+    def wait_for_identities(self, seconds: float) -> None:
+        """Wait until the other ranks have posted their identities, which is when they have connected."""
+        self._channel.gather("who", self.others, seconds)
 
     def leave(self, ending: str) -> None:
         """Post that this process ends, and how."""
         self._channel.post(f"end/{self._rank}", ending)
-
-    def ending(self, rank: int) -> str | None:
-        """How another process has ended; None when it has not posted it."""
-        ending = self._channel.read(f"end/{rank}")
-        return ending if isinstance(ending, str) else None
 
     def inquiry(self) -> int:
         """The number of the last inquiry; 0 when there was none."""
@@ -113,70 +106,56 @@ class HangChannel:
         """The report of an inquiry; None as long as there is none."""
         return as_dataclass(Report, self._channel.read(f"report/{number}"))
 
-    def is_first_to_tell(self) -> bool:
+    def is_first_to_report(self) -> bool:
         """Whether no other rank has reported yet why the run fails."""
         return bool(self._channel.decide("reported", self._rank) == self._rank)
 
-    def confirm(self, number: int) -> int:
-        """Post that this rank has done what a report demands; how many have by now."""
-        return self._channel.count(f"confirmed/{number}", 1)
-
-    def confirmed(self, number: int) -> int:
-        """How many ranks have done what a report demands."""
-        return self._channel.count(f"confirmed/{number}")
-
-
-class Peers:
-    """Whether the other ranks of the run still run, as far as this one can see.
-
-    Args:
-        hang_channel: where they posted how they are found.
-        own: identity of this process.
-        ranks: of the others.
-    """
-
-    def __init__(self, hang_channel: HangChannel, own: Identity, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self._hang_channel = hang_channel
-        self._own = own
-        self._identities: dict[int, Identity] = {}
+    def confirm(self, number: int, more: int = 1) -> int:
+        """Post that this rank has done what a report demands; how many have by now. With 0, only count."""
+        return self._channel.count(f"confirmed/{number}", more)
 
     def ended(self) -> dict[int, str]:
         """The ranks that have ended, each with how, as what follows "has"."""
-        endings = {rank: self._ending(rank) for rank in self.ranks}
+        endings = {rank: self.ending(rank) for rank in self.others}
         return {rank: text for rank, text in endings.items() if text is not None}
 
-    def silent_state(self, rank: int) -> RankState:
-        """Describe a rank that gave no answer."""
-        who = self._identity(rank)
-        host, pid = (who.host, who.pid) if who else ("", 0)
-        ending = self._ending(rank)
-        if ending is not None:
-            return RankState(rank, ENDED, ending=ending, host=host, pid=pid)
-        stack = ""
-        if who is None:
-            text = "has built no Accelerator yet, or none that watches for hangs"
-        elif self._is_on_this_machine(who):
-            text = f"lives but gives no answer: its process {pid} on {host} {processes.describe(pid)}"
-            stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
-        else:
-            text = f"gives no answer (process {pid} on {host}): it, its machine or the way to it is lost"
-        return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
-
-    def _ending(self, rank: int) -> str | None:
-        posted = self._hang_channel.ending(rank)
+    def ending(self, rank: int) -> str | None:
+        """How another rank has ended, as it posted or as this process sees; None while it may run."""
+        posted = self._posted_ending(rank)
         if posted is not None:
             return posted
         who = self._identity(rank)
         if who is None or not self._is_on_this_machine(who) or processes.runs(who.pid, who.born):
             return None
         # It may have posted its end while its process was looked for.
-        return self._hang_channel.ending(rank) or f"died without a word (process {who.pid} on {who.host})"
+        return self._posted_ending(rank) or f"died without a message (process {who.pid} on {who.host})"
+
+    def silent_state(self, rank: int) -> RankState:
+        """Describe a rank that gave no answer."""
+        who = self._identity(rank)
+        host, pid = (who.host, who.pid) if who else ("", 0)
+        ending = self.ending(rank)
+        if ending is not None:
+            return RankState(rank, ENDED, ending=ending, host=host, pid=pid)
+        if who is not None and self._is_on_this_machine(who):
+            return silent_state(rank, "runs but gives no answer", host, pid)
+        text = f"gives no answer (process {pid} on {host}): it, its machine or the way to it is lost"
+        if who is None:
+            text = "has built no Accelerator yet, or none that watches for hangs"
+        return RankState(rank, SILENT, ending=text, host=host, pid=pid)
+
+    def _posted_ending(self, rank: int) -> str | None:
+        ending = self._channel.read(f"end/{rank}")
+        return ending if isinstance(ending, str) else None
 
     def _identity(self, rank: int) -> Identity | None:
-        if rank not in self._identities and (who := self._hang_channel.identity(rank)) is not None:
+        """The identity of another rank; None when it has not posted it."""
+        if rank not in self._identities:
+            who = as_dataclass(Identity, self._channel.read(f"who/{rank}"))
+            if who is None:
+                return None
             self._identities[rank] = who
-        return self._identities.get(rank)
+        return self._identities[rank]
 
     def _is_on_this_machine(self, who: Identity) -> bool:
         return (who.host, who.space) == (self._own.host, self._own.space)
