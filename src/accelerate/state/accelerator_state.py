@@ -109,18 +109,10 @@ class AcceleratorState(RunState):
     def _check_initialized(
         self, mixed_precision: PrecisionType | PrecisionName | None = None, cpu: bool | None = None
     ) -> None:
-        """Refuse what the run cannot change any more.
-
-        Raises:
-            ConfigurationError: the number format differs, or the CPU is asked for on another device.
-        """
+        """Refuse what the run cannot change any more."""
         if mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
-            raise wrong_value(
-                "mixed_precision",
-                str(mixed_precision),
-                f"this process already runs with mixed_precision={self._mixed_precision!r}",
-                ONE_STATE,
-            )
+            reason = f"this process already runs with mixed_precision={self._mixed_precision!r}"
+            raise wrong_value("mixed_precision", str(mixed_precision), reason, ONE_STATE)
         if cpu and not of_device(self.device).is_host:
             raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
@@ -179,15 +171,6 @@ class AcceleratorState(RunState):
             raise wrong_value("name", name, reason, fix)
         return plugins[name]
 
-    @staticmethod
-    def _only_with_deepspeed(plugins: Any) -> dict[str, Any]:
-        if isinstance(plugins, dict):
-            return plugins
-        error = StateError(
-            "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dictionary."
-        )
-        raise as_builtin(error, ValueError)
-
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Select one of several DeepSpeed plugins for what is prepared next.
 
@@ -198,7 +181,10 @@ class AcceleratorState(RunState):
             StateError: there is only one plugin, or none.
             ConfigurationError: there is none of that name.
         """
-        plugins = self._only_with_deepspeed(self.deepspeed_plugins)
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            text = "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dictionary."
+            raise as_builtin(StateError(text), ValueError)
         chosen = self.get_deepspeed_plugin(next(iter(plugins)) if name is None else name)
         for plugin in plugins.values():
             plugin._unselect()
@@ -206,11 +192,7 @@ class AcceleratorState(RunState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget everything: the next `Accelerator` starts anew.
-
-        Args:
-            reset_partial_state: whether `PartialState` forgets too.
-        """
+        """Forget everything: the next `Accelerator` starts anew."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -246,19 +228,14 @@ def deepspeed_required(func: Function) -> Function:
 def _precision_asked_for(
     mixed_precision: PrecisionType | PrecisionName | None,
 ) -> PrecisionType | PrecisionName:
-    """Return the number format, from the argument or else the environment.
-
-    Raises:
-        ConfigurationError: there is no such format.
-    """
+    """Return the number format, from the argument or else the environment."""
     values = {
         "mixed_precision": None if mixed_precision is None else str(mixed_precision),
         "ACCELERATE_MIXED_PRECISION": current().get("ACCELERATE_MIXED_PRECISION"),
         "MIXED_PRECISION": current().get("MIXED_PRECISION"),
     }
-    source, value = next(
-        ((name, value) for name, value in values.items() if value), ("mixed_precision", "no")
-    )
+    given = ((source, value) for source, value in values.items() if value)
+    source, value = next(given, ("mixed_precision", "no"))
     asked = value.lower()
     if asked not in PrecisionType:
         formats = ", ".join(PrecisionType.list())
@@ -269,12 +246,9 @@ def _precision_asked_for(
 def _check_hardware(mixed_precision: str, backend: DeviceBackend) -> None:
     dtype = DTYPES.get(mixed_precision)
     if dtype is not None and not backend.supports(dtype):
-        raise wrong_value(
-            "mixed_precision",
-            mixed_precision,
-            f"this {backend.label} does not compute in {str(dtype).removeprefix('torch.')}",
-            "choose another number format, or the CPU with cpu=True",
-        )
+        reason = f"this {backend.label} does not compute in {str(dtype).removeprefix('torch.')}"
+        fix = "choose another number format, or the CPU with cpu=True"
+        raise wrong_value("mixed_precision", mixed_precision, reason, fix)
 
 
 def _label(

@@ -37,13 +37,7 @@ _DIGITS = hashlib.sha256().digest_size * 2
 
 
 class StoreChannel:
-    """Named values in a part of a store.
-
-    Args:
-        store: a connection that no other thread uses at the same time.
-        scope: name of the part; the same on all ranks. It is part of each signature.
-        environ: variables of this process, `ACCELERATE_RUN_KEY` among them.
-    """
+    """Named values in a part of a store."""
 
     def __init__(self, store: Store, scope: str, environ: Mapping[str, str]) -> None:
         self._store: Any = store
@@ -57,16 +51,7 @@ class StoreChannel:
         return bool(self._key)
 
     def post(self, name: str, value: Any) -> None:
-        """Set a value.
-
-        Args:
-            name: of the value in this part of the store.
-            value: numbers, text, booleans, and lists and dictionaries of these; not None.
-
-        Raises:
-            TypeError: the value cannot be written as JSON.
-            torch.distributed.DistError: the store does not answer.
-        """
+        """Set a value: numbers, text, booleans, and lists and dictionaries of these; not None."""
         self._store.set(self._name(name), self._encode(name, value))
 
     def decide(self, name: str, value: Any) -> Any:
@@ -82,20 +67,12 @@ class StoreChannel:
         return self._get(names) if self._has(names) else {name: self.read(name) for name in names}
 
     def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
-        """Wait until values are there; signals are handled meanwhile.
-
-        Args:
-            names: of the values.
-            seconds: to wait at most.
-
-        Returns:
-            The values by name; None for those that did not come in time.
-        """
+        """Wait until values are there, and return them by name; None for those that did not come in time."""
         end, pause = time.monotonic() + seconds, FIRST_PAUSE
         while (left := end - time.monotonic()) > 0:
-            found = self._get(names) if self._has(names) else {}
-            if found and None not in found.values():
-                return found
+            values = self._get(names) if self._has(names) else {}
+            if values and None not in values.values():
+                return values
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, LONGEST_PAUSE)
         return self.read_all(names)
@@ -139,27 +116,21 @@ class StoreChannel:
         if hmac.compare_digest(data[:_DIGITS], self._signature(name, body)):
             with suppress(ValueError, RecursionError):  # without a key anybody can write anything
                 return json.loads(body)
-        self._warn(name)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The store of this run holds a value that none of its ranks has written (%s): it is ignored. "
+                "Another program reaches the port of the store, or the ranks have different values of %s.",
+                self._name(name),
+                KEY_VARIABLE,
+            )
         return None
-
-    def _warn(self, name: str) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        logger.warning(
-            "The store of this run holds a value that none of its ranks has written (%s): it is ignored. "
-            "Another program reaches the port of the store, or the ranks have different values of %s.",
-            self._name(name),
-            KEY_VARIABLE,
-        )
 
 
 def as_dataclass(kind: type[Message], value: Any) -> Message | None:
     """Build a dataclass from what `dataclasses.asdict` has made of one; None from anything else.
 
-    Args:
-        kind: its fields are numbers, text, booleans and lists of whole numbers.
-        value: what was read.
+    Its fields are numbers, text, booleans and lists of whole numbers.
     """
     if not isinstance(value, dict):
         return None
@@ -182,8 +153,6 @@ class Consensus:
     """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone.
 
     Attributes:
-        rank: of this process.
-        size: number of processes.
         is_threaded: whether a background thread may use it while the main thread trains.
     """
 

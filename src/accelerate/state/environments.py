@@ -32,13 +32,8 @@ class Topology:
     """Which process this is, out of how many, and where the others meet.
 
     Attributes:
-        rank: index of this process among all, from 0.
-        size: number of processes on all machines.
-        local_rank: index of this process on its machine, from 0.
-        local_size: number of processes on this machine.
         node: index of this machine, from 0.
-        address: where rank 0 can be reached; None for a single process.
-        port: port at which rank 0 listens; None for a single process.
+        address: where rank 0 can be reached, at `port`; None for a single process.
         started_by: name of the detector that recognised the process.
         needs_hosts: whether `local_rank`, `local_size` and `node` are not known yet: the ranks have to
             exchange host names.
@@ -73,30 +68,21 @@ Detector = Callable[[Mapping[str, str]], Topology | None]
 
 @dataclass(frozen=True)
 class Starter:
-    """A starter that tells each process its rank in variables; as a detector, it reads them.
+    """A starter that writes the rank of each process into variables; as a detector, it reads them.
 
-    Attributes:
-        name: what `Topology.started_by` becomes.
-        rank: variables that may hold the index of the process; the first that is set counts.
-        size: variables that may hold the number of processes.
-        local_rank: variables that may hold the index on the machine.
-        local_size: variables that may hold the number of processes on the machine.
-        node: variables that may hold the index of the machine.
+    `name` becomes `Topology.started_by`. The other attributes are names of variables, separated by spaces;
+    the first that is set counts.
     """
 
     name: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    node: tuple[str, ...] = ()
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str = ""
 
     def __call__(self, environ: Mapping[str, str]) -> Topology | None:
-        """Return which rank this process is, or None when this starter did not start it.
-
-        Raises:
-            ConfigurationError: its variables contradict each other or are not whole numbers.
-        """
+        """Return which rank this process is, or None when this starter did not start it."""
         rank, size = _number(environ, self.rank), _number(environ, self.size)
         if rank is None or size is None:
             return None
@@ -104,62 +90,57 @@ class Starter:
         local_size = _number(environ, self.local_size)
         node = _number(environ, self.node)
         if size == 0:
-            raise wrong_value(
-                self.size[0], size, "at least one process takes part", f"correct {self.size[0]}"
-            )
+            name = _first(self.size)
+            raise wrong_value(name, size, "at least one process takes part", f"correct {name}")
         if size == 1 and rank == 0:
             return Topology(started_by=self.name, node=node or 0)
         address = environ.get("MASTER_ADDR") or None
         if address is None and (local_size is not None or local_rank is not None):
-            self._check_one_machine(rank, size, local_rank, local_size, node)
+            _check_one_machine(rank, size, local_rank, local_size, node)
         is_one_machine = address is None or _is_loopback(address)
-        self._check_below("rank", rank, size)
-        port = _port(environ, DEFAULT_PORT)
+        _check_below(self.rank, rank, self.size, size)
+        port = _port(environ)
         if local_rank is None and local_size is None and not is_one_machine:
             return Topology(rank, size, 0, 1, rank, address, port, self.name, needs_hosts=True)
         if local_rank is None:
             local_rank = rank % local_size if local_size else rank
         local_size = local_size or (size if is_one_machine else local_rank + 1)
-        self._check_below("local_rank", local_rank, local_size)
-        self._check_sizes(size, local_size)
+        _check_below(self.local_rank, local_rank, self.local_size, local_size)
+        if local_size > size:
+            reason = f"more processes on this machine than there are on all ({_first(self.size)}={size})"
+            fix = f"correct {_first(self.local_size)} or {_first(self.size)}"
+            raise wrong_value(_first(self.local_size), local_size, reason, fix)
         node = rank // local_size if node is None else node
         return Topology(rank, size, local_rank, local_size, node, address or LOOPBACK, port, self.name)
 
-    def _check_one_machine(
-        self, rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
-    ) -> None:
-        if (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank):
-            raise wrong_value(
-                "MASTER_ADDR",
-                None,
-                f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
-                "where rank 0 runs",
-                "set MASTER_ADDR, on every machine, to the address of the machine of rank 0",
-            )
 
-    def _check_below(self, what: str, value: int, limit: int) -> None:
-        names = {"rank": (self.rank, self.size), "local_rank": (self.local_rank, self.local_size)}[what]
-        if not 0 <= value < limit:
-            raise wrong_value(
-                names[0][0],
-                value,
-                f"with {names[1][0]}={limit} it must be 0 to {limit - 1}",
-                f"correct {names[0][0]} or {names[1][0]}",
-            )
-
-    def _check_sizes(self, size: int, local_size: int) -> None:
-        if local_size > size:
-            raise wrong_value(
-                self.local_size[0],
-                local_size,
-                f"more processes on this machine than there are on all ({self.size[0]}={size})",
-                f"correct {self.local_size[0]} or {self.size[0]}",
-            )
+def _first(names: str) -> str:
+    return names.partition(" ")[0]
 
 
-def _number(environ: Mapping[str, str], names: tuple[str, ...], unset: int | None = None) -> int | None:
+def _check_one_machine(
+    rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
+) -> None:
+    if (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank):
+        raise wrong_value(
+            "MASTER_ADDR",
+            None,
+            f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
+            "where rank 0 runs",
+            "set MASTER_ADDR, on every machine, to the address of the machine of rank 0",
+        )
+
+
+def _check_below(names: str, value: int, limit_names: str, limit: int) -> None:
+    if not 0 <= value < limit:
+        name, limit_name = _first(names), _first(limit_names)
+        reason = f"with {limit_name}={limit} it must be 0 to {limit - 1}"
+        raise wrong_value(name, value, reason, f"correct {name} or {limit_name}")
+
+
+def _number(environ: Mapping[str, str], names: str, unset: int | None = None) -> int | None:
     """Return the first of these variables that is set, as a number; the value `unset` means "not set"."""
-    name = next((name for name in names if environ.get(name)), None)
+    name = next((name for name in names.split() if environ.get(name)), None)
     if name is None:
         return None
     try:
@@ -174,10 +155,10 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], unset: int | Non
     return number
 
 
-def _port(environ: Mapping[str, str], default: int) -> int:
-    port = _number(environ, ("MASTER_PORT",))
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT")
     if port is None:
-        return default
+        return DEFAULT_PORT
     if not 0 < port < 65536:
         raise wrong_value("MASTER_PORT", port, "there is no such port", "choose one from 1024 to 65535")
     return port
@@ -195,48 +176,37 @@ def _resolves_to_loopback(name: str) -> bool:
 
 
 from_torchrun = Starter(
-    "torchrun",
-    rank=("RANK",),
-    size=("WORLD_SIZE",),
-    local_rank=("LOCAL_RANK",),
-    local_size=("LOCAL_WORLD_SIZE",),
-    node=("GROUP_RANK", "NODE_RANK"),
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", node="GROUP_RANK NODE_RANK"
 )
 from_open_mpi = Starter(
     "openmpi",
-    rank=("OMPI_COMM_WORLD_RANK",),
-    size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-_pmi = Starter(
-    "pmi",
-    rank=("PMI_RANK",),
-    size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID",),
-    local_size=("MPI_LOCALNRANKS",),
-)
+_pmi = Starter("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 from_mvapich = Starter(
     "mvapich",
-    rank=("MV2_COMM_WORLD_RANK",),
-    size=("MV2_COMM_WORLD_SIZE",),
-    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-    local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    rank="MV2_COMM_WORLD_RANK",
+    size="MV2_COMM_WORLD_SIZE",
+    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+    local_size="MV2_COMM_WORLD_LOCAL_SIZE",
 )
 _sagemaker = Starter(
     "sagemaker",
-    rank=("RANK", "OMPI_COMM_WORLD_RANK"),
-    size=("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    local_rank=("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    local_size=("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SM_NUM_GPUS"),
+    rank="RANK OMPI_COMM_WORLD_RANK",
+    size="WORLD_SIZE OMPI_COMM_WORLD_SIZE",
+    local_rank="SMDATAPARALLEL_LOCAL_RANK LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE SM_NUM_GPUS",
 )
 _slurm = Starter(
     "slurm",
-    rank=("SLURM_PROCID",),
-    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    local_rank=("SLURM_LOCALID",),
-    local_size=("SLURM_TASKS_HERE",),
-    node=("SLURM_NODEID",),
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS SLURM_NTASKS",
+    local_rank="SLURM_LOCALID",
+    local_size="SLURM_TASKS_HERE",
+    node="SLURM_NODEID",
 )
 
 
@@ -318,26 +288,15 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
 
 
 def alone(environ: Mapping[str, str]) -> Topology:
-    """Answer for a process that nobody started among others.
-
-    Raises:
-        ConfigurationError: variables speak of several processes, but do not say which one this is.
-    """
+    """Answer for a process that nobody started among others; refuse variables that speak of several."""
     size, rank = _number(environ, from_torchrun.size), _number(environ, from_torchrun.rank)
+    fix = "start the script with `accelerate launch` or torchrun, or unset"
     if (size or 1) > 1:
-        raise wrong_value(
-            "WORLD_SIZE",
-            size,
-            "RANK is not set, so this process does not know which one it is",
-            "start the script with `accelerate launch` or torchrun, or unset WORLD_SIZE",
-        )
+        reason = "RANK is not set, so this process does not know which one it is"
+        raise wrong_value("WORLD_SIZE", size, reason, f"{fix} WORLD_SIZE")
     if (rank or 0) > 0:
-        raise wrong_value(
-            "RANK",
-            rank,
-            "WORLD_SIZE is not set, so this process does not know how many there are",
-            "start the script with `accelerate launch` or torchrun, or unset RANK",
-        )
+        reason = "WORLD_SIZE is not set, so this process does not know how many there are"
+        raise wrong_value("RANK", rank, reason, f"{fix} RANK")
     return Topology()
 
 
@@ -359,14 +318,7 @@ def recognise(environ: Mapping[str, str]) -> Topology | None:
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Return which rank this process is, or that it is alone.
-
-    Args:
-        environ: variables of the process.
-
-    Raises:
-        ConfigurationError: the variables contradict each other or cannot be read.
-    """
+    """Return which rank this process is, or that it is alone."""
     return recognise(environ) or alone(environ)
 
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.state.shared import SharedDict, SharedState
-
-
-class ReadLoader(Protocol):
-    """What a loader that is being read tells about the batch it gave last."""
-
-    end_of_dataloader: bool
-    remainder: int
 
 
 Reference = weakref.ReferenceType[Any]
@@ -55,20 +48,17 @@ class GradientState(SharedState):
     @property
     def num_steps(self) -> int:
         """Number of passes for one optimizer step."""
-        steps: int = self.plugin_kwargs.get("num_steps", 1)
-        return steps
+        return self.plugin_kwargs.get("num_steps", 1)  # type: ignore[no-any-return]
 
     @property
     def adjust_scheduler(self) -> bool:
         """Whether schedulers also count the passes that do not step."""
-        answer: bool = self.plugin_kwargs.get("adjust_scheduler", True)
-        return answer
+        return self.plugin_kwargs.get("adjust_scheduler", True)  # type: ignore[no-any-return]
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader ends an accumulation window early."""
-        answer: bool = self.plugin_kwargs.get("sync_with_dataloader", True)
-        return answer
+        return self.plugin_kwargs.get("sync_with_dataloader", True)  # type: ignore[no-any-return]
 
     @property
     def active_dataloader(self) -> Any:
@@ -84,14 +74,14 @@ class GradientState(SharedState):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the loader that is being read gave its last batch; False when there is none."""
-        loader: ReadLoader | None = self.active_dataloader
-        return False if loader is None else loader.end_of_dataloader
+        loader = self.active_dataloader
+        return False if loader is None else bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
         """How many samples of the last batch are not filler, over all processes; -1 when not known."""
-        loader: ReadLoader | None = self.active_dataloader
-        return -1 if loader is None else loader.remainder
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
 
     @property
     def is_xla_gradients_synced(self) -> bool:

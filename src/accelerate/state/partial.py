@@ -169,11 +169,11 @@ def _with_sagemaker(environ: Mapping[str, str], wanted: bool | None) -> Mapping[
     if wanted is None:
         return environ
     kind = SageMakerDistributedType.DATA_PARALLEL if wanted else SageMakerDistributedType.NO
-    answers = {
+    return {
+        **environ,
         "ACCELERATE_USE_SAGEMAKER": str(wanted),
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
     }
-    return {**environ, **answers}
 
 
 def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceBackend, torch.device | None]:
@@ -189,25 +189,18 @@ def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceB
 
 
 def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
-    """Return the device of this name; None when it has no number.
-
-    Raises:
-        ConfigurationError: this machine has no such device.
-    """
+    """Return the device of this name; None when it has no number."""
     count = backend.count() if backend.available() else 0
     number = name.partition(":")[2]
     if count and not number:
         return None
     last = count - 1 if backend.largest_index is None else backend.largest_index
     if not number.isdecimal() or len(number) > len(str(count + last)) or int(number) > last:
-        seen = f"this process sees {count} devices of that kind"
-        limit = seen if backend.largest_index is None else f"torch counts {backend.label}s up to {last}"
-        raise wrong_value(
-            "ACCELERATE_TORCH_DEVICE",
-            name,
-            limit,
-            "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE",
-        )
+        reason = f"this process sees {count} devices of that kind"
+        if backend.largest_index is not None:
+            reason = f"torch counts {backend.label}s up to {last}"
+        fix = "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE"
+        raise wrong_value("ACCELERATE_TORCH_DEVICE", name, reason, fix)
     return torch.device(name)
 
 

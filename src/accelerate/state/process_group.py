@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, StateError, environ, wrong_value
+from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.state import rendezvous
 from accelerate.state.environments import Topology
@@ -50,18 +50,17 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
 
     Args:
         topology: which process this is and where the others meet.
-        backend: the hardware whose tensors travel.
+        backend: the hardware whose tensors are sent.
         comm: name of the communication library; None is the one that suits the hardware.
         **kwargs: further arguments of `torch.distributed.init_process_group`; None counts as not given.
 
     Returns:
         The name of the communication library.
-
-    Raises:
-        ConfigurationError: this build of torch has no such communication library.
     """
     comm = comm or backend.comm or "gloo"
-    _import_provider(comm, backend)
+    provider = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
+    if provider and comm != "gloo":
+        import_module(provider)
     _check_built(comm, backend)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     with _watched(topology, kwargs):
@@ -72,22 +71,22 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
 def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
     """Let ranks that do not know their place on their host exchange host names. Called on every rank.
 
-    Args:
-        topology: returned as it is unless `needs_hosts` is set.
-        kwargs: what `open_group` will get; the store that was opened for the exchange is put into it.
-
-    Raises:
-        StateError: a rank did not come in time.
+    The store that is opened for it is put into `kwargs`, which `open_group` will get.
     """
     if not topology.needs_hosts:
         return topology
-    timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
+    timeout = _timeout(kwargs)
     if is_open():
         return rendezvous.exchange_hosts(topology, torch_private.default_store(), timeout)
     with _watched(topology, kwargs):
         if not kwargs.get("store"):
             kwargs["store"] = rendezvous.open_store(topology, kwargs.pop("init_method", None), timeout)
         return rendezvous.exchange_hosts(topology, kwargs["store"], timeout)
+
+
+def _timeout(kwargs: Mapping[str, Any]) -> timedelta:
+    timeout: timedelta = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
+    return timeout
 
 
 def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
@@ -103,18 +102,10 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     if topology.size == 1 and "init_method" not in kwargs:
         kwargs["store"] = HashStore()  # nobody else will come, so no port is needed
     else:
-        missing = {
-            name: text for name, text in topology.variables().items() if not environ.current().get(name)
-        }
-        environ.assign(missing)
-        store = (
-            None
-            if {"init_method", "store"} & set(kwargs)
-            else rendezvous.store_of_generation(
-                topology, kwargs.get("timeout") or distributed_c10d.default_pg_timeout
-            )
-        )
-        kwargs.update({"store": store} if store else {})
+        rendezvous.assign_missing(topology.variables())
+        if not {"init_method", "store"} & set(kwargs):
+            store = rendezvous.store_of_generation(topology, _timeout(kwargs))
+            kwargs.update({"store": store} if store else {})
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.
     import_module("torch.distributed.nn.functional")
@@ -136,8 +127,7 @@ def own_group() -> None:
 def close_group(group: dist.ProcessGroup | None = None) -> None:
     """Close a process group, or the default one with all others; waits for no other process.
 
-    Args:
-        group: the group; None closes all. Nothing happens when none is open.
+    Nothing happens when none is open.
     """
     if is_open():
         if group is None:
@@ -160,14 +150,7 @@ def _wait_for_threads() -> None:
 
 
 def wait_for_everyone(device: torch.device) -> None:
-    """Wait until all ranks have come here, through `ProcessServices.barrier` where it is set.
-
-    Args:
-        device: where this process computes.
-
-    Raises:
-        StateError: the process group is closed.
-    """
+    """Wait until all ranks have come here, through `ProcessServices.barrier` where it is set."""
     if services.barrier is not None and is_open():
         services.barrier()
     else:
@@ -175,14 +158,7 @@ def wait_for_everyone(device: torch.device) -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until all ranks of the default group have come here.
-
-    Args:
-        device: where this process computes.
-
-    Raises:
-        StateError: the group was closed, or never opened.
-    """
+    """Wait until all ranks of the default group have come here; refused where the group is closed."""
     if is_open():
         on_device = device.index is not None and "nccl" in dist.get_backend()
         dist.barrier(device_ids=[device.index] if on_device else None)
@@ -196,11 +172,7 @@ def wait(device: torch.device) -> None:
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that `torch.distributed.init_process_group` does not have.
-
-    Raises:
-        ConfigurationError: an unknown name, or a timeout that is not a `timedelta`.
-    """
+    """Refuse arguments that `torch.distributed.init_process_group` does not have."""
     import inspect
 
     known = set(inspect.signature(dist.init_process_group).parameters) - {"rank", "world_size"}
@@ -214,16 +186,9 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
         raise wrong_value("timeout", timeout, "not a datetime.timedelta", "write timedelta(seconds=...)")
 
 
-def _import_provider(comm: str, backend: DeviceBackend) -> None:
-    module = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
-    if module and comm != "gloo":
-        import_module(module)
-
-
 def _check_built(comm: str, backend: DeviceBackend) -> None:
     names = [part.rpartition(":")[2] for part in comm.split(",")]
-    missing = next((name for name in names if not dist.is_backend_available(name)), None)
-    if missing is not None:
+    for missing in (name for name in names if not dist.is_backend_available(name)):
         raise wrong_value(
             "backend",
             missing,

@@ -242,43 +242,37 @@ class Share(NamedTuple):
 
 
 def plan_share(length: int, size: int, rank: int, apply_padding: bool) -> Share:
-    """Return which of `length` elements a process takes; the first ones take one more if need be.
-
-    Args:
-        length: number of elements.
-        size: number of processes.
-        rank: index of the process.
-        apply_padding: whether short shares are filled up to the length of the longest.
-    """
-    each, extra = divmod(length, size)
-    start = rank * each + min(rank, extra)
-    end = start + each + (rank < extra)
-    longest = each + (extra > 0)
+    """Return which of `length` elements a process takes; the first ones take one more if need be."""
+    per_process, extra = divmod(length, size)
+    start = rank * per_process + min(rank, extra)
+    end = start + per_process + (rank < extra)
+    longest = per_process + (extra > 0)
     return Share(start, end, longest - (end - start) if apply_padding else 0)
 
 
 def share_of(inputs: Any, size: int, rank: int, apply_padding: bool = False) -> Any:
-    """Return one process's share of some inputs, in a container of the same kind.
+    """Return one process's share of some inputs; see `split_between_processes`.
 
-    Args:
-        inputs: a list, tuple, tensor, array or dataset, divided along its first dimension; or a mapping of
-            such, all of one length, each of which is divided.
-        size: number of processes.
-        rank: index of the process.
-        apply_padding: whether short shares are filled with their last element, or the last of all.
-
-    Raises:
-        ConfigurationError: the inputs have no length, or those of a mapping differ in it.
+    A share without elements is filled with the last element of all.
     """
     if isinstance(inputs, Mapping):
         return _share_mapping(inputs, size, rank, apply_padding)
     length = _length(inputs)
-    share = plan_share(length, size, rank, apply_padding)
-    taken = _slice_of(inputs)(share.start, share.end)
-    if share.padding == 0:
-        return taken
-    last = share.end - 1 if share.end > share.start else length - 1
-    return _join_of(inputs)(taken, _slice_of(inputs)(last, last + 1), share)
+    start, end, padding = plan_share(length, size, rank, apply_padding)
+    last = end - 1 if end > start else length - 1
+    if type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select"):
+        return inputs.select([*range(start, end), *[last] * padding] if padding else range(start, end))
+    share = inputs[start:end]
+    if padding == 0:
+        return share
+    filler = inputs[last : last + 1]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([share, *[filler] * padding])
+    if isinstance(inputs, np.ndarray):
+        return np.concatenate([share, *[filler] * padding])
+    if isinstance(inputs, (tuple, str)):
+        return share + filler * padding
+    return [*share, *list(filler) * padding]
 
 
 def _share_mapping(inputs: Mapping[Any, Any], size: int, rank: int, apply_padding: bool) -> Any:
@@ -312,31 +306,3 @@ def _length(inputs: Any) -> int:
             f"A {type(inputs).__name__} cannot be split between processes: it has no length. Pass a list, "
             "tuple, dictionary, tensor, array or dataset; turn a generator into a list first."
         ) from None
-
-
-def _is_dataset(inputs: Any) -> bool:
-    return type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select")
-
-
-def _slice_of(inputs: Any) -> Callable[[int, int], Any]:
-    if _is_dataset(inputs):
-        return lambda start, end: inputs.select(range(start, end))
-    return lambda start, end: inputs[start:end]
-
-
-def _join_of(inputs: Any) -> Callable[[Any, Any, Share], Any]:
-    """How a share and the element that fills it up become one, by the kind of the inputs."""
-    if isinstance(inputs, torch.Tensor):
-        return lambda taken, last, share: torch.cat([taken, *[last] * share.padding])
-    if isinstance(inputs, np.ndarray):
-        return lambda taken, last, share: np.concatenate([taken, *[last] * share.padding])
-    if _is_dataset(inputs):
-        return lambda taken, last, share: _padded_dataset(inputs, share)
-    if isinstance(inputs, (tuple, str)):
-        return lambda taken, last, share: taken + last * share.padding
-    return lambda taken, last, share: [*taken, *list(last) * share.padding]
-
-
-def _padded_dataset(inputs: Any, share: Share) -> Any:
-    last = share.end - 1 if share.end > share.start else len(inputs) - 1
-    return inputs.select([*range(share.start, share.end), *[last] * share.padding])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -40,29 +40,20 @@ def generation() -> str:
 def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
     """Connect to the part of the agent's store that this generation uses. Called on all ranks.
 
-    Args:
-        topology: which process this is and where the others meet.
-        timeout: how long the ranks may take to come together.
-
     Returns:
         The store; None where no store outlives a restart, or nothing was restarted yet.
-
-    Raises:
-        StateError: a rank did not come in time.
     """
     services.generation = None
     if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    on_one_machine = topology.local_size == topology.size
-    if on_one_machine and _restart_count() == "0":
+    on_one_machine, name = topology.local_size == topology.size, _restart_count()
+    if on_one_machine and name == "0":
         return None
-    store = TCPStore(
-        str(topology.address), int(topology.port or 0), None, False, timeout, wait_for_workers=False
-    )
-    # Agents of several machines count restarts on their own: their ranks have to agree.
-    if on_one_machine:
-        name = _restart_count()
-    else:
+    address, port = str(topology.address), int(topology.port or 0)
+    store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    if (
+        not on_one_machine
+    ):  # agents of several machines count restarts on their own: their ranks have to agree
         channel = StoreChannel(store, "generation", environ.current())
         name = agree_on_generation(channel, topology.rank, topology.size, timeout)
     services.generation = name
@@ -74,19 +65,16 @@ def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: ti
 
     Rank 0 posts a name. Each other rank posts a token of its own under that name, and rank 0 posts the tokens
     of all ranks. A rank that does not find its token there has read the name of an earlier generation.
-
-    Args:
-        channel: a part of the store that all generations share.
-        rank: of this process.
-        size: number of ranks.
-        timeout: how long they may take.
-
-    Raises:
-        StateError: a rank did not come in time.
     """
     token, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        return _offer(channel, token, size, timeout)
+        channel.post("name", token)
+        answers = channel.gather(token, range(1, size), timeout.total_seconds())
+        tokens = [token, *answers.values()]
+        if None in tokens:
+            raise _absent(tokens.index(None), timeout)
+        channel.post(f"{token}/all", tokens)
+        return token
     answered = ""
     while time.monotonic() < end:
         name = channel.wait(["name"], LOOK_AGAIN)["name"]
@@ -99,16 +87,6 @@ def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: ti
         if isinstance(tokens, list) and tokens[rank:][:1] == [token]:
             return str(name)
     raise _absent(0, timeout)
-
-
-def _offer(channel: StoreChannel, name: str, size: int, timeout: timedelta) -> str:
-    channel.post("name", name)
-    answers = channel.gather(name, range(1, size), timeout.total_seconds())
-    tokens = [name, *answers.values()]
-    if None in tokens:
-        raise _absent(tokens.index(None), timeout)
-    channel.post(f"{name}/all", tokens)
-    return name
 
 
 def _absent(rank: int, timeout: timedelta) -> StateError:
@@ -124,17 +102,8 @@ def _restart_count() -> str:
 def exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topology:
     """Complete a topology with the local rank, from the host names of all ranks. Called on all ranks.
 
-    Args:
-        topology: rank and world size are known.
-        store: that all ranks reach.
-        timeout: how long the ranks may take.
-
-    Returns:
-        The topology with `local_rank`, `local_size` and `node`. Ranks of one host count from 0 in the order
-        of their ranks; hosts count from 0 in the order of their first ranks.
-
-    Raises:
-        StateError: a rank did not come in time.
+    Ranks of one host count from 0 in the order of their ranks; hosts count from 0 in the order of their first
+    ranks. All ranks reach the store.
     """
     channel = StoreChannel(store, f"accelerate/hosts/{services.groups_opened}", environ.current())
     consensus = StoreConsensus(channel, topology.rank, topology.size, _describe_absent_hosts)
@@ -154,9 +123,15 @@ def _describe_absent_hosts(what: str, ranks: Sequence[int], seconds: float) -> s
     )
 
 
+def assign_missing(variables: Mapping[str, str]) -> None:
+    """Set those variables of this process that have no value."""
+    present = environ.current()
+    environ.assign({name: text for name, text in variables.items() if not present.get(name)})
+
+
 def open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
-    address = {"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)}
-    environ.assign({name: text for name, text in address.items() if not environ.current().get(name)})
+    """Open the store through which ranks meet, before the group."""
+    assign_missing({"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)})
     opened = rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
     store: Store = next(opened)[0]
     return store
@@ -168,13 +143,12 @@ def listen_on_loopback(topology: Topology) -> object:
     Returns:
         What keeps the store open until the group has it; None where another process opens it.
     """
-    present = environ.current()
     if topology.size == 1 or topology.local_size < topology.size or topology.address not in LOOPBACK:
         return None
     interface = loopback_interface()
-    if interface and not present.get(GLOO_INTERFACE):
-        environ.assign({GLOO_INTERFACE: interface})
-    opens = topology.rank == 0 and present.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if interface:
+        assign_missing({GLOO_INTERFACE: interface})
+    opens = topology.rank == 0 and environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return hold_loopback_store(topology.address, int(topology.port or 0)) if opens else None
 
 
@@ -184,7 +158,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     The connection that the group uses is locked while a thread waits in it; a thread needs its own.
 
     Args:
-        purpose: tells its keys apart from those of others.
+        purpose: distinguishes its keys from those of others.
         timeout: how long one request may take.
     """
     store = _connect() if dist.is_available() and dist.is_initialized() else None
@@ -192,18 +166,12 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
         return None
     store.set_timeout(timeout)
     # The store may outlive a restart, and a group that was closed.
-    return StoreChannel(
-        store, f"accelerate/{purpose}/{generation()}.{services.groups_opened}", environ.current()
-    )
+    scope = f"accelerate/{purpose}/{generation()}.{services.groups_opened}"
+    return StoreChannel(store, scope, environ.current())
 
 
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
     """Open a connection to the store through which ranks are about to open the default group.
-
-    Args:
-        topology: where they meet.
-        purpose: tells its keys apart from those of others.
-        timeout: how long one request may take.
 
     Returns:
         None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.

@@ -133,14 +133,11 @@ class ProcessServices:
         """Register a service of the run, in place of the one of this class.
 
         Args:
-            kind: the class under which it is found.
-            service: the object.
+            kind: the class under which it is registered.
+            service: the object, which is returned.
             uses_group: whether it holds the default process group: it is forgotten when another group takes
                 the place of that one.
             close: called before the default process group is closed.
-
-        Returns:
-            The service.
         """
         self.of_run[kind] = service
         if uses_group:
