@@ -183,7 +183,7 @@ class AcceleratorState(RunState):
         """
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
-            text = "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dictionary."
+            text = "There are no DeepSpeed plugins to select from: pass several to `Accelerator` as a dict."
             raise as_builtin(StateError(text), ValueError)
         chosen = self.get_deepspeed_plugin(next(iter(plugins)) if name is None else name)
         for plugin in plugins.values():

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.state.shared import SharedDict, SharedState
 
-
 Reference = weakref.ReferenceType[Any]
 
 
